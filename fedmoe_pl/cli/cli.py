@@ -144,11 +144,7 @@ class FederationCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments, in which configurations of the package have their names.
-
-        Raises:
-            MisconfigurationException: if a file cannot be read, or an argument is wrong; in one sentence, with its key.
-        """
+        """Parses the arguments, in which configurations of the package have their names."""
         arguments: Any = sys.argv[1:] if args is None else args
         is_list = isinstance(arguments, list)
         self._command = _command(arguments) if is_list else ""
@@ -183,12 +179,7 @@ class FederationCLI(LightningCLI):
             parser.add_instantiator(self._constructor, object)
 
     def instantiate_classes(self) -> None:
-        """Makes everything that the configuration names: the modules first, each from a seed of its own.
-
-        Raises:
-            MisconfigurationException: if a constructor refuses its arguments, or fails where the class is one of this
-                package, PyTorch or Lightning or the value may have several types.
-        """
+        """Makes everything that the configuration names: the modules first, each from a seed of its own."""
         self._dump_config()  # while the configuration has no modules
         configuration, command = self.config, str(self.subcommand)
         seed = self._get(configuration, "seed_everything")

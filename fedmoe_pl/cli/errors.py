@@ -41,9 +41,7 @@ def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:
 def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str:
     """One sentence for an error of jsonargparse: its exceptions name key after key, and the last one what is wrong.
 
-    Args:
-        error: the error.
-        parser: the parser of the command, whose arguments are suggested for unknown ones.
+    For unknown arguments, it suggests those of the class or, outside of any, of the parser.
     """
     key, class_type, types, value, text = "", None, "", "", ""
     for text in _messages(error):

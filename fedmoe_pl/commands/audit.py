@@ -319,40 +319,20 @@ def _patterns(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
         >>> _patterns(["expert.body.w", "expert.body.b", "gate.w", "own/expert.head.w", "sums/3"], names)
         ['expert.body.*', 'gate.*', 'own/expert.head.*', 'sums/*']
     """
-    by_prefix: dict[str, set[str]] = {"": set()}
-    others: dict[str, None] = {}
-    known, tops = {*names}, dict.fromkeys(name.partition(".")[0] for name in names)
-    for name in chosen:
-        start = next((end for end in _starts(name) if name[end:] in known), None)
-        if start is not None:
-            by_prefix.setdefault(name[:start], set()).add(name[start:])
-        else:
+    given, patterns, others = dict.fromkeys(chosen), dict[str, None](), dict[str, None]()
+    for name in given:
+        before, slash, own = name.rpartition("/")
+        if own not in names:
             others[without_numbers(name)] = None
-    found = [
-        prefix + pattern
-        for prefix, inside in by_prefix.items()
-        for top in tops
-        for pattern in _cover(top, inside, names)
-    ]
-    return [*found, *others]
-
-
-def _starts(name: str) -> list[int]:
-    """Where the name of one of the module's tensors may begin: at 0 or after a slash."""
-    return [0, *(index + 1 for index, character in enumerate(name) if character == "/")]
-
-
-def _cover(start: str, chosen: set[str], names: Sequence[str]) -> list[str]:
-    """Patterns of the chosen names that are ``start`` or go on after it with a dot."""
-    if start in names:
-        return [start] if start in chosen else []
-    inside = [name for name in names if name.startswith(f"{start}.")]
-    if all(name in chosen for name in inside):
-        return [f"{start}.*"]
-    if not any(name in chosen for name in inside):
-        return []
-    nexts = dict.fromkeys(name.removeprefix(f"{start}.").partition(".")[0] for name in inside)
-    return [pattern for each in nexts for pattern in _cover(f"{start}.{each}", chosen, names)]
+            continue
+        parts, pattern = own.split("."), own
+        for end in range(len(parts) - 1, 0, -1):
+            start = ".".join(parts[:end])
+            if not all(f"{before}{slash}{each}" in given for each in names if each.startswith(f"{start}.")):
+                break
+            pattern = f"{start}.*"
+        patterns[f"{before}{slash}{pattern}"] = None
+    return [*patterns, *others]
 
 
 def _of_data(datamodule: FederatedDataModule) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,25 @@ def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: 
         yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
 
 
+@torch.inference_mode()
+def _on_global_test(
+    module: LightningModule, datamodule: FederatedDataModule, models: StackedModels | None, meter: Meter
+) -> tuple[Tensor, Tensor] | None:
+    """Measures one model or k of them; the accuracies of each, None without class labels."""
+    samples, has_classes = datamodule.global_test, predicts_classes(module, datamodule)
+    if models:
+        scores, targets = models.outputs(datamodule, samples)
+    elif has_classes:
+        scores, targets = predict(module, datamodule, samples)[0][None], datamodule.y[samples].cpu()
+    else:
+        for outputs, _, targets in _outputs(module, datamodule, samples):
+            meter.update(outputs, targets)
+        return None
+    for of_model in scores if meter.values else ():
+        meter.update(of_model, targets)
+    return _accuracies(scores.argmax(2), datamodule, scores.shape[2]) if has_classes else None
+
+
 def _accuracies(predicted: Tensor, datamodule: FederatedDataModule, outputs: int) -> tuple[Tensor, Tensor]:
     """Accuracy of k models on the global test set: of each class (k, C), and over all samples (k,)."""
     labels = datamodule.y[datamodule.global_test].cpu().expand(predicted.shape)
@@ -50,87 +69,35 @@ def _accuracies(predicted: Tensor, datamodule: FederatedDataModule, outputs: int
     return by_class[:, : datamodule.num_classes].double(), overall
 
 
-def evaluate_model(
+def evaluate(
     module: LightningModule,
     datamodule: FederatedDataModule,
     clients: Sequence[int],
     validation: ClientSamples,
     metrics: Mapping[str, Metric],
+    models: StackedModels | None = None,
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model."""
-    meter = Meter(module, metrics, [len(datamodule.global_test)], measures_loss(module, datamodule))
-    if predicts_classes(module, datamodule):
-        logits, _ = predict(module, datamodule, datamodule.global_test)
-        accuracies = _accuracies(logits.argmax(1)[None], datamodule, logits.shape[1])
-        if metrics:
-            meter.update(logits, datamodule.y[datamodule.global_test].cpu())
-    else:
-        accuracies = None
-        _measure(meter, _outputs(module, datamodule, datamodule.global_test))
-
-    def outputs(parts: ClientSamples) -> Outputs:
-        return _outputs(module, datamodule, parts.indices)
-
-    return _evaluate(module, datamodule, clients, validation, metrics, accuracies, meter.values, outputs)
-
-
-def evaluate_stack(
-    models: StackedModels,
-    module: LightningModule,
-    datamodule: FederatedDataModule,
-    clients: Sequence[int],
-    validation: ClientSamples,
-    metrics: Mapping[str, Metric],
-) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients with small models of their own, all computed together."""
-    with_loss, samples = measures_loss(module, datamodule), datamodule.global_test
-    meter = Meter(module, metrics, [len(samples)] * len(clients), with_loss)
-    if metrics or with_loss:
-        scores, targets = models.outputs(datamodule, samples)
-        for of_model in scores:
-            meter.update(of_model, targets)
-        predicted, width = scores.argmax(2), scores.shape[2]
-    else:
-        predicted, width = models.predict(datamodule, samples)
-    accuracies = _accuracies(predicted, datamodule, width) if predicts_classes(module, datamodule) else None
-
-    def outputs(parts: ClientSamples) -> Outputs:
-        return models.of_each(datamodule, parts)
-
-    return _evaluate(module, datamodule, clients, validation, metrics, accuracies, meter.values, outputs)
-
-
-def _evaluate(
-    module: LightningModule,
-    datamodule: FederatedDataModule,
-    clients: Sequence[int],
-    validation: ClientSamples,
-    metrics: Mapping[str, Metric],
-    global_accuracies: tuple[Tensor, Tensor] | None,
-    global_metrics: Mapping[str, Sequence[float]],
-    outputs: Callable[[ClientSamples], Outputs],
-) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients, from the results on the global test set and outputs on their own samples.
-
-    The results are those of k models, or of one that several clients have: the accuracies of :func:`_accuracies`, None
-    without class labels, and k values of each other metric.
-    """
+    """The evaluations of clients that all have this model, or small models of their own, computed together."""
     chosen = torch.tensor(clients)
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
     samples, has_classes = _own_samples(module, datamodule, chosen), predicts_classes(module, datamodule)
     with_loss = measures_loss(module, datamodule)
+    of_global = Meter(module, metrics, [len(datamodule.global_test)] * (len(clients) if models else 1), with_loss)
     own = Meter(module, metrics, samples.sizes.tolist(), with_loss, (held_out.sizes > 0).tolist())
     of_validation = Meter(module, metrics, validation.sizes.tolist(), with_loss or _has_own_loss(module))
-    nan = torch.full((len(clients),), math.nan)
-    own_accuracy = reweighted = overall = validation_accuracy = validation_loss = nan
-    if global_accuracies is not None:
-        own_accuracy, _, weights = _predict_parts(module, outputs(samples), samples, own)
-        validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation, of_validation)
-        reweighted = _weighted(global_accuracies[0], datamodule.class_shares[chosen], datamodule)
-        overall = global_accuracies[1].expand(len(clients))
-    else:
-        weights = _measure(own, outputs(samples))
-        _measure(of_validation, outputs(validation))
+
+    def outputs(parts: ClientSamples) -> Outputs:
+        return models.of_each(datamodule, parts) if models else _outputs(module, datamodule, parts.indices)
+
+    of_classes = _on_global_test(module, datamodule, models, of_global)
+    own_accuracy, _, weights = _measured(module, outputs(samples), samples, own, has_classes)
+    validation_accuracy, validation_loss, _ = _measured(
+        module, outputs(validation), validation, of_validation, has_classes
+    )
+    reweighted = overall = torch.full((len(clients),), math.nan)
+    if of_classes is not None:
+        reweighted = _weighted(of_classes[0], datamodule.class_shares[chosen], datamodule)
+        overall = of_classes[1].expand(len(clients))
     no_gate: list[None] = [None] * len(clients)
     columns = zip(
         clients,
@@ -143,7 +110,7 @@ def _evaluate(
         _pieces(datamodule.y[samples.indices], samples.sizes) if weights and has_classes else no_gate,
         of_validation.values.pop(LOSS, validation_loss.tolist()),
         [getattr(module, "has_global_expert", True)] * len(clients),
-        _by_client(len(clients), own.values, global_metrics, of_validation.values),
+        _by_client(len(clients), own.values, of_global.values, of_validation.values),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)
@@ -176,35 +143,27 @@ def _by_client(number: int, *of_splits: Mapping[str, Sequence[float]]) -> list[d
 
 
 @torch.inference_mode()
-def _measure(meter: Meter, outputs: Outputs) -> list[Tensor]:
-    """Feeds outputs to a meter; returns the weights of a trained gate, batch by batch."""
-    weights = []
-    for scores, batch_weights, targets in outputs:
-        meter.update(scores, targets)
-        if batch_weights is not None:
-            weights.append(batch_weights)
-    return weights
-
-
-@torch.inference_mode()
-def _predict_parts(
-    module: LightningModule, outputs: Outputs, parts: ClientSamples, meter: Meter
+def _measured(
+    module: LightningModule, outputs: Outputs, parts: ClientSamples, meter: Meter, has_classes: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Accuracy and mean loss of each part, shape (len(parts),), nan for an empty one, and a trained gate's weights."""
+    """Accuracy and mean loss of each part, (len(parts),), nan for an empty one, and weights of a trained gate."""
     right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
-    for scores, batch_weights, labels in outputs:
-        right.append(scores.argmax(1) == labels)
-        losses.append(_losses(module, scores, labels))
+    for scores, batch_weights, targets in outputs:
+        if has_classes:
+            right.append(scores.argmax(1) == targets)
+            losses.append(_losses(module, scores, targets))
         if meter.values:
-            meter.update(scores, labels)
+            meter.update(scores, targets)
         if batch_weights is not None:
             weights.append(batch_weights)
+    if not has_classes:
+        nan = torch.full((len(parts),), math.nan)
+        return nan, nan, weights
     ends = parts.sizes.cumsum(0)
     counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
     accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
     sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
-    mean_losses = (sums[ends] - sums[ends - parts.sizes]) / parts.sizes
-    return accuracies, mean_losses, weights
+    return accuracies, (sums[ends] - sums[ends - parts.sizes]) / parts.sizes, weights
 
 
 def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
 from fedmoe_pl.algorithms.overrides import changes_kept, chooses_model, overrides
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.evaluation.accuracies import evaluate_model, evaluate_stack
+from fedmoe_pl.evaluation.accuracies import evaluate
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
@@ -81,7 +81,7 @@ def _evaluate_shared(
         module = copy_module(group_training.module).to(training.device).eval()
         for tensors, sharing in _models(group_training, server, kept, group):
             load_tree(module, {**group_training.initial, **tensors})
-            yield from evaluate_model(module, training.datamodule, sharing, validation, training.metrics)
+            yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
 
 
 def has_own_model(kept: Tree, evaluation_point: EvaluationPoint) -> bool:
@@ -147,12 +147,12 @@ class _Evaluator:
             if architecture not in self.stackable:
                 self.stackable[architecture] = models.agree(data)
             if self.stackable[architecture]:
-                return [*evaluate_stack(models, module, data, clients, self.validation, training.metrics)]
+                return [*evaluate(module, data, clients, self.validation, training.metrics, models)]
         evaluations = []
         for client in clients:
             load_tree(module, self._state(training, module, client))
             predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
-            evaluations += evaluate_model(predictor, data, [client], self.validation, training.metrics)
+            evaluations += evaluate(predictor, data, [client], self.validation, training.metrics)
         return evaluations
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:

@@ -43,9 +43,6 @@ class FlopCounter:
     activations, normalization and optimizers do not. Frozen parts have no backward pass. Their forward pass counts
     in every step, even if a backend looks the outputs up. A client's work before its training does not count, and
     early stopping is ignored.
-
-    Args:
-        training: the training of the phase's clients.
     """
 
     def __init__(self, training: LocalTraining) -> None:

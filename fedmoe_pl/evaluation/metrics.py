@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedmoe_pl.checks import InvalidArgumentError, check_kind, is_finite
+from fedmoe_pl.checks import InvalidArgumentError, check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS
 from fedmoe_pl.evaluation.outputs import mixture_of
@@ -49,18 +49,8 @@ def lower_is_better(metrics: Mapping[str, Metric]) -> list[str]:
 class Meter:
     """Feeds the outputs for the samples of several parts, one part after another, to metrics.
 
-    A value is nan if the part has no samples, or too few for the metric.
-
-    Args:
-        module: the module that gives the outputs. A mixture's become probabilities, or values in regression; those of
-            other modules go to the metrics as they are.
-        metrics: the metrics, by name.
-        sizes: number of samples of each part.
-        with_loss: whether the mixture's mean loss is computed, too.
-        wanted: which parts are measured; None for all.
-
-    Attributes:
-        values: the values of each metric, one for each part.
+    A mixture's outputs become probabilities, or values in regression; those of other modules are taken as they are. The
+    ``values`` of each metric, one for each part, are nan if the part is not wanted, or has too few samples.
     """
 
     def __init__(
@@ -134,22 +124,17 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
 
 def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs: Tensor, targets: Tensor) -> None:
     """Refuses a metric that does not fit the outputs, or gives more than one number."""
-    meter = Meter(module, metrics, [len(targets)], with_loss=False)
     for name, metric in metrics.items():
-        meter.metrics = {name: metric}
+        metric.reset()
         try:
             with warnings.catch_warnings():  # of few samples
                 warnings.simplefilter("ignore")
-                meter._update(outputs, targets)
-                value = metric.compute()
-            reason = (
-                "" if (isinstance(value, Tensor) and value.numel() == 1) or is_finite(value) else "it gives several"
-            )
+                metric.update(*preds_of(module, outputs, targets))
+                float(metric.compute())
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        finally:
-            metric.reset()
-        if reason:
             shapes = f"outputs of shape {tuple(outputs.shape[1:])} and targets of shape {tuple(targets.shape[1:])}"
             allowed = f"a metric that gives one number for {shapes}"
-            raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
+            raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason) from error
+        finally:
+            metric.reset()

@@ -18,12 +18,7 @@ ClientModule = TypeVar("ClientModule", bound=LightningModule, default=MixtureOfE
 
 
 class Predictor(LightningModule):
-    """A client's module that predicts in the algorithm's way; it has no gate weights.
-
-    Args:
-        module: the client's module.
-        predict: gives the scores (n, ...) of samples (n, ...).
-    """
+    """A client's module that predicts in the algorithm's way, as scores (n, ...) of samples; it has no gate weights."""
 
     def __init__(self, module: LightningModule, predict: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -44,13 +44,7 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
 
 
 class StackedModels:
-    """The models of k clients.
-
-    Args:
-        module: a module of the clients' architecture in eval mode; it gets the tensors that all of them share.
-        states: the tensors of each client's model, by name; those that are the same object are shared.
-        gated: whether the module has gate weights.
-    """
+    """The models of k clients: a module of their architecture, and the tensors of each, shared if the same object."""
 
     def __init__(self, module: LightningModule, states: Sequence[Tree], gated: bool) -> None:
         first = states[0]
@@ -76,15 +70,6 @@ class StackedModels:
             alone = self.module(x.to(self.device))
         load_tree(self.module.module, self.states[0])
         return all(is_close(output[-1], expected.cpu()) for output, expected in zip(stacked, alone, strict=True))
-
-    def predict(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, int]:
-        """The classes that each model predicts for samples that all of them get (k, n), and their number of outputs."""
-        predicted, outputs = [], 0
-        for x, _ in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
-            scores = self._call(x, None)[0]  # (k, b, C)
-            predicted.append(scores.argmax(2))
-            outputs = scores.shape[2]
-        return torch.cat(predicted, 1), outputs
 
     def outputs(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor]:
         """The outputs of each model for samples that all of them get, (k, n, ...), and the targets (n, ...)."""

@@ -19,11 +19,6 @@ def quickstart(tmp_path):
     return shortened(yaml.safe_load(Path(QUICKSTART).read_text()), tmp_path)
 
 
-def test_the_subcommands_are_the_federation_s_commands():
-    commands = {"fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join"}
-    assert set(FederationCLI.subcommands()) == commands
-
-
 @pytest.mark.parametrize(("command", "text"), [("join", "Takes part in a federation"), ("test", "Prints the table")])
 def test_the_help_of_a_command_begins_with_what_it_does(command, text, capsys):
     with pytest.raises(SystemExit):

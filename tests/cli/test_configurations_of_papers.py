@@ -140,17 +140,3 @@ def test_pfl_moe_with_vgg16_differs_in_one_rate():
     )
     rates = [phases["PFL-FB"]["optimizer"]["init_args"].pop("lr") for phases in (lenet5, vgg16)]
     assert rates == [0.001, 0.005] and lenet5 == vgg16
-
-
-@pytest.mark.parametrize("stem", ["pfl_moe_cifar10_lenet5", "pfl_moe_cifar10_vgg16", "pfl_moe_fmnist_lenet5"])
-def test_pfl_moe_trains_local_with_sgd_and_with_adam(stem):
-    """The paper prints the better of 300 epochs of SGD, whose rate falls to a tenth every 100, and of Adam."""
-    phases = printed(next(path for path in PAPERS if path.stem == stem))["federation"]["phases"]
-    sgd, adam = [phase for phase in phases if phase["algorithm"]["class_path"].endswith(".Local")]
-    assert sgd["max_epochs"] == adam["max_epochs"] == 300
-    assert (sgd["optimizer"]["class_path"], adam["optimizer"]["class_path"]) == ("torch.optim.SGD", "torch.optim.Adam")
-    expected = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
-    assert {name: sgd["optimizer"]["init_args"][name] for name in expected} == expected
-    assert sgd["lr_scheduler"]["class_path"] == "torch.optim.lr_scheduler.StepLR"
-    steps = sgd["lr_scheduler"]["init_args"]
-    assert (steps["step_size"], steps["gamma"]) == (100, 0.1)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from helpers.configurations import QUICKSTART, shortened
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -96,12 +95,3 @@ def test_an_exception_where_one_class_fits_stays_as_it_is(refusal, tmp_path):
     )
     with pytest.raises(KeyError, match="of the user"):
         refusal("federation", "phases", [{"name": "A", "algorithm": "own_algorithm.Broken"}])
-
-
-def test_an_optimizer_of_the_configuration_is_made_as_before(tmp_path):
-    config = shortened(yaml.safe_load(Path(QUICKSTART).read_text()), tmp_path)
-    config["federation"] |= {"phases": config["federation"]["phases"][:1], "logger": False}
-    (tmp_path / "short.yaml").write_text(yaml.safe_dump(config))
-    model = FederationCLI(["fit", "--config", str(tmp_path / "short.yaml")]).model
-    (group,) = model.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups
-    assert (group["lr"], group["momentum"]) == (0.1, 0.5)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.configurations import QUICKSTART, REPOSITORY, printed
+from helpers.configurations import QUICKSTART
 from helpers.grids import TINY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -64,12 +64,11 @@ def test_phases_are_found_in_files_of_files_and_in_what_was_appended(tmp_path, m
     ("arguments", "end"),
     [
         (["--config", QUICKSTART, "--federation.phases.FedAv.rounds", "7"], "NAME.rounds; did you mean FedAvg?"),
-        (["--config", QUICKSTART, "--federation.phases.FedAvg", "null"], "NAME.rounds; did you mean FedAvg?"),
         (["--federation.phases.FedAvg.rounds=3", "--config", QUICKSTART], "such as federation.phases.NAME.rounds."),
     ],
 )
 def test_an_argument_of_an_unknown_phase_is_refused(arguments, end):
-    with pytest.raises(MisconfigurationException, match=r"FedAvg?(\.rounds)? must name a phase") as error:
+    with pytest.raises(MisconfigurationException, match=r"FedAvg?\.rounds must name a phase") as error:
         configured(arguments, False)
     assert str(error.value).endswith(end)
 
@@ -98,14 +97,6 @@ def test_a_list_in_an_object_replaces_the_whole_list():
     assert data["data"]["init_args"]["augmentation"][0]["init_args"]["padding"] != 7
 
 
-def test_in_the_homogeneous_setting_all_clients_have_one_architecture():
-    phases = printed(REPOSITORY / "configs/pfedmoe_homogeneous.yaml")["federation"]["phases"]
-    models = [phase["model"]["init_args"] for phase in phases if phase["model"]]
-    assert len(models) >= 5
-    for model in models:
-        assert model["global_expert"]["init_args"]["variant"] == 1 and model["local_expert"] is None
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -121,13 +112,10 @@ def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments):
 
 UNREADABLE = {
     "a: 1\nb:\n  c: 2\n  c: 3": "line 4 has the key 'c' again",
-    "a:\n  - {b: 1, b: 2}": "line 2 has the key 'b' again",
     "a: [0\nb: 1": "line 2, column 2",
-    "a: \0": "unacceptable character #x0000",
     "- " * 2000: "maximum recursion depth exceeded",
     "a: !!python/object:os.system {}": "could not determine a constructor",
     "": "it has no keys",
-    "[1, 2]": "it has no keys",
     b"\xff\xfe\x80": "'utf-8' codec can't decode",
 }
 

@@ -95,24 +95,6 @@ def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, 
     assert checkpoint.read_bytes() == content
 
 
-def test_a_newcomer_trains_what_clients_keep_and_leaves_the_server_as_it_is(tmp_path):
-    run, checkpoint = trained(tmp_path, fedavg(FEDPER, rounds=3))
-    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=3)])
-    data, start = new_data(), mixture(optimizer=sgd)
-    later.personalize(start, data, str(checkpoint), rounds=2)
-
-    assert_same_bits(later.run.states["FedAvg"].server, run.run.states["FedAvg"].server)
-    for client in (0, 1):
-        module = mixture(ConstantGate(1.0), optimizer=sgd)
-        shared = run.run.states["FedAvg"].server
-        module.load_state_dict({**module.state_dict(), **shared})
-        for round in range(2):  # the extractor is the federation's, the classifier goes on
-            batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
-            train_by_hand(module, "global_expert.classifier.", batches, sgd, 2)
-        actual = tensors(later.client_module("FedAvg", client))
-        torch.testing.assert_close(actual, tensors(module), rtol=0, atol=1e-12)
-
-
 def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
     _, checkpoint = trained(tmp_path, Phase("Local", Local(), max_epochs=3), fedavg(FEDPER, rounds=2))
     later = federation(tmp_path / "later", [Phase("Local", Local(), max_epochs=0), fedavg(FEDPER, max_epochs=0)])
@@ -120,51 +102,47 @@ def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
     assert not any(later.run.states[name].clients for name in ("Local", "FedAvg"))
 
 
-def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
-    def images(low, high):
-        generator = Generator().manual_seed(low)
-        x = torch.randint(low, high, (12, 1, 2, 2), generator=generator, dtype=torch.uint8)
-        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
-
-    class Flat(torch.nn.Sequential):
-        def __init__(self):
-            super().__init__(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-
-    first, second = images(0, 100), images(100, 256)
-    run = federation(tmp_path, [fedavg(rounds=1)])
-    run.fit(mixture(expert=Flat(), dtype=torch.float32), first)
-    later = federation(tmp_path / "later", [fedavg(rounds=1)])
-    checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
-    with pytest.warns(
-        UserWarning, match=r"the mean of the new clients' pixels is 0\.\d\d, more than one standard"
-    ) as seen:
-        later.personalize(mixture(expert=Flat(), dtype=torch.float32), second, checkpoint)
-    (text,) = [str(each.message) for each in seen if "new clients' pixels" in str(each.message)]
-    pixels = first.arrays.x_train.double() / 255
-    mean, std = pixels.mean(), pixels.std(correction=0)
-    expected = (second.arrays.x_train.double() / 255 - mean) / std
-    torch.testing.assert_close(second.x[:12].double(), expected, rtol=0, atol=1e-5)
-    assert abs(second.x.mean()) > 1, "with a normalization of its own it would be 0"
-    newcomers = (second.arrays.x_train.double() / 255).mean()
-    assert text.endswith(
-        f"is {newcomers:.2f}, more than one standard deviation ({std:.2f}) from the federation's, {mean:.2f}; are the "
-        "images prepared in the same way?"
-    )
+def images(low, high):
+    x = torch.randint(low, high, (12, 1, 2, 2), generator=Generator().manual_seed(low), dtype=torch.uint8)
+    return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
 
 
-def test_newcomers_images_like_those_of_the_federation_are_taken_without_a_word(tmp_path, recwarn):
-    def images(seed):
-        x = torch.randint(256, (12, 1, 2, 2), generator=Generator().manual_seed(seed), dtype=torch.uint8)
-        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
-
+@pytest.fixture(scope="module")
+def of_images(tmp_path_factory):
+    """A model of images, the images of a federation, and its checkpoint."""
     expert = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
-    run = federation(tmp_path, [fedavg(rounds=1)])
-    run.fit(mixture(expert=expert, dtype=torch.float32), images(0))
-    later = federation(tmp_path / "later", [fedavg(rounds=1)])
-    later.personalize(
-        mixture(expert=expert, dtype=torch.float32), images(1), str(run.run_dir / "checkpoints/last.ckpt")
-    )
-    assert not [each for each in recwarn if "pixels" in str(each.message)]
+    model, data = mixture(expert=expert, dtype=torch.float32), images(0, 100)
+    run = federation(tmp_path_factory.mktemp("images"), [fedavg(rounds=1)])
+    run.fit(model, data)
+    return model, data, str(run.run_dir / "checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize(("low", "high"), [(100, 256), (1, 100)], ids=["brighter", "alike"])
+def test_images_of_newcomers_are_normalized_as_the_federation_s(low, high, of_images, tmp_path, recwarn):
+    model, first, checkpoint = of_images
+    second = images(low, high)
+    federation(tmp_path, [fedavg(rounds=1)]).personalize(model, second, checkpoint)
+    pixels, newcomers = (each.arrays.x_train.double() / 255 for each in (first, second))
+    mean, std = pixels.mean(), pixels.std(correction=0)
+    torch.testing.assert_close(second.x[:12].double(), (newcomers - mean) / std, rtol=0, atol=1e-5)
+    texts = [str(each.message) for each in recwarn if "new clients' pixels" in str(each.message)]
+    assert len(texts) == (low == 100)
+    for text in texts:
+        assert f"is {newcomers.mean():.2f}, more than one standard deviation ({std:.2f}) from the feder" in text
+        assert f"'s, {mean:.2f}; are the images prepared in the same way?" in text
+
+
+def test_newcomers_images_that_were_normalized_by_themselves_are_refused(of_images, tmp_path):
+    """Data that were set up before would be seen otherwise than the federation's, in silence."""
+    model, _, checkpoint = of_images
+    for newcomers, fits in ((images(100, 256), False), (images(0, 100), True)):
+        newcomers.setup()
+        later = federation(tmp_path / str(fits), [fedavg(rounds=1)])
+        if fits:
+            later.personalize(model, newcomers, checkpoint)
+            continue
+        with pytest.raises(MisconfigurationException, match="normalizes images as the new clients' data do"):
+            later.personalize(model, newcomers, checkpoint)
 
 
 def test_words_of_newcomers_have_the_federation_s_ids(tmp_path):
@@ -192,14 +170,7 @@ def test_words_of_newcomers_have_the_federation_s_ids(tmp_path):
 
 
 def test_newcomers_are_refused_without_what_they_need(tmp_path):
-    run, checkpoint = trained(tmp_path, fedavg(rounds=1))
-    later = federation(tmp_path / "later", [fedavg(rounds=1)])
-    with pytest.raises(MisconfigurationException, match="rounds is 0, but must be an integer from 1"):
-        later.personalize(mixture(), new_data(), str(checkpoint), rounds=0)
-    with pytest.raises(MisconfigurationException, match=r"'last', but no run in .* has a checkpoint"):
-        later.personalize(mixture(), new_data())
-    with pytest.raises(MisconfigurationException, match="must be the checkpoint of a federation"):
-        later.personalize(mixture(), new_data(), str(run.run_dir / "clients/FedAvg/all_clients.ckpt"))
+    _, checkpoint = trained(tmp_path, fedavg(rounds=1))
     other = federation(tmp_path / "other", [Phase("FedProx", FedAvg("global_expert.*"))])
     with pytest.raises(MisconfigurationException, match=r"in which 'FedProx' has finished"):
         other.personalize(mixture(), new_data(), str(checkpoint))
@@ -207,15 +178,6 @@ def test_newcomers_are_refused_without_what_they_need(tmp_path):
     with pytest.raises(MisconfigurationException, match="none of the phases is federated"):
         local.personalize(mixture(), new_data(), str(checkpoint))
     assert not (tmp_path / "other").exists()
-
-
-def test_newcomers_train_nothing_that_they_do_not_keep(tmp_path):
-    everything_trainable = Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1.0), rounds=2)
-    _, checkpoint = trained(tmp_path, everything_trainable)
-    later = federation(tmp_path / "later", [everything_trainable])
-    later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=50)
-    state = later.run.states["FedAvg"]
-    assert state.round == 1 and not state.clients and state.flops == 0
 
 
 def alone(module, shared, server, data, client, rounds, keeps_own_copy=False):
@@ -348,27 +310,6 @@ def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
         MisconfigurationException, match=r"of the same method and model, because 'it' has no 'clusters/"
     ):
         later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
-
-
-def test_newcomers_images_that_were_normalized_by_themselves_are_refused(tmp_path):
-    """Data that were set up before would be seen otherwise than the federation's, in silence."""
-
-    def images(low, high):
-        x = torch.randint(low, high, (12, 1, 2, 2), generator=Generator().manual_seed(low), dtype=torch.uint8)
-        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
-
-    model = mixture(expert=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), dtype=torch.float32)
-    run = federation(tmp_path, [fedavg(rounds=1)])
-    run.fit(model, images(0, 100))
-    checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
-    before = images(100, 256)
-    before.setup()
-    later = federation(tmp_path / "later", [fedavg(rounds=1)])
-    with pytest.raises(MisconfigurationException, match="normalizes images as the new clients' data do"):
-        later.personalize(model, before, checkpoint)
-    same = images(0, 100)
-    same.setup()
-    federation(tmp_path / "same", [fedavg(rounds=1)]).personalize(model, same, checkpoint)
 
 
 def test_personalizing_twice_gives_the_same_models_twice(tmp_path):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EveryBatch, blobs, client_generator, mixture, tensors
+from helpers import EveryBatch, assert_same_bits, blobs, client_generator, mixture, tensors
 from helpers.backends import WithBatchNorm
 from helpers.workers import TwoInThisProcess
 from torch import nn
@@ -79,6 +79,7 @@ def test_newcomers_train_what_they_keep_around_what_the_server_has(before, backe
     later.personalize(model(expert), data, str(run.run_dir / "checkpoints/last.ckpt"), ROUNDS)
     server = {name: tensor for name, tensor in run.run.states["it"].server.items() if "/" not in name}
     shared = {name: tensor for name, tensor in server.items() if algorithm().is_shared(name)}
+    assert_same_bits({name: later.run.states["it"].server[name] for name in shared}, shared)
     for client in (0, 1):
         bare = model(expert)
         bare.load_state_dict({**bare.state_dict(), **shared})
@@ -105,7 +106,8 @@ def test_newcomers_with_nothing_to_learn_receive_the_model(tmp_path, algorithm, 
     run.fit(model(), blobs())
     server = run.run.states["it"].server
     run.personalize(model(), blobs(sizes=(9, 6)), rounds=ROUNDS)
-    assert run.run.states["it"].flops == 0 and not run.run.states["it"].clients
+    state = run.run.states["it"]
+    assert state.flops == 0 and not state.clients and state.round == 1
     torch.testing.assert_close(tensors(run.client_module("it", 1), "global_expert."), server, rtol=0, atol=0)
 
 

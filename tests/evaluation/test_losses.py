@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers import EveryBatch
 from helpers.runs import data, federation, model
 from lightning.pytorch import Callback
 
@@ -36,13 +37,6 @@ class EveryEpoch(Callback):
     """Needs a Trainer of each client."""
 
     def on_train_epoch_end(self, trainer, pl_module):
-        """Does nothing."""
-
-
-class EveryBatch(Callback):
-    """Needs a Trainer that sees every batch."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         """Does nothing."""
 
 

@@ -1,5 +1,6 @@
 """Metrics of torchmetrics, computed for each client, and what is refused for a task."""
 
+import csv
 import math
 from functools import partial
 
@@ -7,21 +8,38 @@ import pytest
 import torch
 import torchmetrics
 from helpers import TensorData, blobs, mixture
+from helpers.clusters import clustered, only
 from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric, R2Score
+from torchmetrics import F1Score, MeanSquaredError, Metric, R2Score
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
+from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.callbacks import CostToTarget
+from fedmoe_pl.callbacks.costs import target_rows
+from fedmoe_pl.callbacks.figures import partition_figure
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data import Diabetes, RandomHorizontalFlip, SyntheticMultilabel, SyntheticShapes
-from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS, ClientEvaluation, Evaluation
+from fedmoe_pl.data import (
+    Diabetes,
+    RandomHorizontalFlip,
+    SyntheticMultilabel,
+    SyntheticShapes,
+    partition_rows,
+    partition_table,
+)
+from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.metrics import Meter
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
+from fedmoe_pl.report.command import report
+from fedmoe_pl.report.costs import costs, default_target
+from fedmoe_pl.report.runs import read_run
+from fedmoe_pl.report.settings import conditions, settings_of
+from fedmoe_pl.report.tables import condition_of
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.setup.check_run import check_phase
 
@@ -70,7 +88,8 @@ def errors():
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    run = federation(tmp_path_factory.mktemp("runs"), phases(select=Select("validation_rmse")), errors())
+    shown = {"logger": True, "enable_checkpointing": True, "callbacks": [CostToTarget(100.0, "global_test_rmse")]}
+    run = federation(tmp_path_factory.mktemp("runs"), phases(select=Select("validation_rmse")), errors(), **shown)
     run.fit(regression(), numbers())
     return run
 
@@ -172,14 +191,6 @@ def test_classes_have_metrics_beside_the_same_accuracies(tmp_path):
         assert other.metrics == {} and "local_test_loss" not in one.metrics
 
 
-def test_an_accuracy_and_a_metric_named_alike_are_on_the_same_samples(tmp_path):
-    run = federation(tmp_path, phases()[:1], {"accuracy": Accuracy("multiclass", num_classes=3)})
-    run.fit(mixture(), blobs(test_fraction=0.3, validation_fraction=0.3))
-    for client in run.results["FedAvg"].clients:
-        for split in SPLITS:
-            assert client.value(split) == pytest.approx(client.value(f"{split}_accuracy"))
-
-
 class Plain(LightningModule):
     """A user's own module with a training step of its own."""
 
@@ -256,10 +267,6 @@ class Vector(Metric):
         return torch.zeros(2)
 
 
-def each(outputs, targets):
-    return outputs - targets
-
-
 DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
 
 
@@ -268,16 +275,12 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
     [
         ("task", lambda: check(FedAvg(), PersonalizedMoE(nn.Linear(4, 3)), numbers())),
         ("task", lambda: check(FedAvg(), PersonalizedMoE(nn.Linear(4, 3), task="regression"), numbers())),
-        ("task", lambda: check(FedAvg(), PersonalizedMoE(nn.Linear(4, 1), task="binary"), numbers())),
-        ("task", lambda: check(FedAvg(), DENSE(), SyntheticShapes())),
         ("augmentation", lambda: check(FedAvg(), DENSE(), SyntheticShapes(augmentation=[RandomHorizontalFlip()]))),
         ("loss", lambda: regression(loss=nn.L1Loss(reduction="sum"))),
-        ("loss", lambda: check(FedAvg(), regression(loss=each), numbers())),
         ("metrics", lambda: check(FedAvg(), Plain(), numbers())),
         ("metrics.v", lambda: check(FedAvg(), Plain(), numbers(), {"v": Vector()})),
         ("metrics.f1", lambda: check(FedAvg(), regression(), numbers(), {"f1": F1Score("binary")})),
         ("metrics", lambda: Federation(phases(), metrics={"loss": mae()})),
-        ("metrics.f1", lambda: Federation(phases(), metrics={"f1": F1Score})),
         ("select.monitor", lambda: check(FedAvg(), regression(), numbers(), select=Select("global_test"))),
         (
             "select.monitor",
@@ -307,3 +310,123 @@ def test_data_without_classes_that_come_with_the_package():
     assert diabetes.num_clients == 6 and diabetes.y.shape == (442,) and len(diabetes.test_samples.indices) == 88
     assert labels.y.shape == (50, 5) and {*labels.y.unique().tolist()} == {0.0, 1.0}
     assert shapes.y.shape == (50, 16, 16) and shapes.y.unique().tolist() == [0, 1, 2] and shapes.x.shape[1] == 1
+
+
+def rows(federation, name):
+    with (federation.run_dir / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_files_have_columns_by_the_metrics_name(fitted):
+    summary, result = {row["method"]: row for row in rows(fitted, "summary.csv")}, fitted.results["PFL-MF"]
+    spread = result.spread("local_test_rmse")
+    assert float(summary["PFL-MF"]["local_test_rmse_worst_tenth"]) == spread.worst_tenth > spread.mean
+    assert summary["PFL-MF"]["local_test_mean"] == summary["PFL-MF"]["global_test_mean"] == ""
+    assert float(summary["PFL-MF"]["mean_gate_weight_mean"]) == result.spread("mean_gate_weight").mean
+    assert f"local_test_rmse {spread.mean:.4g}" in repr(result)
+    (first, *_), clients = rows(fitted, "clients.csv"), fitted.results["FedAvg"].clients
+    for name in ("validation_rmse", "validation_loss", "global_test_loss"):
+        assert float(first[name]) == clients[0].value(name)
+    assert [*rows(fitted, "partition.csv")[0]] == ["client", "train", "validation", "test"]
+    assert not (fitted.run_dir / "gate_weights.csv").exists(), "it would have the classes' weights"
+
+
+def test_tensorboard_has_the_metrics(fitted):
+    (folder,) = {path.parent for path in fitted.run_dir.rglob("events.*") if path.parent.name == "FedAvg"}
+    tags = EventAccumulator(str(folder)).Reload().Tags()["scalars"]
+    assert {"local_test_rmse/mean", "global_test_rmse/worst_tenth", "local_test_loss/std"} <= {*tags}
+    assert not any(tag.startswith(("local_test/", "reweighted_test/", "global_test/")) for tag in tags)
+
+
+def test_tables_and_predictions_have_the_metrics(fitted, capsys):
+    fitted.test(regression(), numbers())
+    table = capsys.readouterr().out
+    assert "local test rmse" in table and "Metrics over all 3 clients" in table and "loss" not in table
+    assert "global test rmse: rmse on the global test set; lower is better" in table
+    fitted.validate(regression(), numbers())
+    assert "validation loss: loss on the client's validation samples; lower is better" in capsys.readouterr().out
+    fitted.predict(regression(), numbers())
+    row, module, data = rows(fitted, "predictions.csv")[0], fitted.client_module("FedAvg", 0), numbers()
+    sample = int(row["sample"])
+    with torch.no_grad():
+        assert float(row["prediction"]) == pytest.approx(module(data.x[[sample]]).item(), rel=1e-5)
+    assert float(row["label"]) == data.y[sample].item()
+
+
+def test_the_cost_counts_until_the_error_is_low_enough(fitted):
+    reached = {row["method"]: row["rounds"] for row in rows(fitted, "target.csv")}
+    assert reached == {"FedAvg": "1", "PFL-FT": "5", "PFL-MF": "6"}, "all are below 100 from the first round on"
+    lacking = target_rows([{"method": "B", "evaluation_point": "any", "round": 1}], "e", 2.5)
+    assert math.isnan(lacking[0]["rounds"]) and math.isnan(lacking[0]["best"]), "a method may lack the metric"
+    ways = ("down", "up", "between_clients")
+    before = dict.fromkeys(("rounds_before", "parameters_before", "bytes_before", "flops_before"), 0)
+    spent = before | {"flops": 1} | {f"{name}_{way}": 1 for name in ("parameters", "bytes") for way in ways}
+    values = enumerate((3.0, 1.0, 2.0))
+    some = [{"method": "A", "evaluation_point": "any", "round": i, "e_mean": value, **spent} for i, value in values]
+    (found,) = target_rows(some, "e", 2.5, lower_is_better=True)
+    assert (found["rounds"], found["best"], found["best_round"]) == (1, 1.0, 1)
+
+
+def test_a_report_has_the_metrics_and_costs_until_the_error_is_low_enough(fitted, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedmoe_pl.report.pictures._saved", lambda *arguments: b'<svg viewBox="0 0 1 1"></svg>')
+    monkeypatch.setattr("matplotlib.figure.Figure.draw_without_rendering", lambda figure: None)
+    read = read_run(fitted.run_dir)
+    assert read.metrics[0] == "local_test_rmse" and "global_test_rmse" in read.metrics
+    page, markdown = report([str(fitted.run_dir), "--output", str(tmp_path / "r.html"), "--baseline", "PFL-FT"])
+    text = markdown.read_text()
+    mean = fitted.results["FedAvg"].spread("local_test_rmse").mean
+    assert f"| {mean:.4g} " in text and "rmse on the global test set" in text and "percent" not in text
+    assert "local test rmse" in page.read_text()
+    (condition,) = [condition_of(*each) for each in conditions(settings_of([read])[0], []).items()]
+    assert condition.lower_is_better("global_test_rmse") and condition.lower_is_better("local_test_loss")
+    errors = [row["global_test_rmse_mean"] for row in fitted.run.rows if row["method"] == "FedAvg"]
+    first, *_ = costs(condition.methods, "global_test_rmse", max(errors), lower_is_better=True)
+    assert (first.label, first.rounds, first.best) == ("FedAvg", 1 + errors.index(max(errors)), min(errors))
+    assert default_target(condition, "global_test_rmse") >= min(errors)
+
+
+@pytest.mark.parametrize(
+    ("make", "expert"),
+    [
+        (lambda: SyntheticMultilabel(31, 6, 3, num_clients=2, batch_size=5), nn.Linear(6, 3)),
+        (lambda: SyntheticShapes(7, 12, batch_size=4), SmallFCN(num_classes=3, channels=2)),
+    ],
+    ids=["labels", "pixels"],
+)
+def test_stacked_clients_with_short_batches_give_the_same_models(make, expert, tmp_path):
+    task = "multilabel" if isinstance(expert, nn.Linear) else "multiclass"
+    models = []
+    for backend in (StackedBackend(), TrainerBackend()):
+        run = federation(tmp_path, phases()[:1], backend=backend)
+        result = run.fit(PersonalizedMoE(expert, task=task), make())["FedAvg"]
+        assert result.spread("global_test_loss").std == 0
+        models.append(run.client_module("FedAvg", 0).state_dict())
+    torch.testing.assert_close(*models)
+
+
+def test_a_partition_without_classes_is_a_table_and_a_figure_of_sizes():
+    data = numbers()
+    sizes = data.train_samples.sizes.tolist()
+    assert partition_table(data).startswith("3 clients, 32 training samples, 9 global test samples")
+    assert len(partition_figure([*partition_rows(data)]).axes) == 1
+    assert [row["train"] for row in partition_rows(data)] == sizes
+
+
+def test_clusters_are_chosen_by_the_loss_of_the_task(tmp_path):
+    torch.manual_seed(0)
+    module = clustered(gate=only(0), expert=nn.Linear(4, 1), task="regression").float()
+    run = federation(tmp_path, [Phase("IFCA", EpsilonGreedyIFCA(), rounds=2)])
+    run.fit(module, numbers())
+    losses = [client.metrics["local_test_loss"] for client in run.results["IFCA"].clients]
+    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+
+
+def test_methods_of_a_run_may_differ_in_their_metrics(tmp_path, capsys):
+    methods = [Phase("plain", FedAvg(), model=Plain()), phases()[0]]
+    run = federation(tmp_path, methods, {"rmse": MeanSquaredError(squared=False)})
+    results = run.fit(regression(), numbers())
+    assert "local test rmse" in capsys.readouterr().out
+    for name in ("rounds.csv", "summary.csv"):
+        plain, *_, mixture = rows(run, name)
+        assert plain["global_test_loss_mean"] == "" and float(plain["global_test_rmse_mean"]) > 0
+        assert float(mixture["global_test_loss_mean"]) == results["FedAvg"].spread("global_test_loss").mean

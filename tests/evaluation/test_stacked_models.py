@@ -56,7 +56,7 @@ def evaluations(monkeypatch, module, datamodule, stacked, algorithm=None):
     kept = states(module, range(datamodule.num_clients))
     with monkeypatch.context() as patch:
         if stacked:
-            patch.setattr(evaluating, "evaluate_model", None)  # nothing is evaluated alone
+            patch.setattr(evaluating, "client_predictor", None)  # nothing is evaluated alone
         else:
             patch.setattr(stacked_models, "_MOST", 1)
         return evaluate_clients(training, {}, kept, 1, "aggregation")
@@ -108,7 +108,7 @@ class ReturnsViews(Local):
 def test_clients_that_have_the_same_tensors_are_evaluated_together_too(monkeypatch):
     module, data = mixture(LinearGate(5)), blobs(SIZES)
     server = states(module, [7])[7]
-    monkeypatch.setattr(evaluating, "evaluate_model", None)
+    monkeypatch.setattr(evaluating, "client_predictor", None)
     found = evaluate_clients(local_training(module, OfTheServer(), data), server, {}, 1, "aggregation")
     load_tree(module, server)
     with torch.no_grad():

@@ -1,62 +1,119 @@
-"""The curves of a run in TensorBoard: the same after a kill, in its folder or in that of a user's logger."""
+"""What loggers show of a run, also of one that was killed and resumed: every curve and picture once."""
 
 import csv
+import time
+from functools import partial
 
 import pytest
-from helpers.runs import Kill, data, federation, model, phases
+import torch
+from helpers import blobs, mixture
+from helpers.runs import Kill, federation
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing import event_accumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-METHODS = ("Local", "FedAvg", "PFL-FB", "PFL-MF")
+from fedmoe_pl import Evaluate, Phase, Select
+from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, Local
+from fedmoe_pl.logs.loggers import RunLoggers
+from fedmoe_pl.models import ClusteredMoE, GlobalOnly, LinearGate, LocalOnly
+
+METHODS = ("", "Local", "FedAvg", "IFCA")
 
 
-def fitted(path, *callbacks, ckpt_path=None, **kwargs):
-    run = federation(path, callbacks=[*callbacks], **{"logger": True, **kwargs})
-    run.fit(model(), data(), ckpt_path=ckpt_path)
+def phases():
+    torch.manual_seed(0)
+    clusters = ClusteredMoE(torch.nn.Linear(5, 3), 2, optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+    return [
+        Phase("Local", Local(), gate=LocalOnly(), max_epochs=2, evaluate=Evaluate(every_n_epochs=1)),
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=3, gate=LinearGate(5), select=Select("global_test")),
+        Phase("IFCA", EpsilonGreedyIFCA(), rounds=2, model=clusters, gate=GlobalOnly(), start="initial"),
+    ]
+
+
+def fitted(path, *callbacks, ckpt_path=None, phases=phases, logger=True):
+    trainer = {"accelerator": "cpu", "max_epochs": 1}
+    run = federation(path, phases(), callbacks=[*callbacks], logger=logger, trainer=trainer)
+    run.fit(mixture(), blobs(), ckpt_path=ckpt_path)
     return run
 
 
-def curves(folder):
-    """Steps and values of every scalar, by method and tag.
-
-    In the order of steps: files of the same second and process are read by name, number 10 before number 9.
-    """
+def shown(path):
+    """The steps of every scalar, picture, histogram and text, by method and tag, as TensorBoard reads them."""
     found = {}
     for method in METHODS:
-        log = EventAccumulator(str(folder / method)).Reload()
-        found[method] = {tag: sorted((e.step, e.value) for e in log.Scalars(tag)) for tag in log.Tags()["scalars"]}
+        log = EventAccumulator(str(path / "federation/version_0" / method), {"tensors": 0}).Reload()
+        found |= {(method, tag): [event.step for event in log.Tensors(tag)] for tag in log.Tags()["tensors"]}
     return found
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return fitted(tmp_path_factory.mktemp("whole"))
+    path = tmp_path_factory.mktemp("whole")
+    run = fitted(path)
+    log = event_accumulator.EventAccumulator(str(run.run_dir / "FedAvg")).Reload()
+    means = [row["reweighted_test_mean"] for row in run.run.rows if row["method"] == "FedAvg"]
+    assert [event.value for event in log.Scalars("reweighted_test/mean")] == pytest.approx(means)
+    return shown(path)
 
 
-def test_methods_are_runs_with_the_same_tags_over_their_own_rounds(whole):
-    found = curves(whole.run_dir)
-    assert [step for step, _ in found["FedAvg"]["reweighted_test/mean"]] == [1, 2, 3, 4]
-    assert [step for step, _ in found["PFL-MF"]["reweighted_test/mean"]] == [1]
-    means = [row["reweighted_test_mean"] for row in whole.run.rows if row["method"] == "FedAvg"]
-    assert [value for _, value in found["FedAvg"]["reweighted_test/mean"]] == pytest.approx(means)
-    assert found["PFL-MF"]["mean_gate_weight/global"][0][0] == 1
-    assert "mean_gate_weight/global" not in found["FedAvg"]
+@pytest.fixture
+def kill(tmp_path, monkeypatch):
+    """Begins the run or goes on with it, until it is killed: what is not flushed then is lost."""
+
+    def killed(hook, n, ckpt_path="last"):
+        with monkeypatch.context() as patch:
+            patch.setattr(RunLoggers, "finalize", lambda loggers, status="success": None)
+            with pytest.raises(KeyboardInterrupt):
+                fitted(tmp_path, Kill(hook, n), ckpt_path=ckpt_path)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 10)  # TensorBoard reads files by the second of their names
+
+    return killed
 
 
-def test_the_curves_of_a_killed_run_go_on_where_they_were(whole, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, Kill("on_evaluation_end", 3))
-    resumed = curves(fitted(tmp_path, ckpt_path="last").run_dir)
-    for method, expected in curves(whole.run_dir).items():
-        assert resumed[method].keys() == expected.keys()
-        for tag, points in expected.items():
-            assert resumed[method][tag] == points, tag
+def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
+    expected = {
+        ("", "partition"): [0],
+        ("", "sorted_accuracies"): [1, 4, 6],
+        ("Local", "reweighted_test/mean"): [0, 1, 2],
+        ("FedAvg", "reweighted_test/mean"): [1, 2, 3],
+        ("FedAvg", "mean_gate_weight/of_clients"): [1, 2, 3],
+        ("IFCA", "picked/cluster_0"): [1, 2],
+        ("IFCA", "picked/by_client"): [2],
+    }
+    assert expected.items() <= whole.items()
+    assert ("Local", "mean_gate_weight/of_clients") not in whole
+
+
+@pytest.mark.parametrize(
+    ("hook", "n"),
+    [
+        ("on_fit_start", 1),
+        ("on_evaluation_end", 2),  # of fewer epochs, before the first checkpoint of a round
+        ("on_evaluation_end", 5),
+        ("on_phase_end", 2),
+        ("on_fit_end", 1),
+    ],
+)
+def test_a_resumed_run_shows_everything_once_at_its_step(hook, n, whole, kill, tmp_path):
+    kill(hook, n, None)
+    fitted(tmp_path, ckpt_path="last")
+    assert shown(tmp_path) == whole
+
+
+def test_a_run_killed_again_and_again_shows_everything_once_at_its_step(whole, kill, tmp_path):
+    kill("on_evaluation_end", 1, None)
+    kill("on_phase_end", 1)
+    kill("on_phase_end", 1)
+    kill("on_round_end", 2)
+    fitted(tmp_path, ckpt_path="last")
+    assert shown(tmp_path) == whole
 
 
 def test_a_user_s_logger_has_the_methods_in_its_folder(tmp_path):
-    fitted(tmp_path, phases=phases()[:1], logger=TensorBoardLogger(tmp_path / "mine", name="a", version="b"))
-    log = EventAccumulator(str(tmp_path / "mine" / "a" / "b" / "Local")).Reload()
-    assert log.Scalars("resources/bytes_up")[0].step == 1
+    fitted(tmp_path, phases=lambda: phases()[:1], logger=TensorBoardLogger(tmp_path / "mine", name="a", version="b"))
+    log = event_accumulator.EventAccumulator(str(tmp_path / "mine" / "a" / "b" / "Local")).Reload()
+    assert log.Scalars("resources/bytes_up")
 
 
 class Statuses(CSVLogger):
@@ -78,5 +135,5 @@ def test_other_loggers_have_every_round_of_a_killed_run_and_know_that_it_failed(
 
 
 def test_a_run_without_loggers_writes_no_events(tmp_path):
-    run = fitted(tmp_path, phases=phases()[:1], logger=False)
+    run = fitted(tmp_path, phases=lambda: phases()[:1], logger=False)
     assert not run.run.loggers.take_images and not [*run.run_dir.rglob("events*")]

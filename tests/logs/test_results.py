@@ -79,10 +79,6 @@ PFL-MFE: mixture, after local training, last round (round 1)"""
     assert format_table(evaluations) == expected
 
 
-def test_the_table_of_a_client_alone_says_so():
-    assert "Accuracy in percent over one client: mean," in format_table([evaluation(reweighted=(0.5,))])
-
-
 def test_table_begins_with_the_held_out_samples_where_there_are_some():
     assert "local test" not in format_table([evaluation()])
     table = format_table([evaluation(local=0.25), evaluation("Local")])
@@ -100,12 +96,6 @@ def test_a_method_of_which_a_client_was_away_says_so():
     lines = format_table([evaluation(), away]).splitlines()
     assert "Accuracy in percent over all 3 clients: mean, standard deviation, mean of the worst tenth." in lines
     assert "PFL-MFE: global expert, after aggregation, last round (round 4), over 2 of 3 clients" in lines
-
-
-def test_table_of_given_metrics():
-    table = format_table([evaluation()], ["validation"])
-    assert "global test:" not in table
-    assert "validation: accuracy on the client's validation samples" in table
 
 
 def test_mean_gate_weight_by_class():
