@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,10 +17,9 @@ from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.connection import Security, check_is_free
 from fedmoe_pl.deployment.messages import Message
-from fedmoe_pl.deployment.participant import Participant
+from fedmoe_pl.deployment.participant import Participant, ReportingParticipant
 from fedmoe_pl.deployment.processes import own_folder, private
 from fedmoe_pl.deployment.server import check_phases, serve
-from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.failures import ClientError
 
@@ -69,11 +72,27 @@ def run_client(
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
     with plain_warnings("join"), private(folder), own_folder(folder / "flower"):
-        flower_client.answer_messages(Speaking(participant).answer, folder / "flower", address, security)
+        flower_client.answer_messages(ReportingParticipant(participant).answer, folder / "flower", address, security)
     if participant.leaves:
         raise MisconfigurationException(f"join: {participant.leaves}.")
     if participant.checkpoint is not None:
         print(f"The server has ended. This client's models: {participant.checkpoint}")
+
+
+@contextmanager
+def plain_warnings(command: str) -> Iterator[None]:
+    """Says warnings as sentences of a command, without a path, and each once of those that differ only in the round."""
+    said = set[str]()
+
+    def say(message: Warning | str, *details: Any, **others: Any) -> None:
+        text = " ".join(str(message).split()).rstrip(".")
+        if (without_round := re.sub(r", round \d+", "", text)) not in said:
+            said.add(without_round)
+            rank_zero_info(f"{command}: {text}.")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = say
+        yield
 
 
 def module_of_flower(command: str, name: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -24,20 +25,23 @@ from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
-from fedmoe_pl.deployment.descriptions import check_same
+from fedmoe_pl.deployment.clients import one_line, reason_of
+from fedmoe_pl.deployment.descriptions import check_same, described, own_data
 from fedmoe_pl.deployment.messages import (
+    ANSWERS,
     BEGUN,
     FAILED,
     LEAVES,
     NOT_BEGUN,
+    NOTE,
     PREPARED,
     SEVERAL,
     UNPREPARED,
     BadMessageError,
     Message,
     answer_each,
+    answers_in,
 )
-from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.evaluation.clients import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
@@ -283,6 +287,47 @@ class Participant:
     def _check_exchanges(self) -> None:
         if not overrides(self._training.algorithm, "exchange"):
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
+
+
+class ReportingParticipant:
+    """Answers as a participant does, and tells whoever runs the client what goes on, each thing once."""
+
+    def __init__(self, participant: Participant) -> None:
+        self.participant = participant
+        self._phase = ""
+        self._said = set[str]()
+
+    def answer(self, message: Message) -> Message:
+        """Answers a message."""
+        if message.kind == NOTE:
+            self._say(f"join: the server says: {one_line(message.values['text'])}.")
+            return Message("noted")
+        if message.kind == SEVERAL:
+            return self._said_of_parts(answer_each(message, self.answer))
+        phase = one_line(message.values.get("phase", self._phase))
+        if phase != self._phase:
+            self._phase, self._said = phase, set()
+            rank_zero_info(f"join: phase '{phase}'.")
+        answer = self.participant.answer(message)
+        if answer.kind == "description":
+            self._say(f"join: client {self.participant.client} has described its data to the server.")
+        self._say_failure(answer)
+        return answer
+
+    def _said_of_parts(self, answer: Message) -> Message:
+        """Says why parts have failed that were refused before they were answered."""
+        for part in answers_in(answer) if answer.kind == ANSWERS else []:
+            self._say_failure(part)
+        return answer
+
+    def _say_failure(self, answer: Message) -> None:
+        if answer.kind == FAILED:
+            self._say(f"join: this client has failed: {reason_of(answer)}.")
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(text)
 
 
 def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:

@@ -19,10 +19,9 @@ from fedmoe_pl.backends import (
     one_thread,
 )
 from fedmoe_pl.backends.backend import fold, group_update
-from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
+from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, out_of_proportion, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, NoAnswer, files_of
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
-from fedmoe_pl.deployment.proportions import out_of_proportion
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
 
 

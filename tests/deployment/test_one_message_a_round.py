@@ -17,7 +17,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.messages import ANSWERS, FAILED, SEVERAL, answers_in
-from fedmoe_pl.deployment.speaking import Speaking
+from fedmoe_pl.deployment.participant import ReportingParticipant
 
 OF_TRAINER = {"backend": TrainerBackend(), "evaluate_every_n_rounds": 1}
 CLIENTS, ROUNDS = range(5), 4
@@ -175,7 +175,7 @@ def test_no_other_message_is_a_part(kind, tmp_path, caplog):
     client = participants(method_of("FedAvg"), data(), tmp_path, [0])[0]
     whole = Message(SEVERAL, {"parts": [[kind, {"num_clients": 0}, None]]}, {"gate.bias": torch.zeros(1)})
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        answer = Speaking(client).answer(Message.from_bytes(whole.to_bytes()))
+        answer = ReportingParticipant(client).answer(Message.from_bytes(whole.to_bytes()))
     (part,) = answers_in(answer)
     assert part.kind == FAILED and not answer.tensors and not client.leaves
     assert caplog.messages == [f"join: this client has failed: its part is of the kind '{kind}', which is odd."]

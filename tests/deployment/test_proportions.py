@@ -8,7 +8,7 @@ from helpers.deployed import HOSTILE, tensors, with_hostile
 
 from fedmoe_pl import ClientFailures
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.deployment.proportions import out_of_proportion
+from fedmoe_pl.deployment.answers import out_of_proportion
 
 ZERO = {"w": torch.zeros(2)}
 

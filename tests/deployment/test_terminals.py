@@ -13,9 +13,10 @@ from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.deployment import Message, commands
+from fedmoe_pl.deployment.commands import plain_warnings
 from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
+from fedmoe_pl.deployment.participant import ReportingParticipant
 from fedmoe_pl.deployment.processes import own_folder, private
-from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 
 METHOD = METHODS["FedPer"]
 
@@ -27,24 +28,24 @@ def lines(caplog):
 
 
 def test_a_client_says_once_that_it_has_reached_the_server(tmp_path, lines):
-    speaking = Speaking(participant(METHOD, data(), tmp_path, 1))
+    reporting = ReportingParticipant(participant(METHOD, data(), tmp_path, 1))
     for _ in range(3):
-        assert speaking.answer(Message("describe")).kind == "description"
+        assert reporting.answer(Message("describe")).kind == "description"
     assert lines() == ["join: client 1 has described its data to the server."]
 
 
 def test_a_client_shows_what_the_server_says(tmp_path, lines):
-    speaking = Speaking(participant(METHOD, data(), tmp_path, 1))
+    reporting = ReportingParticipant(participant(METHOD, data(), tmp_path, 1))
     for text in ("lr is 2\nand more", "lr is 2\nand more", "the end"):
-        assert speaking.answer(Message("note", {"text": text})).kind == "noted"
+        assert reporting.answer(Message("note", {"text": text})).kind == "noted"
     assert lines() == ["join: the server says: lr is 2 and more.", "join: the server says: the end."]
 
 
 def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
-    speaking = Speaking(participant(METHOD, data(), tmp_path, 1))
-    speaking.participant.answer = lambda message: Message("failed", {"reason": "no memory"})
+    reporting = ReportingParticipant(participant(METHOD, data(), tmp_path, 1))
+    reporting.participant.answer = lambda message: Message("failed", {"reason": "no memory"})
     for phase in ("A", "A", "B"):
-        assert speaking.answer(Message("train", {"phase": phase})).kind == "failed"
+        assert reporting.answer(Message("train", {"phase": phase})).kind == "failed"
     failed = "join: this client has failed: no memory."
     assert lines() == ["join: phase 'A'.", failed, "join: phase 'B'.", failed]
 
