@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
-from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.callbacks.defaults import with_defaults
+from fedmoe_pl.callbacks import FederationCallback, with_defaults
 from fedmoe_pl.callbacks.partition import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint
 from fedmoe_pl.checkpoints.client_store import Store

@@ -65,10 +65,7 @@ class AccuracyMonitor(FederationCallback):
 
 @styled
 def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
-    """The clients' accuracies in ascending order (their cumulative distribution), one line per method.
-
-    A line through (0.1, 50 %) means that the worst tenth of the clients have accuracies of at most 50 %.
-    """
+    """The clients' accuracies in ascending order (their cumulative distribution), one line per method."""
     evaluations = list(evaluations)
     metrics = present_metrics(evaluations)
     of_methods = styles(evaluation.method for evaluation in evaluations)

@@ -76,10 +76,7 @@ def _picks_figure(method: str, picks: Tensor) -> Figure:
 
 @styled
 def cluster_figure(method: str, clusters: Mapping[int, int], num_clusters: int, counts: np.ndarray) -> Figure:
-    """The cluster (column) whose model each client (row) uses, beside the clients' samples.
-
-    Clients of the same cluster are neighbours; in a cluster, those with the same most frequent class are.
-    """
+    """The cluster (column) whose model each client (row) uses, beside the clients' samples."""
     largest = counts.argmax(axis=1) if counts.shape[1] else np.zeros(len(counts))
     ids = sorted(clusters, key=lambda client: (clusters[client], largest[client], client))
     is_own = np.array([[float(clusters[client] == cluster) for cluster in range(num_clusters)] for client in ids])

@@ -61,10 +61,7 @@ def _chooses(evaluation: Evaluation) -> bool:
 
 @styled
 def expert_usage_figure(evaluation: Evaluation, counts: np.ndarray) -> Figure:
-    """Share of each client's own samples (row) that its gate sends to each expert (column), beside its samples.
-
-    Clients with the same most used expert are neighbours. A cell is blank if the client lacks the expert.
-    """
+    """Share of each client's own samples (row) that its gate sends to each expert (column), beside its samples."""
     shares = expert_usage(evaluation).numpy()
     known = np.nan_to_num(shares)
     order = np.lexsort((-known.max(axis=1), known.argmax(axis=1)))
@@ -79,8 +76,7 @@ def expert_usage_figure(evaluation: Evaluation, counts: np.ndarray) -> Figure:
 def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: np.ndarray) -> Figure:
     """The weight that each expert (row) gives each expert (column) in its mean, beside its client's samples.
 
-    Clients that average their experts with one another are neighbours, and white lines separate them. If there are more
-    than 30, a cell is the total weight that a client's experts give another client's, as the mean over the former.
+    Clients that average with one another are neighbours. Of more than 30, a cell is that of all experts of both.
     """
     weights, of_experts = matrix.numpy(), owners.numpy()
     clients = _similar_together(weights, of_experts)
@@ -89,7 +85,7 @@ def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: np.n
     order = np.concatenate([np.flatnonzero(of_experts == client) for client in clients])
     ids = of_experts[order]
     title = f"{method}: who is averaged with whom"
-    figure, (axes,) = beside_samples(ids.tolist(), counts[ids], "similarity", title, once=True)
+    figure, (axes,) = beside_samples(ids.tolist(), counts[ids], "similarity", title)
     image = draw_map(axes, weights[np.ix_(order, order)], "client, in the same order", highest=None)
     add_colorbar(figure, image, [axes], "weight in the mean")
     starts = np.flatnonzero(np.diff(ids)) + 1

@@ -70,7 +70,7 @@ class Style(NamedTuple):
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
-    """A style for each label, in the order in which they first appear: first colours, then lines and markers change."""
+    """A style for each label, in the order in which they first appear."""
     colors = [INK if color == "#000000" else color for color in COLORS]
     found = {}
     for i, label in enumerate(dict.fromkeys(labels)):
@@ -146,17 +146,10 @@ def partition_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def gate_figure(
     rows: Sequence[Mapping[str, Any]], means: Mapping[int, float], counts: np.ndarray | None, title: str = ""
 ) -> Figure:
-    """A gate's mean weights by client (row) and class (column), beside the clients' samples by class.
+    """A gate's mean weights by client (row) and class (column), from a method's rows of ``gate_weights.csv``.
 
-    Clients are sorted by their mean weight of the global expert, so that those who rely on their local one are above. A
-    cell is blank if the client lacks the class. The colours always span 0 to 1, so that pictures can be compared. Where
-    no expert is global, each of the first four has a map in place of the samples.
-
-    Args:
-        rows: one method's rows of ``gate_weights.csv``, at least one.
-        means: mean weight of the global expert by client.
-        counts: samples of each client and class, shape (all clients, classes), or None.
-        title: the figure's title.
+    Clients are sorted by ``means``, their mean weight of the global expert, beside ``counts``, their samples by class.
+    A cell is blank if the client lacks the class. Where no expert is global, each of the first four has a map instead.
     """
     of_experts: dict[str, dict[int, np.ndarray]] = {}
     for row in rows:
@@ -187,19 +180,10 @@ def beside_samples(
     panels: int = 1,
     ratios: tuple[int, int] = (2, 3),
     label: str = "samples",
-    once: bool = False,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with clients' samples by class on the left, and empty axes with the same rows on the right.
+    """A figure with clients' samples by class, if there are any, on the left, and empty panels with the same rows.
 
-    Args:
-        ids: the client of each row, from top to bottom.
-        samples: number of samples of each row and class; without them, or without classes, there are only the axes.
-        sorted_by: what the rows are sorted by; empty if it is the id.
-        title: the figure's title.
-        panels: how many axes are on the right.
-        ratios: widths of the samples and of each of the axes.
-        label: what the samples are.
-        once: whether neighbouring rows of the same client have its id only once.
+    ``ids`` are the clients of the rows, from top to bottom; neighbouring rows of the same client have its id once.
     """
     figure = new_figure(1.2 + min(max(0.115 * len(ids), 1.2), 4.8))
     figure.suptitle(title)
@@ -210,7 +194,7 @@ def beside_samples(
         add_colorbar(figure, draw_map(first, samples, "class", "Blues", None), [first], label)
         first.set_facecolor(colormaps["Blues"](0))  # what shows between cells on a dark page
     clients = len({*ids})
-    rows = [row for row, client in enumerate(ids) if not once or row == 0 or ids[row - 1] != client]
+    rows = [row for row, client in enumerate(ids) if row == 0 or ids[row - 1] != client]
     rows = rows[:: -(-len(rows) // _MOST_NAMED)]
     first.set_yticks(rows, [str(ids[row]) for row in rows])
     first.set(

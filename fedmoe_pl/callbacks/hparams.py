@@ -38,7 +38,7 @@ def method_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, dic
         {'FedAvg': {'model': 'Net', 'optimizer': 'SGD', 'lr': 0.1, 'rounds': 5, 'algorithm': 'FedProx', 'seed': 3}}
     """
     of_all, of_phases = _leaves_of_run(configuration)
-    names = _short_names([*of_all, *(path for leaves in of_phases.values() for path in leaves)])
+    names = short_names([*of_all, *(path for leaves in of_phases.values() for path in leaves)])
     hparams = {}
     for name, leaves in of_phases.items():
         replaced = {path[0] for path in leaves}  # such as the model's optimizer, if the phase has one
@@ -54,10 +54,10 @@ def run_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, Any]:
     loggers would refuse are replaced.
     """
     of_all, of_phases = _leaves_of_run(configuration)
-    names = _short_names(of_all)
+    names = short_names(of_all)
     hparams = {"seed": seed} | {names[path]: value for path, value in of_all.items()}
     for phase, leaves in of_phases.items():
-        names = _short_names(leaves)
+        names = short_names(leaves)
         hparams |= {f"{method_tag(phase)}.{names[path]}": value for path, value in leaves.items()}
     return hparams
 
@@ -143,8 +143,13 @@ def _imported(class_path: str) -> type | None:
     return attribute if isinstance(attribute, type) else None
 
 
-def _short_names(paths: Iterable[Path]) -> dict[Path, str]:
-    """The last part of each path; of those with the same last part, as much as tells them apart."""
+def short_names(paths: Iterable[Path]) -> dict[Path, str]:
+    """The last part of each path; of those with the same last part, as much as tells them apart.
+
+    Example:
+        >>> short_names([("model", "optimizer", "lr"), ("model", "gate"), ("phase", "lr")])
+        {('model', 'optimizer', 'lr'): 'optimizer.lr', ('model', 'gate'): 'gate', ('phase', 'lr'): 'phase.lr'}
+    """
     paths = [*dict.fromkeys(paths)]
     names = {}
     for path in paths:

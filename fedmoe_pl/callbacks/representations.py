@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -90,24 +91,19 @@ class RepresentationMonitor(FederationCallback):
                 )
 
     def compute(self, run: Run, method: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """The representations of the clients' samples by their own models.
-
-        They are those that can be shown, each of shape (n, F), by name; the samples' classes, 0 if they have none, and
-        their clients, shape (n,). Warnings name the others.
-        """
+        """The representations that can be shown, each (n, F), by name, and the samples' classes and clients, (n,)."""
         datamodule = run.datamodule
         of_clients: list[dict[str, Tensor]] = []
-        classes, owners, has_extractor = [], [], False  # a model without one has been named before the run
+        classes, owners = [], []
         for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
             (batch,) = datamodule.batches(samples, batch_size=len(samples))
-            has_extractor = has_extractor or bool(_extractors(module))
             of_clients.append(representations_of(module, batch, len(samples), datamodule.has_pairs))
             no_classes = torch.zeros(len(samples), dtype=torch.int64)
             classes.append(datamodule.y[samples].cpu() if datamodule.num_classes else no_classes)
             owners.append(torch.full_like(no_classes, client))
-        if has_extractor and not any(of_clients):
+        if not any(of_clients):
             rank_zero_warn(
                 f"RepresentationMonitor: Phase '{method}' is not shown, because no extractor of its model gave a "
                 "tensor with a row for each sample."
@@ -116,7 +112,6 @@ class RepresentationMonitor(FederationCallback):
 
 
 def _joined(method: str, of_clients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The clients' representations below one another, by name; warnings name those that cannot be shown."""
     joined = {}
     for name in dict.fromkeys(name for of_client in of_clients for name in of_client):
         parts = [of_client[name] for of_client in of_clients if name in of_client]
@@ -146,15 +141,12 @@ def representations_of(module: LightningModule, batch: Any, size: int, is_pair: 
 
 
 def _extractors(module: nn.Module) -> Mapping[str, nn.Module]:
-    """The submodules called ``extractor``, by the name of the part that has them.
-
-    The local experts of different architectures have the same name, so that clients can be compared.
-    """
+    """The submodules called ``extractor``, by the name of the part that has them."""
     modules, extractors = dict(module.named_modules()), dict[str, nn.Module]()
     for path, part in modules.items():
         owner, _, name = path.rpartition(".")
         if name == "extractor":
-            parent = owner.rpartition(".")[0]
+            parent = owner.rpartition(".")[0]  # of architectures, whose experts have the same name in all clients
             owner = parent if isinstance(modules[parent], Architectures) else owner
             extractors.setdefault(re.sub("[._]", " ", owner) or "extractor", part)
     return extractors
@@ -186,12 +178,10 @@ def representation_figure(
     colormap = colormaps["tab10" if classes.max() < 10 else "nipy_spectral"]
     colors = colormap(classes if classes.max() < 10 else classes / classes.max())
     for axes, (name, places) in zip(panels, points.items(), strict=True):
-        for i, client in enumerate(np.unique(clients)):
+        for client, marker in zip(np.unique(clients), cycle(MARKERS), strict=False):
             of_client = clients == client
-            x, y = places[of_client].T
-            axes.scatter(
-                x, y, c=colors[of_client], marker=MARKERS[i % len(MARKERS)], s=8, lw=0, label=f"client {client}"
-            )
+            look = {"marker": marker, "s": 8, "lw": 0, "label": f"client {client}"}
+            axes.scatter(*places[of_client].T, c=colors[of_client], **look)
         axes.set(title=f"{method}: {name} representations, t-SNE", xticks=[], yticks=[])
     handles, labels = panels[0].get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=3)

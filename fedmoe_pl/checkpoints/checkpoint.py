@@ -75,7 +75,7 @@ class CheckpointWriter:
         """
         self.saved_rows = append_rows(path.parents[1] / ROWS, rows, self.saved_rows)
         phases = {
-            name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
+            name: None if state.finished and finished_path(path, name).is_file() else _content(state)
             for name, state in states.items()
         }
         content = {"fedmoe_pl": _FORMAT, "versions": versions(), **of_run}
@@ -111,7 +111,7 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) ->
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
     """Writes a finished phase to its own file, before the checkpoint that leaves it out."""
-    with replacing(_finished_path(path, name)) as temporary:
+    with replacing(finished_path(path, name)) as temporary:
         save({"phase": name, "state": _content(state)}, temporary)
 
 
@@ -136,7 +136,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _finished_path(path: Path, name: str) -> Path:
+def finished_path(path: Path, name: str) -> Path:
     return path.parent / "finished" / f"{name}.ckpt"
 
 
@@ -204,7 +204,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _load_finished(path: Path, name: str) -> dict[str, Any]:
-    finished = _finished_path(path, name)
+    finished = finished_path(path, name)
     if not finished.is_file():
         raise DamagedFileError(
             f"which needs '{finished}', but there is no such file; it must be {FILE} in the folder of its run"

@@ -6,7 +6,6 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, run_versions
+from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, finished_path, run_versions
 from fedmoe_pl.checkpoints.configuration import relevant
 from fedmoe_pl.checks import InvalidArgumentError, is_file_name
 from fedmoe_pl.federation import Federation
@@ -30,21 +29,13 @@ _PHASES = "federation.phases."
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of a grid.
-
-    Attributes:
-        name: the name of its folder.
-        where: its value for each key of the grid, and its ``variant`` if the grid has any.
-        configuration: its whole configuration, with which ``fedmoe fit`` runs it.
-        phases: the phases that the table shows.
-        folder: the folder that its runs are in.
-    """
+    """A run of a grid."""
 
     name: str
-    where: dict[str, Any]
-    configuration: dict[str, Any]
-    phases: list[str]
-    folder: Path
+    where: dict[str, Any]  # its value for each key of the grid, and its variant if the grid has any
+    configuration: dict[str, Any]  # all keys of `fedmoe fit`
+    phases: list[str]  # that the table shows
+    folder: Path  # of its runs
 
     @property
     def condition(self) -> dict[str, Any]:
@@ -64,25 +55,17 @@ def make_cells(grid: Grid, configured: Configured, has_begun: Callable[[Cell], b
     """
     cells = list[Cell]()
     others = [key for key in grid.values if key != SEED]
+    disabled = logging.root.manager.disable
     for variant, *values in product(grid.variants or [None], *(grid.values[key] for key in others)):
         where = {**({} if variant is None else {VARIANT: variant}), **dict(zip(others, values, strict=True))}
+        logging.disable(logging.INFO)  # a cell's run will log its configuration
         try:
-            with _without_logs():
-                cells += _cells_of(grid, where, configured, has_begun)
+            cells += _cells_of(grid, where, configured, has_begun)
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{_name(grid, where) or 'every cell'}: {error}") from error
+        finally:
+            logging.disable(disabled)
     return cells
-
-
-@contextmanager
-def _without_logs() -> Iterator[None]:
-    """Leaves out what is logged of a configuration: its run will log it."""
-    before = logging.root.manager.disable
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _cells_of(
@@ -104,9 +87,9 @@ def _configuration(grid: Grid, where: Mapping[str, Any], configured: Configured)
     values = {key: value for key, value in where.items() if key != VARIANT}
     changes = {**grid.overrides, **variant.overrides, **values}
     of_phases = {key: value for key, value in changes.items() if key.startswith(_PHASES)}
-    overlays = _overlays({key: value for key, value in changes.items() if key not in of_phases})
-    files = [*(path.absolute for path in (*grid.configs, *variant.configs)), *map(json.dumps, overlays)]
-    federation = configured([word for file in files for word in ("--config", file)], False)
+    files = [word for path in (*grid.configs, *variant.configs) for word in ("--config", path.absolute)]
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    federation = configured([*files, *(f"--{key}={texts[key]}" for key in changes if key not in of_phases)], False)
     configuration = copy.deepcopy(federation.hparams)
     for key, value in of_phases.items():
         _change_phase(configuration["federation"]["phases"], key, value)
@@ -170,29 +153,6 @@ def _name(grid: Grid, where: Mapping[str, Any]) -> str:
     )
 
 
-def _overlays(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Overlays with these keys, in their order.
-
-    A key has an overlay of its own after keys below it, which it would replace in theirs: as in configuration files
-    over each other, a class keeps the arguments that are known for it.
-
-    Example:
-        >>> _overlays({"data.class_path": "Digits", "data.init_args.num_clients": 3})
-        [{'data': {'class_path': 'Digits', 'init_args': {'num_clients': 3}}}]
-        >>> _overlays({"data.init_args.num_clients": 3, "data": {"class_path": "Digits"}})
-        [{'data': {'init_args': {'num_clients': 3}}}, {'data': {'class_path': 'Digits'}}]
-    """
-    overlays = list[dict[str, Any]]([{}])
-    given = list[str]()
-    for key, value in changes.items():
-        if any(other.startswith(f"{key}.") for other in given):
-            overlays.append({})
-            given.clear()
-        _put(overlays[-1], key.split("."), copy.deepcopy(value))
-        given.append(key)
-    return overlays
-
-
 def _change_phase(phases: list[dict[str, Any]], key: str, value: Any) -> None:
     """Changes a key of a phase, such as ``federation.phases.FedAvg.rounds``; a name may have dots."""
     rest = key.removeprefix(_PHASES)
@@ -200,28 +160,20 @@ def _change_phase(phases: list[dict[str, Any]], key: str, value: Any) -> None:
     found = [phase for phase in phases if rest.startswith(f"{phase['name']}.")]
     if not found:
         raise MisconfigurationException(f"{key} is not a key of a phase; the phases are {', '.join(names)}.")
-    phase = max(found, key=lambda phase: len(phase["name"]))
-    _put(phase, rest.removeprefix(f"{phase['name']}.").split("."), copy.deepcopy(value))
-
-
-def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    """Puts a value into nested mappings, which are changed; a value that is none gives way to a mapping."""
-    *above, last = names
+    node = max(found, key=lambda phase: len(phase["name"]))
+    *above, last = rest.removeprefix(f"{node['name']}.").split(".")
     for name in above:
         if not isinstance(node.get(name), dict):
             node[name] = {}
         node = node[name]
-    node[last] = value
+    node[last] = copy.deepcopy(value)
 
 
 def finished_run(cell: Cell) -> Path | None:
-    """The folder of the newest finished run of a cell; None if there is none.
-
-    A run that has more phases than the cell is one of it, too.
-    """
+    """The folder of the newest finished run of a cell, which may have more phases; None if there is none."""
     for folder, phases in _runs(cell):
         names = [phase["name"] for phase in _phases(cell.configuration)]
-        finished = all((folder / FILE).with_name("finished").joinpath(f"{name}.ckpt").is_file() for name in names)
+        finished = all(finished_path(folder / FILE, name).is_file() for name in names)
         if finished and all(phase in phases for phase in _phases(cell.configuration)):
             return folder
     return None

@@ -21,15 +21,7 @@ from fedmoe_pl.rounds.interruption import Interruption
 
 
 def benchmark(arguments: Sequence[str], configured: Configured) -> int:
-    """Runs a grid, and prints and writes its table.
-
-    Args:
-        arguments: the arguments of the command.
-        configured: makes the federation of the arguments of ``fedmoe fit``; see ``fedmoe_pl.cli.cli.configured``.
-
-    Returns:
-        The exit code: 0, 1 if a cell failed, or 128 and the number of the signal that ended the runs.
-    """
+    """Runs a grid, prints and writes its table, and returns the exit code: 1 if a cell failed, 128 + n for signal n."""
     grid = read_grid(arguments)
     print(f"checking the configurations of {grid.number} runs", flush=True)
     cells = make_cells(grid, configured, has_begun)

@@ -1,50 +1,4 @@
-"""The grid file: configurations, values of their keys, and what the table compares.
-
-A grid has one cell for every combination of a variant and one value of each key::
-
-    configs: [../pfl_moe_cifar10_lenet5.yaml]
-    variants:
-      CIFAR-10: {}
-      Fashion-MNIST: {configs: [../pfl_moe_fmnist_lenet5.yaml]}
-    values:
-      seed_everything: [0, 1, 2]
-      data.init_args.partitioner.init_args.alpha: [0.5, 0.9, 2.0]
-    overrides: {federation.phases.FedAvg.rounds: 250}
-    baseline: FedAvg
-    folder: runs/pfl_moe
-
-The key ``paper`` is a list of published numbers, which the table puts beside ours. Each entry has the numbers of one
-metric in one column of a paper's table, in percent::
-
-    paper:
-      - table: Guo et al. 2021, Table I
-        where: {variant: Fashion-MNIST, alpha: 0.5}
-        metric: reweighted_test
-        cells: {FedAvg: 90.00, PFL-FB: 92.84}
-      - table: Isaksson et al. 2022, Table 2
-        where: {majority_share: 1.0}
-        metric: reweighted_test
-        cells: {MoE: [90.76, 0.82]}
-
-* ``table``: where the numbers are from; it also says if they are corrected.
-* ``where``: for which cells of the grid they are: the value of some of its keys, and its ``variant`` if it has any. A
-  key may be shortened to its last words, as long as one key of the grid ends with them. An entry is for every cell that
-  has these values; without ``where``, for all.
-* ``metric``: ``local_test``, ``reweighted_test`` or ``global_test``, as in ``clients.csv``.
-* ``cells``: a number for each method, or a number and its standard deviation. A method is named as in ``clients.csv``;
-  the paper's names are those of the configurations' phases. Methods that the grid lacks are allowed.
-
-For each cell, ``fedmoe benchmark`` writes the numbers that are for it to ``cell.yaml``, in the folder that its runs
-are in (``<folder>/<cell>/cell.yaml`` beside ``<folder>/<cell>/version_0``)::
-
-    variant: Fashion-MNIST           # null without variants
-    values: {data.init_args.partitioner.init_args.alpha: 0.5, seed_everything: 0}
-    baseline: FedAvg                 # null if the grid has none
-    paper:
-      - table: Guo et al. 2021, Table I
-        metric: reweighted_test
-        cells: {FedAvg: [90.0, null], PFL-FB: [92.84, null]}
-"""
+"""The grid file: configurations, values of their keys, and what the table compares; see docs/guide/benchmark.md."""
 
 from __future__ import annotations
 
@@ -57,6 +11,7 @@ from typing import Any, Literal
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt
 
+from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.checks import InvalidArgumentError
 
 SEED = "seed_everything"
@@ -66,7 +21,14 @@ _OF_CLASS = {"class_path", "init_args", "dict_kwargs"}
 
 @dataclass
 class Published:
-    """Published numbers of one metric in one column of a table: of a method in percent, and its standard deviation."""
+    """Published numbers of one metric in one column of a table.
+
+    Args:
+        table: where the numbers are from; it also says if they are corrected.
+        metric: the metric, as in ``clients.csv``.
+        cells: the number of each method in percent, or number and standard deviation.
+        where: the values of the cells that they are for, by key of the grid or its last words; by default, all.
+    """
 
     table: str
     metric: Literal["local_test", "reweighted_test", "global_test"]
@@ -122,7 +84,7 @@ class Grid:
     paper: list[Published] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Writes keys as dotted words, and checks values and papers, without the configurations."""
+        """Writes keys as dotted words, and checks what needs no configuration."""
         self.values = dict(_dotted(self.values))
         self.overrides = dict(_dotted(self.overrides))
         for variant in self.variants.values():
@@ -150,7 +112,7 @@ class Grid:
     @property
     def words(self) -> dict[str, str]:
         """The last words of each key, as many as tell it from the others; for names of cells and for tables."""
-        return {key: _shortest(key, self.keys) for key in self.keys}
+        return {".".join(path): name for path, name in short_names(tuple(key.split(".")) for key in self.keys).items()}
 
 
 class _GridFile(ActionConfigFile):
@@ -226,15 +188,6 @@ def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _dotted(value, f"{key}.")
         else:
             yield key, value
-
-
-def _shortest(key: str, keys: Sequence[str]) -> str:
-    words = key.split(".")
-    for number in range(1, len(words)):
-        short = ".".join(words[-number:])
-        if sum(other == short or other.endswith(f".{short}") for other in keys) == 1:
-            return short
-    return key
 
 
 def full_key(key: str, keys: Iterable[str], table: str = "") -> str:

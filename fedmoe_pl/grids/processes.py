@@ -29,8 +29,8 @@ _LONGEST = 300  # characters of an error in a line
 
 @dataclass
 class _Process:
+    title: str
     cell: Cell
-    number: int
     slot: int
     process: subprocess.Popen[bytes]
     began: float
@@ -38,26 +38,25 @@ class _Process:
 
 def run_cells(cells: Sequence[Cell], grid: Grid) -> list[Cell]:
     """Runs the cells that are not finished; a line says when each of them begins and ends."""
-    waiting = list[tuple[int, Cell]]()
+    waiting = list[tuple[str, Cell]]()
     for number, cell in enumerate(cells, 1):
-        run = finished_run(cell)
+        title, run = f"[{number}/{len(cells)}] {cell.name}", finished_run(cell)
         _write(cell.folder / "cell.yaml", _document(grid, cell))
         if run is None:
-            waiting.append((number, cell))
+            waiting.append((title, cell))
         else:
-            _say(number, cells, cell, f"is finished: {run}")
+            print(f"{title} is finished: {run}", flush=True)
     running, failed = list[_Process](), list[Cell]()
     with _signals():
         try:
             while waiting or running:
                 free = [slot for slot in range(grid.parallel) if slot not in [each.slot for each in running]]
                 for slot in free[: len(waiting)]:
-                    number, cell = waiting.pop(0)
-                    running.append(_start(cell, number, slot, grid.parallel, cells))
+                    running.append(_start(*waiting.pop(0), slot, grid.parallel))
                 time.sleep(_POLL)
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
-                    if not _has_succeeded(each, cells):
+                    if not _has_succeeded(each):
                         failed.append(each.cell)
         except Interruption:
             _end(running)
@@ -66,7 +65,7 @@ def run_cells(cells: Sequence[Cell], grid: Grid) -> list[Cell]:
 
 
 def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
-    """What ``cell.yaml`` says of a cell; see ``grid.py``."""
+    """What ``cell.yaml`` says of a cell, for its report."""
     return {
         "variant": cell.where.get(VARIANT),
         "values": {key: value for key, value in cell.where.items() if key != VARIANT},
@@ -82,23 +81,28 @@ def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _start(cell: Cell, number: int, slot: int, parallel: int, cells: Sequence[Cell]) -> _Process:
+def _start(title: str, cell: Cell, slot: int, parallel: int) -> _Process:
     """Starts or continues the run of a cell."""
     path = cell.folder / "config.yaml"
     _write(path, cell.configuration)
     checkpoint, device = cut_run(cell), _gpu(cell, slot)
-    command = _command(path, checkpoint)
     environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
     with (cell.folder / "stdout.log").open("ab") as out, (cell.folder / "stderr.log").open("wb") as errors:
         # in a session of its own, so that Ctrl-C reaches only this process, which ends the others
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environment, start_new_session=True
+            _command(path, checkpoint),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
         )
-    if device is None and parallel > 1:
-        _use_share_of_cores(process.pid, slot, parallel)
+    cores = sorted(os.sched_getaffinity(0))
+    if device is None and 1 < parallel <= len(cores):  # or runs would start more worker processes than there are cores
+        os.sched_setaffinity(process.pid, cores[slot::parallel])
     where = f" on GPU {device}" if device is not None else ""
-    _say(number, cells, cell, f"starts{where}" if checkpoint is None else f"goes on{where} from {checkpoint}")
-    return _Process(cell, number, slot, process, time.monotonic())
+    print(f"{title} starts{where}" if checkpoint is None else f"{title} goes on{where} from {checkpoint}", flush=True)
+    return _Process(title, cell, slot, process, time.monotonic())
 
 
 def _command(configuration: Path, checkpoint: Path | None) -> list[str]:
@@ -116,25 +120,18 @@ def _gpu(cell: Cell, slot: int) -> str | None:
     return names[slot % len(names)]
 
 
-def _use_share_of_cores(pid: int, slot: int, parallel: int) -> None:
-    """Gives a run its share of the CPU cores, so that runs do not start more worker processes than there are cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    if parallel <= len(cores):
-        os.sched_setaffinity(pid, cores[slot::parallel])
-
-
-def _has_succeeded(each: _Process, cells: Sequence[Cell]) -> bool:
+def _has_succeeded(each: _Process) -> bool:
     """Says how a run has ended, and returns whether it is finished."""
     code = each.process.returncode
     duration = timedelta(seconds=round(time.monotonic() - each.began))
     if code == 0:
-        _say(each.number, cells, each.cell, f"is finished after {duration}")
+        print(f"{each.title} is finished after {duration}", flush=True)
         return True
     path = each.cell.folder / "stderr.log"
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     reason = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     last = lines[-1][:_LONGEST] if lines else "nothing on stderr"
-    _say(each.number, cells, each.cell, f"failed after {duration} ({reason}): {last} [{path}]")
+    print(f"{each.title} failed after {duration} ({reason}): {last} [{path}]", flush=True)
     return False
 
 
@@ -174,7 +171,3 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 def _write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-
-
-def _say(number: int, cells: Sequence[Cell], cell: Cell, what: str) -> None:
-    print(f"[{number}/{len(cells)}] {cell.name} {what}", flush=True)

@@ -17,9 +17,8 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of, written
-from fedmoe_pl.report.pictures import write_pdfs
 from fedmoe_pl.report.runs import RunFiles, find_runs
-from fedmoe_pl.report.settings import conditions, settings_of
+from fedmoe_pl.report.settings import conditions, flat_name, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of
 
 
@@ -57,20 +56,22 @@ def report(arguments: Sequence[str]) -> list[Path]:
     runs = find_runs(map(Path, options.runs))
     _check(choices, runs)
     settings, left_out = settings_of(runs)
-    split = [key.replace(".init_args.", "/").replace(".", "/") for key in options.split.split(",") if key]
-    grouped = [condition_of(name, group) for name, group in conditions(settings, split).items()]
+    split = [flat_name(key) for key in options.split.split(",") if key]
+    grouped = [condition_of(name, group, choices) for name, group in conditions(settings, split).items()]
     command = shlex.join(["fedmoe", "report", *arguments])
     files = []
     if options.output or not options.markdown:
         files.append(Path(options.output or "report.html"))
         of_methods = styles(method.label for condition in grouped for method in condition.methods)
-        sections = [section_of(condition, of_methods, choices) for condition in grouped]
+        sections = [section_of(condition, of_methods) for condition in grouped]
         pictures = files[0].with_name(f"{files[0].stem}_pictures")
         facts = {"title": options.title, "origin": origin(runs), "command": command, "folder": pictures.name}
-        _write(files[0], page(sections, grouped, of_methods, facts | {"notes": _notes(runs, left_out)}))
-        write_pdfs(pictures, (drawn for section in sections for block in section.blocks for drawn in block.pictures))
+        _write(files[0], page(sections, of_methods, facts | {"notes": _notes(runs, left_out)}))
+        pictures.mkdir(parents=True, exist_ok=True)
+        for drawn in (drawn for section in sections for block in section.blocks for drawn in block.pictures):
+            (pictures / f"{drawn.name}.pdf").write_bytes(drawn.pdf)
     files.append(Path(options.markdown or files[0].with_suffix(".md")))
-    text = f"{markdown(grouped, choices)}\n\n{origin(runs)}\n\n```bash\n{command}\n```\n"
+    text = f"{markdown(grouped)}\n\n{origin(runs)}\n\n```bash\n{command}\n```\n"
     if options.section:
         before = files[-1].read_text(encoding="utf-8") if files[-1].is_file() else ""
         text = with_section(before, options.section, text)
@@ -81,24 +82,20 @@ def report(arguments: Sequence[str]) -> list[Path]:
 
 def _rounds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise InvalidArgumentError("report", "--rounds", text, "rounds above 0, such as 5,10,25")
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidArgumentError("report", "--rounds", text, "rounds, such as 5,10,25")
     return [int(part) for part in parts]
 
 
 def _check(choices: Choices, runs: Sequence[RunFiles]) -> None:
-    known = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    if choices.metric is not None and choices.metric not in known:
-        allowed = f"one that the runs have: {', '.join(known)}"
-        raise InvalidArgumentError("report", "--metric", choices.metric, allowed)
-    is_accuracy = (choices.metric or (known or METRICS)[0]) in METRICS
-    if choices.target is not None and is_accuracy and not 0 < choices.target <= 1:
-        allowed = "a fraction above 0 and at most 1, such as 0.8"
-        raise InvalidArgumentError("report", "--target", choices.target, allowed)
-    methods = dict.fromkeys(method for run in runs for method in run.methods)
-    if choices.baseline is not None and choices.baseline not in methods:
-        allowed = f"one of the methods: {', '.join(methods)}"
-        raise InvalidArgumentError("report", "--baseline", choices.baseline, allowed)
+    """Refuses a metric or a method that no run has, in whose place the report would show another one, or none."""
+    known = {
+        "metric": dict.fromkeys(name for run in runs for name in run.metrics),
+        "baseline": dict.fromkeys(method for run in runs for method in run.methods),
+    }
+    for name, names in known.items():
+        if (chosen := getattr(choices, name)) is not None and chosen not in names:
+            raise InvalidArgumentError("report", f"--{name}", chosen, f"one that the runs have: {', '.join(names)}")
 
 
 def _notes(runs: Sequence[RunFiles], left_out: Sequence[RunFiles]) -> list[str]:

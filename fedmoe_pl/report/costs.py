@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedmoe_pl.callbacks.costs import target_rows
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import value_text
-from fedmoe_pl.report.tables import Condition, Method
+from fedmoe_pl.report.tables import Condition, Method, Table
 
 
 class Cost(NamedTuple):
@@ -28,9 +28,26 @@ class Cost(NamedTuple):
     best: float
 
 
-def costs(methods: Iterable[Method], metric: str, target: float, lower_is_better: bool = False) -> list[Cost]:
-    """The costs of methods until the clients' mean reached the target."""
-    return [_cost(method, metric, target, lower_is_better) for method in methods if has_costs(method)]
+def cost_table(condition: Condition, metric: str, target: float) -> Table:
+    """The costs of the methods until the clients' mean reached the target."""
+    rows = list[list[str]]()
+    for cost in costs(condition, metric, target):
+        rounds = "-" if math.isnan(cost.rounds) else f"{cost.rounds:.4g}"
+        rounds += f" ({cost.reached} of {cost.seeds} seeds)" if 0 < cost.reached < cost.seeds else ""
+        amounts = amount(cost.bytes, "B"), amount(cost.flops, "FLOP")
+        rows.append([cost.label, rounds, *amounts, value_text(metric, cost.best)])
+    return Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows)
+
+
+def costs(condition: Condition, metric: str, target: float) -> list[Cost]:
+    """The costs of the methods whose runs counted what was sent and computed."""
+    lower_is_better = condition.lower_is_better(metric)
+    return [_cost(method, metric, target, lower_is_better) for method in condition.methods if _has_costs(method)]
+
+
+def _has_costs(method: Method) -> bool:
+    rows = [row for run in method.runs for row in method.rounds(run)[:1]]
+    return len(rows) == len(method.runs) and all({"flops", "bytes_before"} <= row.keys() for row in rows)
 
 
 def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:
@@ -47,29 +64,17 @@ def _mean(values: Sequence[float]) -> float:
 def default_target(condition: Condition, metric: str) -> float:
     """What at least half of the methods reach: of accuracies the highest whole percent, as a fraction.
 
-    Other metrics are rounded to two digits. nan if there is none.
+    Other metrics are rounded to two digits, such that the value reaches the result. nan if there is none.
     """
     lower = condition.lower_is_better(metric)
-    bests = [cost.best for cost in costs(condition.methods, metric, 1.0, lower)]
-    bests = sorted((best for best in bests if not math.isnan(best)), reverse=lower)
+    bests = sorted((cost.best for cost in costs(condition, metric, 1.0) if not math.isnan(cost.best)), reverse=lower)
     middle = bests[len(bests) // 2] if bests else math.nan
-    if metric not in METRICS:
-        return _rounded(middle, up=lower)
-    return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle) / 100
-
-
-def _rounded(value: float, up: bool) -> float:
-    """Two digits, such that the value reaches the result."""
-    if not value or not math.isfinite(value):
-        return value if value == 0 else math.nan
-    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 1)
-    return float(f"{(math.ceil if up else math.floor)(value / unit) * unit:.2g}")
-
-
-def has_costs(method: Method) -> bool:
-    """Whether the runs counted what was sent and computed."""
-    rows = [row for run in method.runs for row in method.rounds(run)[:1]]
-    return len(rows) == len(method.runs) and all({"flops", "bytes_before"} <= row.keys() for row in rows)
+    if metric in METRICS:
+        return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle) / 100
+    if not middle or not math.isfinite(middle):
+        return middle if middle == 0 else math.nan
+    unit = 10.0 ** (math.floor(math.log10(abs(middle))) - 1)
+    return float(f"{(math.ceil if lower else math.floor)(middle / unit) * unit:.2g}")
 
 
 def amount(value: float, unit: str) -> str:
@@ -84,13 +89,5 @@ def amount(value: float, unit: str) -> str:
     for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             scaled = value / size
-            return f"{scaled:.{max(0, 2 - len(str(int(scaled))) + 1)}f} {prefix}{unit}"
+            return f"{scaled:.{max(0, 3 - len(str(int(scaled))))}f} {prefix}{unit}"
     return f"{value:.0f} {unit}"
-
-
-def cost_cells(metric: str, cost: Cost) -> list[str]:
-    """A row of the table of costs: rounds, bytes, FLOPs, the metric's best value."""
-    rounds = "-" if math.isnan(cost.rounds) else f"{cost.rounds:.4g}"
-    if 0 < cost.reached < cost.seeds:
-        rounds += f" ({cost.reached} of {cost.seeds} seeds)"
-    return [rounds, amount(cost.bytes, "B"), amount(cost.flops, "FLOP"), value_text(metric, cost.best)]

@@ -9,69 +9,28 @@ from collections.abc import Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.logs.summary import axis_label
-from fedmoe_pl.report.tables import (
-    Choices,
-    Column,
-    Condition,
-    curve_table,
-    evaluated,
-    explanation,
-    main_columns,
-    rounds_text,
-    seeds_text,
-    words,
-)
+from fedmoe_pl.report.tables import Condition, curve_table, evaluated, explanation, methods_table
 
 
-def markdown(conditions: Sequence[Condition], choices: Choices) -> str:
+def markdown(conditions: Sequence[Condition]) -> str:
     """One table per condition, with a row per method, and below them what their numbers are."""
     of_models = [evaluated(condition.methods) for condition in conditions]
     common = [line for line in of_models[0] if all(line in lines for lines in of_models)]
     parts, explained = list[str](), list[str]()
     for condition, lines in zip(conditions, of_models, strict=True):
-        facts = [f"{fact}." for fact in (condition.data, seeds_text(condition)) if fact]
+        facts = [f"{fact}." for fact in (condition.data, condition.seeds_text) if fact]
         parts += [f"### {condition.name}"] if condition.name else []
-        parts += [" ".join(facts), table(methods_table(condition, choices))]
-        if choices.rounds:
-            metric = choices.metric_of(condition)
-            curves = curve_table(condition, metric, choices.rounds)
-            lines_of_curves = [curves.header, *([label, *cells] for label, cells in curves.rows)]
-            text = f"{axis_label(metric).capitalize()}, after some rounds:"
-            parts += [text, table(lines_of_curves)] if curves.rows else []
+        parts += [" ".join(facts), methods_table(condition).markdown()]
+        if condition.choices.rounds and (curves := curve_table(condition)).rows:
+            parts += [f"{axis_label(condition.metric).capitalize()}, after some rounds:", curves.markdown()]
         parts += _bullets([line for line in lines if line not in common])
-        explained += explanation(condition, choices.baseline_of(condition))
+        explained += explanation(condition)
     return "\n\n".join([*parts, *_bullets([*dict.fromkeys(explained), *common])])
 
 
 def _bullets(lines: Sequence[str]) -> list[str]:
     wrapped = [textwrap.fill(f"* {line}.", 120, subsequent_indent="  ", break_long_words=False) for line in lines]
     return ["\n".join(wrapped)] if wrapped else []
-
-
-def methods_table(condition: Condition, choices: Choices) -> list[list[str]]:
-    """The lines of a condition's table of methods, the first of which is its header."""
-    columns = [Column("method", [method.label for method in condition.methods])]
-    if not all(method.is_finished for method in condition.methods):
-        columns.append(Column("round", [rounds_text(method) for method in condition.methods]))
-    for metric in condition.metrics:
-        columns += main_columns(condition, metric, choices, words(metric))
-    return [[column.title for column in columns], *map(list, zip(*(column.cells for column in columns), strict=True))]
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    r"""A table in Markdown, whose columns are aligned.
-
-    Example:
-        >>> print(table([["method", "local test"], ["a|b", "90.00"]]))
-        | method | local test |
-        | ------ | ---------- |
-        | a\|b   | 90.00      |
-    """
-    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    widths = [max(3, *map(len, column)) for column in zip(*escaped, strict=True)]
-    escaped.insert(1, ["-" * width for width in widths])
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in escaped)
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
 def with_section(page: str, name: str, text: str) -> str:

@@ -15,12 +15,11 @@ from markupsafe import Markup, escape
 from fedmoe_pl.callbacks.figures import INK, Style, by_class, gate_figure, partition_figure
 from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 from fedmoe_pl.logs.summary import axis_label, value_text
-from fedmoe_pl.report.costs import cost_cells, costs, default_target
+from fedmoe_pl.report.costs import cost_table, default_target
 from fedmoe_pl.report.pictures import AMOUNTS, Picture, cost_figure, curves_figure, distribution_figure, picture
 from fedmoe_pl.report.runs import RunFiles, metrics_of
-from fedmoe_pl.report.settings import agreed, differences
+from fedmoe_pl.report.settings import differences
 from fedmoe_pl.report.tables import (
-    Choices,
     Column,
     Condition,
     Table,
@@ -29,9 +28,6 @@ from fedmoe_pl.report.tables import (
     evaluated,
     explanation,
     main_columns,
-    rounds_text,
-    run_text,
-    seeds_text,
     words,
 )
 
@@ -42,39 +38,25 @@ class Block(NamedTuple):
     """A part of a section under a title; ``is_long`` if it is closed at first."""
 
     title: str
-    texts: list[str]
-    table: Table | None
-    pictures: list[Picture]
+    text: str = ""
+    table: Table | None = None
+    pictures: Sequence[Picture] = ()
     is_long: bool = False
 
 
 class Section(NamedTuple):
-    """Everything that the page says of a condition.
+    """Everything that the page says of a condition."""
 
-    Attributes:
-        title: the condition.
-        subtitle: its data, and how many seeds there are.
-        labels: the methods.
-        rounds: the round of each method's result.
-        groups: the other columns of the table of methods, under common titles.
-        legend: what the numbers are.
-        blocks: the parts after it.
-        every: the numbers of ``summary.csv`` of every run.
-    """
-
+    condition: Condition
     title: str
     subtitle: str
-    labels: list[str]
-    rounds: list[str]
-    groups: list[tuple[str, list[Column]]]
+    groups: list[tuple[str, list[Column]]]  # of the table of methods, under common titles
     legend: list[str]
     blocks: list[Block]
-    every: Table
+    every: Table  # the numbers of all files summary.csv
 
 
-def page(
-    sections: Sequence[Section], conditions: Sequence[Condition], styles: Mapping[str, Style], facts: Mapping[str, Any]
-) -> str:
+def page(sections: Sequence[Section], styles: Mapping[str, Style], facts: Mapping[str, Any]) -> str:
     """The page as HTML.
 
     ``facts`` are ``title``, ``origin`` (when and where it was made), ``command``, ``notes``, ``folder`` (of the PDFs).
@@ -82,13 +64,18 @@ def page(
     environment = Environment(
         loader=PackageLoader("fedmoe_pl.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
-    environment.filters["breakable"] = _breakable
+    # names may be broken into lines after punctuation
+    environment.filters["breakable"] = lambda text: Markup(re.sub(r"([/,=_])(?=\S)", r"\1<wbr>", str(escape(text))))
     colors = {label: "currentColor" if style.color == INK else style.color for label, style in styles.items()}
+    conditions = [section.condition for section in sections]
     runs = [_run(run) for condition in conditions for run in condition.runs]
     settings = sum(len(condition.settings) for condition in conditions)
     # the keys in which conditions differ, each of which is the same in all settings of a condition
-    rows = differences([agreed(condition.settings) for condition in conditions])
-    shown = [(key, [_shortened(value) for value in values]) for key, values in rows.items()]
+    rows = differences([_agreed(condition) for condition in conditions])
+    shown = [
+        [key, *(value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..." for value in values)]
+        for key, values in rows.items()
+    ]
     return environment.get_template("page.html").render(
         sections=sections,
         colors=colors,
@@ -99,13 +86,10 @@ def page(
     )
 
 
-def _breakable(text: str) -> Markup:
-    """A name that may be broken into lines after punctuation."""
-    return Markup(re.sub(r"([/,=_])(?=\S)", r"\1<wbr>", str(escape(text))))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+def _agreed(condition: Condition) -> Mapping[str, Any]:
+    """The values in which all settings agree."""
+    first, *others = (setting.values for setting in condition.settings)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
 def _run(run: RunFiles) -> Mapping[str, Any]:
@@ -124,30 +108,28 @@ def written(folder: Path) -> str:
     return datetime.fromtimestamp(max(times)).strftime("%Y-%m-%d %H:%M")
 
 
-def section_of(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Section:
+def section_of(condition: Condition, styles: Mapping[str, Style]) -> Section:
     """The section of a condition."""
     title = condition.name or condition.data or condition.settings[0].name
-    facts = [condition.data if condition.data != title else "", seeds_text(condition)]
-    explained = (*explanation(condition, choices.baseline_of(condition)), *evaluated(condition.methods))
+    facts = [condition.data if condition.data != title else "", condition.seeds_text]
     blocks = [
-        _curve_block(condition, styles, choices),
-        Block("Distribution over clients", [], None, [*_distributions(condition, styles)]),
-        _cost_block(condition, styles, choices),
+        _curve_block(condition, styles),
+        Block("Distribution over clients", pictures=[*_distributions(condition, styles)]),
+        _cost_block(condition, styles),
         _gate_block(condition),
         _partition_block(condition),
         _difference_block(condition),
     ]
     return Section(
+        condition,
         title,
         "".join(f"{fact}. " for fact in facts if fact).strip(),
-        [method.label for method in condition.methods],
-        [rounds_text(method) for method in condition.methods],
         [
-            (words(metric), [*main_columns(condition, metric, choices, "mean"), *client_columns(condition, metric)])
+            (words(metric), [*main_columns(condition, metric, "mean"), *client_columns(condition, metric)])
             for metric in condition.metrics
         ],
-        [f"{line}." for line in explained],
-        [block for block in blocks if block.texts or block.table or block.pictures],
+        [f"{line}." for line in (*explanation(condition), *evaluated(condition.methods))],
+        [block for block in blocks if block.text or block.table or block.pictures],
         _every(condition),
     )
 
@@ -160,26 +142,26 @@ def _every(condition: Condition) -> Table:
     columns = spreads | {f"{name}_mean": name for name in ("validation_loss", "mean_gate_weight")}
     columns = {c: name for c, name in columns.items() if any(not math.isnan(row.get(c, math.nan)) for _, row in rows)}
     cells = [
-        (
-            f"{row['method']}, {run_text(run)}",
-            [f"{int(row['round'])}", *(value_text(name, row.get(c, math.nan)) for c, name in columns.items())],
-        )
+        [
+            f"{row['method']}, {run.text}",
+            f"{int(row['round'])}",
+            *(value_text(name, row.get(c, math.nan)) for c, name in columns.items()),
+        ]
         for run, row in rows
     ]
     return Table(["method, run", "round", *map(words, columns)], cells)
 
 
-def _curve_block(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Block:
+def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     caption = "Mean of the clients over rounds; several seeds as mean and a band of one standard deviation."
     figures = {metric: curves_figure(condition.methods, metric, styles) for metric in condition.metrics}
     pictures = [
         picture(f"curves {metric} {condition.name}", caption, figure) for metric, figure in figures.items() if figure
     ]
-    if not choices.rounds:
-        return Block("Learning curves", [], None, pictures)
-    metric = choices.metric_of(condition)
-    text = f"{axis_label(metric)}, mean over the clients, after evaluated rounds."
-    return Block("Learning curves", [text], curve_table(condition, metric, choices.rounds), pictures)
+    if not condition.choices.rounds:
+        return Block("Learning curves", pictures=pictures)
+    text = f"{axis_label(condition.metric)}, mean over the clients, after evaluated rounds."
+    return Block("Learning curves", text, curve_table(condition), pictures)
 
 
 def _distributions(condition: Condition, styles: Mapping[str, Style]) -> Iterator[Picture]:
@@ -189,26 +171,24 @@ def _distributions(condition: Condition, styles: Mapping[str, Style]) -> Iterato
             yield picture(f"clients {metric} {condition.name}", caption, figure)
 
 
-def _cost_block(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Block:
-    metric = choices.metric_of(condition)
-    value = default_target(condition, metric) if choices.target is None else choices.target
-    table, texts = None, []
-    if not math.isnan(value):
-        found = costs(condition.methods, metric, value, condition.lower_is_better(metric))
-        rows = [(cost.label, cost_cells(metric, cost)) for cost in found]
-        table = Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows) if rows else None
-        reached = value_text(metric, value) + (" percent" if metric in METRICS else "")
-        texts = [
-            f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds, "
-            "everything sent by or to any client, and all local training, with all rounds of the phases that a method "
-            "starts from."
-        ]
+def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
+    metric = condition.metric
+    target = default_target(condition, metric) if condition.choices.target is None else condition.choices.target
+    table = None if math.isnan(target) else cost_table(condition, metric, target)
+    reached = value_text(metric, target) + (" percent" if metric in METRICS else "")
+    text = (
+        f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds, "
+        "everything sent by or to any client, and all local training, with all rounds of the phases that a method "
+        "starts from."
+    )
     pictures = []
     for amount, name in AMOUNTS.items():
         if figure := cost_figure(condition.methods, metric, amount, styles):
             caption = f"Mean of the clients over {name}; a line for each seed."
             pictures.append(picture(f"{amount} {metric} {condition.name}", caption, figure))
-    return Block("Cost to a target", texts if table else [], table, pictures)
+    if table is None or not table.rows:
+        return Block("Cost to a target", pictures=pictures)
+    return Block("Cost to a target", text, table, pictures)
 
 
 def _gate_block(condition: Condition) -> Block:
@@ -220,30 +200,29 @@ def _gate_block(condition: Condition) -> Block:
             rows = [row for row in run.gates if row["method"] == method.name]
             means = {int(row["client"]): row["mean_gate_weight"] for row in method.clients(run)}
             counts = by_class(run.partition) if run.partition else None
-            caption = f"{method.label}: mean gate weight on each client's own samples of a class ({run_text(run)})."
+            caption = f"{method.label}: mean gate weight on each client's own samples of a class ({run.text})."
             drawn = gate_figure(rows, means, counts)
             pictures.append(picture(f"gate {method.label} {condition.name}", caption, drawn))
         elif any(not math.isnan(row["mean_gate_weight"]) for row in clients):
             without.append(method.label)
-    texts = [f"No gate_weights.csv in the runs of {', '.join(without)}: no picture."] if without else []
-    return Block("Gate weights by client and class", texts, None, pictures)
+    text = f"No gate_weights.csv in the runs of {', '.join(without)}: no picture." if without else ""
+    return Block("Gate weights by client and class", text, pictures=pictures)
 
 
 def _partition_block(condition: Condition) -> Block:
     run = next((run for run in condition.runs if run.partition), None)
     if run is None:
-        return Block("Who holds what", ["The runs have no partition.csv: no picture."], None, [])
-    caption = f"Samples by client and class ({run_text(run)})."
+        return Block("Who holds what", "The runs have no partition.csv: no picture.")
+    caption = f"Samples by client and class ({run.text})."
     drawn = picture(f"partition {condition.name}", caption, partition_figure(run.partition))
-    return Block("Who holds what", [], None, [drawn])
+    return Block("Who holds what", pictures=[drawn])
 
 
 def _difference_block(condition: Condition) -> Block:
-    settings = condition.settings
-    rows = differences([setting.values for setting in settings])
+    rows = differences([setting.values for setting in condition.settings])
     if not rows:
-        return Block("", [], None, [])
-    text = "Keys of a phase are compared among the runs that have it. Runs that differ only in the seed are one column."
-    table = Table(["key", *(setting.name for setting in settings)], [*rows.items()])
+        return Block("")
     title = f"What differs between the configurations of these runs ({len(rows)} keys)"
-    return Block(title, [text], table, [], is_long=True)
+    text = "Keys of a phase are compared among the runs that have it. Runs that differ only in the seed are one column."
+    header = ["key", *(setting.name for setting in condition.settings)]
+    return Block(title, text, Table(header, [[key, *values] for key, values in rows.items()]), is_long=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,15 +27,11 @@ AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
 
 @styled
 def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:
-    """Mean accuracy of the clients over rounds; over several seeds, mean and a band of one standard deviation.
-
-    Methods that were evaluated in one round are points at the right edge.
-    """
+    """Mean of the clients over rounds; methods that were evaluated in one round are points at the right edge."""
     curves = [(method, *_curve(method, metric)) for method in methods]
     if all(len(rounds) < 2 for _, rounds, _, _ in curves):
         return None
-    figure = new_figure(2.3 + _legend_height(methods))
-    axes = figure.subplots()
+    figure, axes = _above_legend(methods)
     single = []
     for method, rounds, mean, std in curves:
         if len(rounds) < 2:
@@ -48,7 +43,6 @@ def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, S
     axes.set(xlabel="round", ylabel=axis_label(metric))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _draw_single(axes, single, styles)
-    axes.grid(axis="y")
     _add_legend(figure, axes, methods)
     return figure
 
@@ -88,12 +82,8 @@ def _draw_single(
 
 @styled
 def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Mapping[str, Style]) -> Figure | None:
-    """Accuracy over what was sent or computed until then, on a logarithmic axis; a thin line for each seed.
-
-    A method begins where the phases that it starts from have ended.
-    """
-    figure = new_figure(2.3 + _legend_height(methods))
-    axes = figure.subplots()
+    """Mean of the clients over what was sent or computed until then, on a logarithmic axis; a line for each seed."""
+    figure, axes = _above_legend(methods)
     drawn = []
     for method in methods:
         for run in method.runs:
@@ -108,7 +98,6 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
         return None
     axes.set(xscale="log", xlabel=f"{AMOUNTS[amount]}, all clients", ylabel=axis_label(metric))
     _label_amounts(axes)
-    axes.grid(axis="y")
     _add_legend(figure, axes, methods)
     return figure
 
@@ -163,11 +152,12 @@ def _draw_box(axes: Axes, place: float, values: np.ndarray, color: str) -> None:
     )
 
 
-def _legend_height(methods: Sequence[Method]) -> float:
-    """Height in inches; as matplotlib does, columns are filled from top to bottom."""
+def _above_legend(methods: Sequence[Method]) -> tuple[Figure, Axes]:
+    """A figure with room for the legend, whose columns matplotlib fills from top to bottom."""
     lines = [1 + wrapped(method.label, _LEGEND).count("\n") for method in methods]
     rows = math.ceil(len(lines) / _columns(methods))
-    return 0.1 + 0.125 * max(sum(lines[start : start + rows]) for start in range(0, len(lines), rows))
+    figure = new_figure(2.4 + 0.125 * max(sum(lines[start : start + rows]) for start in range(0, len(lines), rows)))
+    return figure, figure.subplots()
 
 
 def _columns(methods: Sequence[Method]) -> int:
@@ -176,27 +166,16 @@ def _columns(methods: Sequence[Method]) -> int:
 
 
 def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
+    axes.grid(axis="y")
     handles, labels = axes.get_legend_handles_labels()
-    order = {method.label: i for i, method in enumerate(methods)}
-    pairs = sorted(zip(handles, labels, strict=True), key=lambda pair: order[pair[1]])
-    figure.legend(
-        [handle for handle, _ in pairs],
-        [wrapped(label, _LEGEND) for _, label in pairs],
-        loc="outside lower center",
-        ncols=_columns(methods),
-        columnspacing=1.2,
-    )
+    drawn = dict(zip(labels, handles, strict=True))
+    names = {method.label: wrapped(method.label, _LEGEND) for method in methods if method.label in drawn}
+    look = {"loc": "outside lower center", "ncols": _columns(methods), "columnspacing": 1.2}
+    figure.legend([drawn[label] for label in names], [*names.values()], **look)
 
 
 class Picture(NamedTuple):
-    """A drawn picture.
-
-    Attributes:
-        name: the name of its file, without suffix.
-        caption: what it shows.
-        svg: for the page; the ink is ``currentColor``.
-        pdf: for a paper.
-    """
+    """A drawn picture, as SVG for the page and as PDF for a paper; the name is that of its file, without suffix."""
 
     name: str
     caption: str
@@ -229,10 +208,3 @@ def _saved(figure: Figure, format: str, metadata: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format=format, metadata=metadata, dpi=300)  # of large maps, which are images
     return file.getvalue()
-
-
-def write_pdfs(folder: Path, pictures: Iterable[Picture]) -> None:
-    """Writes the pictures as PDF files into a folder, which is made if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for drawn in pictures:
-        (folder / f"{drawn.name}.pdf").write_bytes(drawn.pdf)

@@ -14,20 +14,11 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
 
 _TEXTS = {"method", "model", "clients", "evaluation_point", "selection", "expert"}
-_MEANS = {"method", "round", "evaluation_point", *(f"{metric}_{name}" for metric in METRICS for name in Spread._fields)}
-_COLUMNS = {
-    "rounds": _MEANS,
-    "summary": _MEANS,
-    "clients": {"method", "client", *METRICS},
-    "partition": {"client"},
-    "gate_weights": {"method", "client", "expert"},
-}
 _ALLOWED = "the folder of a run (runs/<name>/version_<n>) or of several"
 _WORST = "_worst_tenth"
 NEW_CLIENTS = "new_clients"
@@ -35,10 +26,7 @@ NEW_CLIENTS = "new_clients"
 
 @dataclass(frozen=True, eq=False)
 class RunFiles:
-    """The rows of a run's files, of which there are none where it has not written the file.
-
-    ``config`` is ``config.yaml``, and ``cell`` is ``cell.yaml`` of ``fedmoe benchmark``, in the folder above.
-    """
+    """The rows of a run's files, of which there are none where it has not written the file."""
 
     folder: Path
     rounds: list[Row]
@@ -46,13 +34,18 @@ class RunFiles:
     summary: list[Row]
     partition: list[Row]
     gates: list[Row]
-    config: dict[str, Any]
-    cell: dict[str, Any]
+    config: dict[str, Any]  # config.yaml
+    cell: dict[str, Any]  # cell.yaml, which `fedmoe benchmark` writes into the folder above
 
     @property
     def name(self) -> str:
         """The name of the experiment and the version, such as ``quickstart/version_0``."""
         return f"{self.folder.parent.name}/{self.folder.name}"
+
+    @property
+    def text(self) -> str:
+        """The name and the seed."""
+        return self.name if self.seed is None else f"{self.name}, seed {self.seed}"
 
     @property
     def seed(self) -> int | None:
@@ -156,8 +149,6 @@ def _rows(path: Path) -> list[Row]:
         rows: list[Row] = [{column: _value(column, text) for column, text in row.items()} for row in reader]
     except ValueError as error:
         raise MisconfigurationException(f"report: RUN has the file '{path}', which is damaged: {error}.") from error
-    if rows and not _COLUMNS[path.stem] <= rows[0].keys():
-        raise MisconfigurationException(f"report: RUN has the file '{path}', which is not one that a run writes.")
     return rows
 
 

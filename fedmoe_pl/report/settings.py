@@ -15,7 +15,7 @@ from fedmoe_pl.report.runs import RunFiles
 
 _NOT_COMPARED = re.compile(r"data/(partition_seed|root|download)|(.*/)?evaluate(/(after|every_n_epochs))?")
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
-PHASES = "federation/phases/"
+_PHASES = "federation/phases/"
 _FEW = 3  # keys that a label may name
 
 
@@ -36,26 +36,22 @@ class Setting:
         """The name of the first run, without its version if there are several."""
         return self.runs[0].name if len(self.runs) == 1 else self.runs[0].folder.parent.name
 
-    @property
-    def methods(self) -> list[str]:
-        """The methods of all runs."""
-        return list(dict.fromkeys(method for run in self.runs for method in run.methods))
 
+def settings_of(runs: Iterable[RunFiles], method: str = "") -> tuple[list[Setting], list[RunFiles]]:
+    """Groups runs that differ only in the seed or, for a method, also in phases that it does not start from.
 
-def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]]:
-    """Groups runs that differ only in the seed.
-
-    Left out are runs with the same configuration and seed as a later one that is as far.
+    Of runs with the same seed, the last one that is finished, or has the method's result, counts; without any, the
+    last. The others are returned as well.
     """
     groups: dict[str, dict[Any, RunFiles]] = {}
     values: dict[str, Mapping[str, Any]] = {}
     left_out = []
     for run in runs:
-        of_run = _values_of(run)
+        of_run = _values_of(run, method)
         key = repr(sorted(of_run.items()))
         values[key] = of_run
         before = groups.setdefault(key, {}).get(run.seeds)
-        if before is not None and before.is_finished and not run.is_finished:
+        if before is not None and _is_done(before, method) and not _is_done(run, method):
             left_out.append(run)
             continue
         if before is not None:
@@ -65,15 +61,50 @@ def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]
     return [Setting(group, values[key]) for key, group in zip(groups, seeds, strict=True)], left_out
 
 
-def _values_of(run: RunFiles) -> Mapping[str, Any]:
-    """What a run's results depend on, but the seed: flat names of the configuration and their values, as text."""
+def _is_done(run: RunFiles, method: str) -> bool:
+    return any(row["method"] == method for row in run.summary) if method else run.is_finished
+
+
+def _values_of(run: RunFiles, method: str) -> Mapping[str, Any]:
+    """What the results of a run, or of one of its methods, depend on: flat names of the configuration, and values."""
     if not run.config:
         return {"run": str(run.folder)}
-    return {
+    values = {
         key: value if isinstance(value, int | float | str) else str(value)
-        for key, value in flat_hparams(relevant(run.config, places=True)).items()
+        for key, value in _flat(relevant(run.config, places=True)).items()
         if not _NOT_COMPARED.fullmatch(key)
     }
+    phases = {None, *_phases_behind(method, run.config)} if method else set[str | None]()
+    return {key: value for key, value in values.items() if not method or _phase_of(key) in phases}
+
+
+def _flat(value: object, name: str = "") -> dict[str, object]:
+    """Flattens a nested configuration; a class is the value of its own name, and what is None is left out.
+
+    Example:
+        >>> gate = {"class_path": "FeatureGate", "init_args": {"hidden": 64, "bias": None}}
+        >>> _flat({"model": {"gate": gate}, "phases": [{"name": "FedAvg", "rounds": 9}], "seeds": [0, 1]})
+        {'model/gate': 'FeatureGate', 'model/gate/hidden': 64, 'phases/FedAvg/rounds': 9, 'seeds': [0, 1]}
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        names = [str(item.get("name", i)) for i, item in enumerate(value)]
+        value = {n: {k: v for k, v in item.items() if k != "name"} for n, item in zip(names, value, strict=True)}
+    if not isinstance(value, dict):
+        return {} if value is None else {name: value}
+    flat = {}
+    for key, item in value.items():
+        flat |= _flat(item, name if key in ("class_path", "init_args") else f"{name}/{key}".lstrip("/"))
+    return flat
+
+
+def flat_name(key: str) -> str:
+    """The flat name of a configuration's key.
+
+    Example:
+        >>> flat_name("data.init_args.partitioner.init_args.alpha")
+        'data/partitioner/alpha'
+    """
+    return key.replace(".init_args.", "/").replace(".", "/")
 
 
 def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[str, list[Setting]]:
@@ -83,7 +114,13 @@ def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[
     beginnings of keys.
     """
     values = [_condition(setting, keys) for setting in settings]
-    naming = _telling_apart(values)
+
+    def told_apart(*keys: str) -> int:
+        return len({repr([of_setting.get(key) for key in keys]) for of_setting in values})
+
+    naming = list[str]()  # the first keys that suffice to tell all groups apart
+    for key in differing(values):
+        naming += [key] if told_apart(*naming, key) > told_apart(*naming) else []
     found: dict[str, tuple[str, list[Setting]]] = {}
     for setting, of_setting in zip(settings, values, strict=True):
         name = ", ".join(f"{key.rpartition('/')[2]} {brief(of_setting[key])}" for key in naming if key in of_setting)
@@ -93,26 +130,14 @@ def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[
 
 def _condition(setting: Setting, keys: Collection[str]) -> dict[str, Any]:
     cell = setting.runs[0].cell
-    of_grid = [key.replace(".init_args.", "/").replace(".", "/") for key in cell.get("values", {})]
     variant = {"variant": cell["variant"]} if cell.get("variant") else {}
-    first = {key: setting.values[key] for key in of_grid if key in setting.values}
+    first = {name: setting.values[name] for key in cell.get("values", {}) if (name := flat_name(key)) in setting.values}
     return variant | first | {key: value for key, value in setting.values.items() if _is_of_condition(key, keys)}
 
 
 def _is_of_condition(key: str, keys: Collection[str]) -> bool:
     is_of_data = key.partition("/")[0] in ("data", "run") and not _OF_TRAINING.fullmatch(key)
     return is_of_data or any(key == other or key.startswith(f"{other}/") for other in keys)
-
-
-def _telling_apart(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The first keys that suffice to tell all different mappings apart."""
-    kept: list[str] = []
-    for key in differing(values):
-        before = {repr([mapping.get(k) for k in kept]) for mapping in values}
-        after = {repr([mapping.get(k) for k in (*kept, key)]) for mapping in values}
-        if len(after) > len(before):
-            kept.append(key)
-    return kept
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -124,6 +149,35 @@ def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     keys = dict.fromkeys(key for mapping in values for key in mapping)
     return [key for key in keys if len({repr(mapping.get(key)) for mapping in values}) > 1]
+
+
+def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The keys in which configurations differ, and their values in each; ``-`` where one has none.
+
+    A phase's keys are compared only among the configurations that have the phase.
+    """
+    phases = [{_phase_of(key) for key in mapping} for mapping in values]
+    rows: dict[str, list[str]] = {}
+    for key in differing(values):
+        phase = _phase_of(key)
+        having = [mapping for mapping, its in zip(values, phases, strict=True) if phase is None or phase in its]
+        if len({repr(mapping.get(key)) for mapping in having}) > 1:
+            rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
+    return rows
+
+
+def labels(method: str, settings: Sequence[Setting]) -> list[str]:
+    """A row's name for a method in each of several settings: its name, and what differs."""
+    if len(settings) == 1:
+        return [method]
+    rows = differences([setting.values for setting in settings])
+    named = [[f"{key.rpartition('/')[2]} {value}" for value in row] for key, row in rows.items()]
+    by_values = [", ".join(texts) for texts in zip(*named, strict=True)]
+    by_name = [setting.name for setting in settings]
+    by_folder = [str(setting.runs[0].folder) for setting in settings]
+    few = [by_values] if len(rows) <= _FEW else []
+    texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
+    return [f"{method} ({text})" for text in texts]
 
 
 def brief(value: object) -> str:
@@ -141,68 +195,7 @@ def brief(value: object) -> str:
 
 def _phase_of(key: str) -> str | None:
     """The phase that a key belongs to; None for keys of no phase."""
-    return key.removeprefix(PHASES).partition("/")[0] if key.startswith(PHASES) else None
-
-
-def labels(method: str, settings: Sequence[Setting]) -> list[str]:
-    """A row's name for a method in each of several settings: its name, and what differs."""
-    if len(settings) == 1:
-        return [method]
-    values = [setting.values for setting in settings]
-    common = set.intersection(*(phases_of(mapping) for mapping in values))
-    different = [key for key in differing(values) if (phase := _phase_of(key)) is None or phase in common]
-    short = {key: key.rpartition("/")[2] for key in different}
-    by_values = [", ".join(f"{short[key]} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
-    by_name = [setting.name for setting in settings]
-    by_folder = [str(setting.runs[0].folder) for setting in settings]
-    few = [by_values] if len(different) <= _FEW else []
-    texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
-    return [f"{method} ({text})" for text in texts]
-
-
-def phases_of(values: Iterable[str]) -> set[str]:
-    """The names of the phases that some keys belong to."""
-    return {phase for key in values if (phase := _phase_of(key)) is not None}
-
-
-def agreed(settings: Sequence[Setting]) -> Mapping[str, Any]:
-    """The values in which all settings agree."""
-    first, *others = (setting.values for setting in settings)
-    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
-
-
-def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """The keys in which configurations differ, and their values in each; ``-`` where one has none.
-
-    A phase's keys are compared only among the configurations that have the phase.
-    """
-    rows: dict[str, list[str]] = {}
-    for key in differing(values):
-        phase = _phase_of(key)
-        having = [mapping for mapping in values if phase is None or phase in phases_of(mapping)]
-        if len({repr(mapping.get(key)) for mapping in having}) > 1:
-            rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
-    return rows
-
-
-def settings_of_method(method: str, settings: Sequence[Setting]) -> list[Setting]:
-    """Joins settings that differ only in what has no influence on a method: the phases that it does not start from.
-
-    If several runs of one have the same seed, the last one that has the method's result counts; without any, the last.
-    """
-    found: dict[str, tuple[Mapping[str, Any], dict[Any, RunFiles]]] = {}
-    for setting in settings:
-        needed = _phases_behind(method, setting.runs[0].config)
-        values = {key: value for key, value in setting.values.items() if _phase_of(key) in {None, *needed}}
-        _, by_seed = found.setdefault(repr(sorted(values.items())), (values, {}))
-        for run in setting.runs:
-            if run.seeds not in by_seed or _has_result(method, run) or not _has_result(method, by_seed[run.seeds]):
-                by_seed[run.seeds] = run
-    return [Setting([runs[seed] for seed in sorted(runs, key=repr)], values) for values, runs in found.values()]
-
-
-def _has_result(method: str, run: RunFiles) -> bool:
-    return any(row["method"] == method for row in run.summary)
+    return key.removeprefix(_PHASES).partition("/")[0] if key.startswith(_PHASES) else None
 
 
 def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
@@ -210,7 +203,7 @@ def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
     phases = {phase["name"]: phase for phase in config.get("federation", {}).get("phases", [])}
     names = [*phases]
     own = [name for name in names if method == name or method.startswith(f"{name} ")]  # "... after aggregation"
-    todo, found = [max(own, key=len)] if own else names, set[str]()
+    todo, found = [max(own, key=len)] if own else [*names], set[str]()
     while todo:
         name = todo.pop()
         if name in phases and name not in found:
@@ -229,22 +222,3 @@ def _starts(phase: Mapping[str, Any], earlier: list[str]) -> list[str]:
         return earlier
     anew = kind.federated and kind.follows is Algorithm.follows and not kind.needed_parts
     return [INITIAL] if anew or kind is algorithms.Local else earlier
-
-
-def flat_hparams(value: object, name: str = "") -> dict[str, object]:
-    """Flattens a nested configuration, with names short enough for a table; settings that are None are left out.
-
-    Example:
-        >>> gate = {"class_path": "FeatureGate", "init_args": {"hidden": 64, "bias": None}}
-        >>> flat_hparams({"model": {"gate": gate}, "phases": [{"name": "FedAvg", "rounds": 9}], "seeds": [0, 1]})
-        {'model/gate': 'FeatureGate', 'model/gate/hidden': 64, 'phases/FedAvg/rounds': 9, 'seeds': [0, 1]}
-    """
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        names = [str(item.get("name", i)) for i, item in enumerate(value)]
-        value = {n: {k: v for k, v in item.items() if k != "name"} for n, item in zip(names, value, strict=True)}
-    if not isinstance(value, dict):
-        return {} if value is None else {name: value}
-    flat = {}
-    for key, item in value.items():
-        flat |= flat_hparams(item, name if key in ("class_path", "init_args") else f"{name}/{key}".lstrip("/"))
-    return flat

@@ -3,29 +3,106 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+from scipy.stats import wilcoxon
+
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, description, on_test_samples, value_text
 from fedmoe_pl.report.runs import Row, RunFiles
-from fedmoe_pl.report.settings import Setting, brief, labels, settings_of_method
-from fedmoe_pl.report.statistics import (
-    INDEPENDENCE,
-    SIGNIFICANCE,
-    Difference,
-    Spread,
-    over_seeds,
-    paired_difference,
+from fedmoe_pl.report.settings import Setting, brief, labels, settings_of
+
+_SIGNIFICANCE = 0.05
+_INDEPENDENCE = (
+    "The test is over clients and seeds. Clients of one seed share a global model, a partition and the order of "
+    "training, so they are not independent of each other; seeds are. A small p alone therefore says that a difference "
+    "holds for these clients in these runs. It is marked only if it also has the same sign in every seed, of at least "
+    "two. p is not corrected for the number of methods"
 )
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_LATEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}
+
+
+class Spread(NamedTuple):
+    """Mean and sample standard deviation of a value over seeds; the latter is nan for a single seed."""
+
+    mean: float
+    std: float
+
+
+class Difference(NamedTuple):
+    """The difference of a method to a baseline, and a test of whether it is more than noise."""
+
+    mean: float  # over seeds of the mean over clients
+    p_value: float  # of the two-sided Wilcoxon signed-rank test; 1 if all differences are 0, nan if there is no pair
+    pairs: int
+    is_more_than_noise: bool  # the test finds a difference, of the same sign in every seed of at least two
+
+
+def over_seeds(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation of a value over seeds.
+
+    Example:
+        >>> over_seeds([1.0, 2.0, 3.0])
+        Spread(mean=2.0, std=1.0)
+    """
+    return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan)
+
+
+def paired_difference(method: Sequence[Mapping[int, float]], baseline: Sequence[Mapping[int, float]]) -> Difference:
+    """Compares two methods by a Wilcoxon signed-rank test, paired over the clients of each seed.
+
+    Where the difference is the same for all clients of a seed, as between two global models, it counts as one pair.
+    """
+    pairs, means = list[float](), list[float]()
+    for ours, theirs in zip(method, baseline, strict=True):
+        differences = [ours[client] - theirs[client] for client in ours if client in theirs]
+        differences = [difference for difference in differences if not math.isnan(difference)]
+        if differences:
+            pairs += differences[:1] if len(set(differences)) == 1 else differences
+            means.append(float(np.mean(differences)))
+    if not pairs:
+        return Difference(math.nan, math.nan, 0, False)
+    p_value = float(np.asarray(wilcoxon(pairs))[1]) if any(pairs) else 1.0
+    same_sign = all(mean > 0 for mean in means) or all(mean < 0 for mean in means)
+    is_more_than_noise = p_value < _SIGNIFICANCE and same_sign and len(means) > 1
+    return Difference(float(np.mean(means)), p_value, len(pairs), is_more_than_noise)
 
 
 class Table(NamedTuple):
-    """A table: its header, and a name and cells for each row."""
+    """A table of texts, whose rows begin with their names."""
 
     header: list[str]
-    rows: list[tuple[str, list[str]]]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        r"""The table in Markdown, with aligned columns.
+
+        Example:
+            >>> print(Table(["method", "local test"], [["a|b", "90.00"]]).markdown())
+            | method | local test |
+            | ------ | ---------- |
+            | a\|b   | 90.00      |
+        """
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in (self.header, *self.rows)]
+        widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+        return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+    def latex(self) -> str:
+        r"""The table in LaTeX, which needs ``\usepackage{booktabs}``."""
+        escaped = (
+            [re.sub(r"[\\~^±&%$#_{}<>]", lambda match: _LATEX[match[0]], cell) for cell in line]
+            for line in (self.header, *self.rows)
+        )
+        header, *rows = (" & ".join(line) + r" \\" for line in escaped)
+        begin = rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}"
+        return "\n".join([begin, r"\toprule", header, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", ""])
 
 
 class Column(NamedTuple):
@@ -45,18 +122,11 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method under one setting: a row of a table.
+    """A method under one setting: a row of a table."""
 
-    Attributes:
-        label: its name in tables and pictures.
-        name: its name in the run's files.
-        runs: the runs that have it, one for each seed.
-        is_finished: whether all of them have its result.
-    """
-
-    label: str
-    name: str
-    runs: list[RunFiles]
+    label: str  # in tables and pictures
+    name: str  # in the run's files
+    runs: list[RunFiles]  # one for each seed
     is_finished: bool
 
     @property
@@ -82,6 +152,13 @@ class Method:
         values = (row.get(metric, math.nan) for run in self.runs for row in self.clients(run))
         return [value for value in values if not math.isnan(value)]
 
+    @property
+    def rounds_text(self) -> str:
+        """The rounds of the results, such as ``20``, ``11 to 14`` or ``12 so far``."""
+        rounds = sorted({int(row["round"]) for row in self.results})
+        text = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+        return text if self.is_finished else f"{text} so far"
+
     def published(self, metric: str) -> list[Published]:
         """The paper's numbers of a metric, from the runs' grid."""
         entries = [entry for entry in self.runs[0].cell.get("paper") or [] if entry["metric"] == metric]
@@ -89,19 +166,23 @@ class Method:
         return [Published(table, *cell) for table, cell in numbers if cell is not None]
 
 
+class Choices(NamedTuple):
+    """What the user of a report chose; see the command's options."""
+
+    metric: str | None = None
+    target: float | None = None
+    baseline: str | None = None
+    rounds: Sequence[int] = ()
+
+
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """Methods that may be compared, because their data are the same: a table.
+    """Methods that may be compared, because their data are the same: a table."""
 
-    Attributes:
-        name: the keys in which conditions differ, and their values; empty if there is only one condition.
-        settings: the settings.
-        methods: the rows.
-    """
-
-    name: str
+    name: str  # the keys in which conditions differ, and their values; empty if there is only one
     settings: list[Setting]
     methods: list[Method]
+    choices: Choices
 
     @property
     def runs(self) -> list[RunFiles]:
@@ -114,6 +195,17 @@ class Condition:
         names = dict.fromkeys(metric for run in self.runs for metric in run.metrics)
         return on_test_samples(sorted(names, key=[*METRICS, *names].index))
 
+    @property
+    def metric(self) -> str:
+        """The chosen metric, or the first if the condition does not have that one."""
+        return self.choices.metric if self.choices.metric in self.metrics else self.metrics[0]
+
+    @property
+    def baseline(self) -> Method | None:
+        """The method with which the others are compared."""
+        name = self.choices.baseline or self.methods[0].runs[0].cell.get("baseline")
+        return next((method for method in self.methods if name in (method.label, method.name)), None)
+
     def lower_is_better(self, metric: str) -> bool:
         """Whether a lower value is better: then the worst tenth has values above the mean."""
         rows = [row for method in self.methods for run in method.runs for row in method.rounds(run) + method.results]
@@ -125,55 +217,29 @@ class Condition:
         """The data in words."""
         return data_text(self.settings[0].values)
 
-
-class Choices(NamedTuple):
-    """What the user of a report chose.
-
-    Attributes:
-        metric: the accuracy whose cost is compared, and which is listed by rounds; None for each condition's first.
-        target: the value of it to reach, of an accuracy a fraction; None for what half of the methods reach.
-        baseline: the method with which the others are compared; None for that of the runs' grid, if it has one.
-        rounds: the rounds that a table lists.
-    """
-
-    metric: str | None = None
-    target: float | None = None
-    baseline: str | None = None
-    rounds: Sequence[int] = ()
-
-    def metric_of(self, condition: Condition) -> str:
-        """The chosen metric, or the condition's first if it does not have that one."""
-        return self.metric if self.metric in condition.metrics else condition.metrics[0]
-
-    def baseline_of(self, condition: Condition) -> Method | None:
-        """The method with which a condition's others are compared."""
-        name = self.baseline or condition.methods[0].runs[0].cell.get("baseline")
-        return next((method for method in condition.methods if name in (method.label, method.name)), None)
+    @property
+    def seeds_text(self) -> str:
+        """How many seeds the methods have."""
+        numbers = sorted({len(method.runs) for method in self.methods})
+        if numbers == [1]:
+            return "One run"
+        return f"{numbers[-1]} seeds" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
 
 
-def condition_of(name: str, settings: Sequence[Setting]) -> Condition:
-    """The methods of some settings, in the order of the settings; one row for those in which a method is the same."""
-    methods: dict[str, list[Setting]] = {}
-    for setting in settings:
-        for method in setting.methods:
-            methods.setdefault(method, []).append(setting)
-    joined = {method: settings_of_method(method, having) for method, having in methods.items()}
-    rows = [
-        _method(label, method, setting)
-        for method, having in joined.items()
-        for label, setting in zip(labels(method, having), having, strict=True)
-    ]
-    return Condition(name, [*settings], rows)
-
-
-def _method(label: str, name: str, setting: Setting) -> Method:
-    runs = [run for run in setting.runs if name in run.methods]
-    done = [run for run in runs if any(row["method"] == name for row in run.summary)]
-    return Method(label, name, done or runs, bool(done))
+def condition_of(name: str, settings: Sequence[Setting], choices: Choices) -> Condition:
+    """The methods of some settings; a method has a row for each setting in which what it depends on differs."""
+    runs = [run for setting in settings for run in setting.runs]
+    rows = list[Method]()
+    for method in dict.fromkeys(method for run in runs for method in run.methods):
+        having, _ = settings_of((run for run in runs if method in run.methods), method)
+        for label, setting in zip(labels(method, having), having, strict=True):
+            done = [run for run in setting.runs if any(row["method"] == method for row in run.summary)]
+            rows.append(Method(label, method, done or setting.runs, bool(done)))
+    return Condition(name, [*settings], rows, choices)
 
 
 def difference(method: Method, baseline: Method, metric: str) -> Difference:
-    """The difference of a method to a baseline, paired over the clients of the seeds that both have."""
+    """The difference of two methods, paired over the clients of the seeds that both have."""
     of_baseline = {run.seed: run for run in baseline.runs}
     both = [(run, of_baseline[run.seed]) for run in method.runs if run.seed in of_baseline]
 
@@ -183,9 +249,9 @@ def difference(method: Method, baseline: Method, metric: str) -> Difference:
     return paired_difference([values(method, run) for run, _ in both], [values(baseline, run) for _, run in both])
 
 
-def main_columns(condition: Condition, metric: str, choices: Choices, mean: str) -> list[Column]:
-    """A metric's mean, under the title ``mean``, and deviation over seeds, the paper's number, and the difference."""
-    methods, baseline = condition.methods, choices.baseline_of(condition)
+def main_columns(condition: Condition, metric: str, mean: str) -> list[Column]:
+    """A metric's mean, under the title ``mean``, with its deviation over seeds, the paper's number, the difference."""
+    methods, baseline = condition.methods, condition.baseline
     columns = [Column(mean, [over_seeds_text(metric, method.over_seeds(f"{metric}_mean")) for method in methods])]
     published = [published_text(method.published(metric)) for method in methods]
     if {*published} != {"-"}:
@@ -205,14 +271,22 @@ def client_columns(condition: Condition, metric: str) -> list[Column]:
     ]
 
 
-def curve_table(condition: Condition, metric: str, rounds: Sequence[int]) -> Table:
-    """A metric after some rounds, mean and deviation over seeds; a dash for rounds that were not evaluated.
+def methods_table(condition: Condition) -> Table:
+    """The methods and their metrics; where a method is not finished, also its round."""
+    columns = [Column("method", [method.label for method in condition.methods])]
+    if not all(method.is_finished for method in condition.methods):
+        columns.append(Column("round", [method.rounds_text for method in condition.methods]))
+    for metric in condition.metrics:
+        columns += main_columns(condition, metric, words(metric))
+    rows = zip(*(column.cells for column in columns), strict=True)
+    return Table([column.title for column in columns], [[*row] for row in rows])
 
-    Methods that were evaluated in none of them are left out.
-    """
-    rows = [(method.label, [_at_round(method, metric, round) for round in rounds]) for method in condition.methods]
-    rows = [(label, cells) for label, cells in rows if {*cells} != {"-"}]
-    return Table(["method", *(f"round {round}" for round in rounds)], rows)
+
+def curve_table(condition: Condition) -> Table:
+    """The metric after chosen rounds, a dash for those not evaluated; only of methods that have one of them."""
+    metric, rounds = condition.metric, condition.choices.rounds
+    rows = [[method.label, *(_at_round(method, metric, round) for round in rounds)] for method in condition.methods]
+    return Table(["method", *(f"round {round}" for round in rounds)], [row for row in rows if {*row[1:]} != {"-"}])
 
 
 def _at_round(method: Method, metric: str, round: int) -> str:
@@ -232,19 +306,14 @@ def over_seeds_text(metric: str, spread: Spread) -> str:
     """A metric, an accuracy in percent, with its deviation over seeds if there are several.
 
     Example:
-        >>> over_seeds_text("local_test", Spread(0.9, 0.0125, 3)), over_seeds_text("test_f1", Spread(0.9, math.nan, 1))
+        >>> over_seeds_text("local_test", Spread(0.9, 0.0125)), over_seeds_text("test_f1", Spread(0.9, math.nan))
         ('90.00 ± 1.25', '0.9')
     """
     return value_text(metric, spread.mean) + ("" if math.isnan(spread.std) else f" ± {value_text(metric, spread.std)}")
 
 
 def published_text(cells: Sequence[Published]) -> str:
-    """A paper's number; a dash if it has none.
-
-    Example:
-        >>> published_text([Published("Table 2", 90.76, 0.82)]), published_text([])
-        ('90.76 ± 0.82', '-')
-    """
+    """A paper's number; a dash if it has none."""
     return " / ".join(f"{c.mean:.2f}" + ("" if c.std is None else f" ± {c.std:.2f}") for c in cells) or "-"
 
 
@@ -252,7 +321,7 @@ def difference_text(metric: str, difference: Difference | None) -> str:
     """A difference, of accuracies in points, with a star if it is more than noise; a dash for none.
 
     Example:
-        >>> difference_text("local_test", Difference(0.0123, 0.001, 60, 3, True)), difference_text("local_test", None)
+        >>> difference_text("local_test", Difference(0.0123, 0.001, 60, True)), difference_text("local_test", None)
         ('+1.23*', '-')
     """
     if difference is None or math.isnan(difference.mean):
@@ -260,26 +329,6 @@ def difference_text(metric: str, difference: Difference | None) -> str:
     change = change_text(metric, difference.mean)
     change = "+0.00" if change == "-0.00" else change
     return f"{change}{'*' if difference.is_more_than_noise else ''}"
-
-
-def run_text(run: RunFiles) -> str:
-    """A run's name and seed."""
-    return run.name if run.seed is None else f"{run.name}, seed {run.seed}"
-
-
-def rounds_text(method: Method) -> str:
-    """The rounds of the results, such as ``20``, ``11 to 14`` or ``12 so far``."""
-    rounds = sorted({int(row["round"]) for row in method.results})
-    text = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-    return text if method.is_finished else f"{text} so far"
-
-
-def seeds_text(condition: Condition) -> str:
-    """How many seeds the methods have."""
-    numbers = sorted({len(method.runs) for method in condition.methods})
-    if numbers == [1]:
-        return "One run"
-    return f"{numbers[-1]} seeds" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
 
 
 def data_text(values: Mapping[str, Any]) -> str:
@@ -300,8 +349,9 @@ def data_text(values: Mapping[str, Any]) -> str:
     return name + clients + partitioner + (f" ({arguments})" if arguments else "")
 
 
-def explanation(condition: Condition, baseline: Method | None) -> list[str]:
+def explanation(condition: Condition) -> list[str]:
     """What the numbers are, in phrases without a final full stop."""
+    baseline = condition.baseline
     seeds = "; ± is the sample standard deviation over seeds"
     what = "Accuracy in percent, mean" if any(metric in METRICS for metric in condition.metrics) else "Mean"
     several = max(len(method.runs) for method in condition.methods) > 1
@@ -311,10 +361,10 @@ def explanation(condition: Condition, baseline: Method | None) -> list[str]:
     lines += [f"Paper: {table}" for table in dict.fromkeys(cell.table for cell in cells)]
     if baseline is not None:
         lines.append(
-            f"to {baseline.label}: difference in points; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the "
-            "clients of all seeds, and the same sign in every seed of at least two"
+            f"to {baseline.label}: difference in points; *: p < {_SIGNIFICANCE} in a Wilcoxon signed-rank test over "
+            "the clients of all seeds, and the same sign in every seed of at least two"
         )
-        lines.append(INDEPENDENCE.rstrip("."))
+        lines.append(_INDEPENDENCE)
     return lines
 
 
@@ -323,7 +373,7 @@ def evaluated(methods: Iterable[Method]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for method in methods:
         row = method.results[0]
-        rounds = rounds_text(method).removesuffix(" so far")
+        rounds = method.rounds_text.removesuffix(" so far")
         numbers = f"{'rounds' if ' ' in rounds else 'round'} {rounds}{'' if method.is_finished else ', not finished'}"
         clients = f", {row['clients']} clients" if row.get("clients") else ""
         text = f"{row.get('model')}, {row['evaluation_point']}, {row.get('selection')} ({numbers}){clients}"

@@ -97,7 +97,17 @@ def write_grid(folder: Path, **changes) -> list[str]:
 
 def pretended_configured(arguments: list[str], check: bool) -> SimpleNamespace:
     """Takes the place of ``cli.commands.configured``: what is written, without parsing and checks."""
-    files = [yaml.safe_load(value if "{" in value else Path(value).read_text()) for value in arguments[1::2]]
+    words, files = iter(arguments), []
+    for word in words:
+        if word == "--config":
+            value = next(words)
+            files.append(yaml.safe_load(value if "{" in value else Path(value).read_text()))
+        else:
+            key, _, value = word.removeprefix("--").partition("=")
+            *above, last = key.split(".")
+            files.append(
+                functools.reduce(lambda node, name: {name: node}, reversed(above), {last: yaml.safe_load(value)})
+            )
     hparams = functools.reduce(_merged, files)
     phases = [SimpleNamespace(name=phase["name"]) for phase in hparams["federation"]["phases"]]
     starts = {"Local": "initial", "FedAvg": "initial", "PFL-FT": "FedAvg"}

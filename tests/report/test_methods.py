@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fedmoe_pl.report.runs import RunFiles
-from fedmoe_pl.report.settings import labels, settings_of, settings_of_method
+from fedmoe_pl.report.settings import labels, settings_of
 
 
 def run(folder, *phases, seed=0, evaluated=None):
@@ -25,8 +25,7 @@ def run(folder, *phases, seed=0, evaluated=None):
 
 def joined(method, *runs):
     """The folders of the runs of each setting of a method."""
-    settings, _ = settings_of(runs)
-    found = settings_of_method(method, [setting for setting in settings if method in setting.methods])
+    found, _ = settings_of((run for run in runs if method in run.methods), method)
     return [[each.folder.parent.name for each in setting.runs] for setting in found]
 
 
@@ -41,11 +40,7 @@ def test_seeds_with_another_setting_of_another_method_are_seeds_of_this_one():
     runs = [run("a", FEDAVG, SCAFFOLD), run("b", FEDAVG, STOPPED, seed=1)]
     assert joined("FedAvg", *runs) == [["a", "b"]]
     assert joined("SCAFFOLD", *runs) == [["a"], ["b"]]
-    settings, _ = settings_of(runs)
-    assert labels("SCAFFOLD", settings_of_method("SCAFFOLD", settings)) == [
-        "SCAFFOLD (rounds 3)",
-        "SCAFFOLD (rounds 2)",
-    ]
+    assert labels("SCAFFOLD", settings_of(runs, "SCAFFOLD")[0]) == ["SCAFFOLD (rounds 3)", "SCAFFOLD (rounds 2)"]
 
 
 def test_a_method_is_another_one_if_what_it_starts_from_is():
