@@ -70,12 +70,8 @@ def target_rows(
 
 def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float, sign: int) -> dict[str, Any]:
     column = f"{metric}_mean"
-    columns: dict[str, Any] = {
-        "method": method,
-        "evaluation_point": rounds[0]["evaluation_point"],
-        "metric": metric,
-        "target": target,
-    }
+    columns: dict[str, Any] = {"method": method, "evaluation_point": rounds[0]["evaluation_point"]}
+    columns |= {"metric": metric, "target": target}
     measured = [row for row in rounds if not math.isnan(row.get(column, math.nan))]  # a method may lack the metric
     reached = next((row for row in measured if sign * row[column] >= sign * target), None)
     if reached is None:
@@ -103,10 +99,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}   evaluated"]
     for row in rows:
         costs = "".join(f"   {_number(row[name]):>10}" for name in ("rounds", "parameters", "bytes", "flops"))
-        best = (
-            f"   {value_text(metric, row['best']):>10}   {_number(row['best_round']):>10}   {row['evaluation_point']}"
-        )
-        lines.append(f"{row['method']:<{width}}{costs}{best}")
+        best = f"{value_text(metric, row['best']):>10}   {_number(row['best_round']):>10}"
+        lines.append(f"{row['method']:<{width}}{costs}   {best}   {row['evaluation_point']}")
     return "\n".join(lines)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from pydoc import locate
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -48,11 +48,7 @@ def method_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, dic
 
 
 def run_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, Any]:
-    """The same hyperparameters in one dictionary: those of a phase have its name and a dot before them.
-
-    No name begins with another one and a slash: a file store, such as MLflow's, has a file for each. Characters that
-    loggers would refuse are replaced.
-    """
+    """The same hyperparameters in one dictionary: those of a phase have its name and a dot before them."""
     of_all, of_phases = _leaves_of_run(configuration)
     names = short_names(of_all)
     hparams = {"seed": seed} | {names[path]: value for path, value in of_all.items()}
@@ -66,11 +62,12 @@ def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], d
     """The values that are the same for all phases, and those of each phase, by name; with the path to each."""
     tree = json.loads(configuration["hparams"] or configuration["objects"] or "{}")
     federation = tree.get("federation", {}) if configuration["hparams"] else tree
-    groups = {"dropout": federation.get("failures", {}).get("dropout") or None}
-    for group in _GROUPS:
-        groups[group] = tree.get(group)
-    groups["data"] = tree.get("datamodule", tree.get("data"))
-    groups["trainer"] = _trainer(groups["trainer"] or {})
+    groups = {
+        "dropout": federation.get("failures", {}).get("dropout") or None,
+        "trainer": _trainer(tree.get("trainer") or {}),
+        "model": tree.get("model"),
+        "data": tree.get("datamodule", tree.get("data")),
+    }
     phases = {}
     for phase in federation.get("phases", []):
         arguments = _without_defaults(phase, Phase)
@@ -90,18 +87,15 @@ def _trainer(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The values in a tree that are not their class's default, and the names of classes, with the path to each.
-
-    The names of the groups are left out of the paths, except for the classes of the model and of the data.
-    """
+    """The values in a tree that are not their class's default, and the names of classes, with the path to each."""
     if isinstance(node, Mapping) and "class_path" in node:
         class_path = node["class_path"]
         yield path, class_path.rpartition(".")[2]
         if not class_path.startswith("torch.nn."):
             arguments = node.get("init_args") or {key: value for key, value in node.items() if key != "class_path"}
-            yield from _leaves(_without_defaults(arguments, _imported(class_path)), path)
+            yield from _leaves(_without_defaults(arguments, locate(class_path)), path)
     elif isinstance(node, Mapping):
-        within = () if path and path[-1] in _GROUPS else path
+        within = () if path and path[-1] in _GROUPS else path  # "num_clients", not "data.num_clients"
         for key, value in node.items():
             if key not in _WITHOUT_MEANING:
                 yield from _leaves(value, (*within, key))
@@ -109,10 +103,10 @@ def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, node if isinstance(node, bool | int | float | str) else json.dumps(node)
 
 
-def _without_defaults(arguments: Mapping[str, Any], made: type | None) -> dict[str, Any]:
+def _without_defaults(arguments: Mapping[str, Any], made: object) -> dict[str, Any]:
     """The arguments that do not have the default of the class, as far as they are arguments of its constructor."""
     plain = {key: _plain(value) for key, value in arguments.items()}
-    if made is None:
+    if not isinstance(made, type):  # of a script, or made in a function
         return plain
     parameters = parameters_of(made)
     return {
@@ -132,15 +126,6 @@ def _plain(value: Any) -> Any:
 
 def _same(value: Any, default: Any) -> bool:
     return value == (list(default) if isinstance(default, tuple) else default)
-
-
-def _imported(class_path: str) -> type | None:
-    module, _, name = class_path.rpartition(".")
-    try:
-        attribute = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError):  # of a script, or made in a function
-        return None
-    return attribute if isinstance(attribute, type) else None
 
 
 def short_names(paths: Iterable[Path]) -> dict[Path, str]:

@@ -66,7 +66,7 @@ class TrafficLedger(FederationCallback):
 
 
 def _cut(path: Path, rounds: dict[str, int]) -> Counter[str]:
-    """Keeps only the rows of completed rounds, which come first."""
+    """Keeps only the rows of completed rounds, which come first; returns the bytes sent in them, by phase."""
     end, sent = 0, Counter[str]()
     with path.open("rb") as file:
         for line in file:

@@ -116,6 +116,6 @@ def _text(metric: str, mean: float) -> str:
 
 
 def _in_notebook() -> bool:
-    """Whether this process runs the cells of a notebook, whose output shows a bar in place."""
+    """Whether this process runs the cells of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")

@@ -86,8 +86,6 @@ def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
     """Reads runs, and all runs in folders that hold several, except for those of new clients."""
     runs: dict[Path, RunFiles] = {}
     for path in paths:
-        if not path.is_dir():
-            raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED)
         folders = [path] if _is_run(path) else sorted(filter(_is_run, path.rglob("version_*")), key=_natural)
         folders = [folder for folder in folders if folder == path or NEW_CLIENTS not in folder.relative_to(path).parts]
         if not folders:

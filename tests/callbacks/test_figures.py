@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
-from helpers.evaluations import evaluation, gate, mixture
+from helpers.evaluations import evaluation, mixture
 
 from fedmoe_pl.callbacks.accuracies import sorted_accuracy_figure
 from fedmoe_pl.callbacks.clusters import cluster_figure
 from fedmoe_pl.callbacks.experts import aggregation_figure, expert_usage_figure
-from fedmoe_pl.callbacks.figures import figure_pixels, gate_figure
+from fedmoe_pl.callbacks.figures import gate_figure
 from fedmoe_pl.callbacks.representations import representation_figure
 from fedmoe_pl.evaluation.gate_weights import gate_rows
 
@@ -22,27 +22,16 @@ def names(axes):
     return [label.get_text() for label in axes.get_yticklabels()]
 
 
-def gates(evaluation, counts):
-    means = {client.client: client.mean_gate_weight for client in evaluation.clients}
-    return gate_figure([*gate_rows(evaluation, counts.shape[1])], means, counts.numpy())
-
-
 def test_gate_weights_are_sorted_and_beside_the_same_clients_samples():
     """The clients' means are 0.4375, 0.75 and 0.15."""
-    samples, weights = gates(mixture(), COUNTS).axes[:2]
+    means = {client.client: client.mean_gate_weight for client in mixture().clients}
+    samples, weights = gate_figure([*gate_rows(mixture(), 4)], means, COUNTS.numpy()).axes[:2]
     assert names(samples) == ["2", "0", "1"]
     np.testing.assert_array_equal(shown(samples), COUNTS[[2, 0, 1]])
     assert samples.get_ylim() == weights.get_ylim() == (2.5, -0.5)
     assert weights.images[0].get_clim() == (0.0, 1.0)
     expected = [[np.nan, 0.15, np.nan, np.nan], [0.25, 0.625, np.nan, np.nan], [np.nan, np.nan, 0.75, np.nan]]
     np.testing.assert_allclose(shown(weights).filled(np.nan), expected, atol=1e-7)
-
-
-def test_figures_of_many_clients_and_classes_render():
-    many = evaluation(reweighted=[0.5] * 200, gates=[gate([0.5], [150])] * 200)
-    pixels = figure_pixels(gates(many, torch.ones(200, 151)))
-    assert pixels.dtype == np.uint8
-    assert pixels.shape[1:] == (700, 3) and pixels.max() == 255
 
 
 def test_clients_of_the_same_expert_are_neighbours():
@@ -83,10 +72,8 @@ def test_clients_that_average_with_one_another_are_neighbours():
 
 def test_sorted_accuracy_figure_is_the_cumulative_distribution():
     panels = sorted_accuracy_figure([evaluation(reweighted=(0.9, 0.5, 0.7)), mixture()]).axes
-    assert [axes.get_title() for axes in panels] == [
-        "reweighted test: all clients, sorted",
-        "global test: all clients, sorted",
-    ]
+    titles = [f"{metric} test: all clients, sorted" for metric in ("reweighted", "global")]
+    assert [axes.get_title() for axes in panels] == titles
     line = panels[0].lines[0]
     assert line.get_label() == "FedAvg"
     np.testing.assert_allclose(line.get_ydata(), [50, 50, 70, 90])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -174,15 +175,13 @@ def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
 
 
 def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
-    cell, _ = make_cells(read_grid(write_grid(tmp_path)), pretended_configured, lambda cell: True)
-    on_gpu = {**cell.configuration, "trainer": {**cell.configuration["trainer"], "accelerator": "auto"}}
-    gpu_cell = type(cell)(cell.name, cell.where, on_gpu, cell.phases, cell.folder)
+    on_cpu, _ = make_cells(read_grid(write_grid(tmp_path)), pretended_configured, lambda cell: True)
+    on_gpu = replace(on_cpu, configuration={"trainer": {"accelerator": "auto"}})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [processes._gpu(gpu_cell, slot) for slot in range(3)] == ["0", "1", "0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert [processes._gpu(gpu_cell, slot) for slot in range(3)] == ["3", "5", "3"]
-    assert processes._gpu(cell, 0) is None  # its accelerator is the CPU
+    for visible, names in (("", ["0", "1", "0"]), ("3,5", ["3", "5", "3"])):
+        monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", visible)
+        assert [processes._gpu(on_gpu, slot) for slot in range(3)] == names
+    assert processes._gpu(on_cpu, 0) is None
 
 
 def test_fit_writes_what_a_finished_cell_needs(tmp_path, capsys):

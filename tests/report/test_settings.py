@@ -1,4 +1,4 @@
-"""Which runs are seeds of one another, and what tells the others apart."""
+"""Which runs are seeds of one another, which have the same data, and in which a method is the same."""
 
 from pathlib import Path
 
@@ -7,27 +7,39 @@ import pytest
 from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.settings import conditions, differences, labels, settings_of
 
+ALPHA = "data__init_args__partitioner__init_args__alpha"
+FEDAVG, LONGER = ({"name": "FedAvg", "algorithm": "FedAvg", "rounds": rounds} for rounds in (3, 5))
+SCAFFOLD, STOPPED = ({"name": "SCAFFOLD", "algorithm": "SCAFFOLD", "rounds": rounds} for rounds in (3, 2))
+FINE_TUNED = {"name": "PFL-FB", "algorithm": "FineTuning"}
+OF_FEDAVG = FINE_TUNED | {"start": "FedAvg"}
+OF_BOTH = FINE_TUNED | {"start": {"global_expert": "FedAvg", "local_expert": "SCAFFOLD"}}
+OWN = {"name": "own", "algorithm": "x.Own"}
 
-def run(name="a", seed=0, methods=("FedAvg",), cell=None, **changes):
-    """A run with the phases of ``methods``; ``changes`` replace values, by their key with _ for dots."""
+
+def run(name="a", *phases, seed=0, cell=None, evaluated=None, **changes):
+    """A run of phases, by default FedAvg; ``changes`` replace values, by their key with __ for dots."""
+    phases = [dict(phase) for phase in phases or (FEDAVG,)]
+    for phase in phases:
+        path = phase["algorithm"] if "." in phase["algorithm"] else f"fedmoe_pl.algorithms.{phase['algorithm']}"
+        phase["algorithm"] = {"class_path": path}
     data = {"num_clients": 5, "partitioner": {"class_path": "data.Dirichlet", "init_args": {"alpha": 0.5}}}
     config = {
         "seed_everything": seed,
         "trainer": {"max_epochs": 1, "devices": 1},
         "data": {"class_path": "data.Digits", "init_args": data},
-        "federation": {"name": name, "phases": [{"name": method, "rounds": 3} for method in methods]},
+        "federation": {"name": name, "phases": phases},
     }
     for key, value in changes.items():
         *path, last = key.split("__")
         part = config
         for step in path:
-            part = part[int(step)] if isinstance(part, list) else part[step]
+            part = part[step]
         part[last] = value
-    rows = [{"method": method} for method in methods]
-    return RunFiles(Path("runs") / name / "version_0", rows, [], rows, [], [], config, cell or {})
-
-
-ALPHA = "data__init_args__partitioner__init_args__alpha"
+    names = [phase["name"] for phase in phases]
+    rounds, summary = (
+        [{"method": method} for method in of] for of in (names, names if evaluated is None else evaluated)
+    )
+    return RunFiles(Path("runs") / name / "version_0", rounds, [], summary, [], [], config, cell or {})
 
 
 @pytest.mark.parametrize(
@@ -39,17 +51,19 @@ def test_runs_that_differ_only_in_the_seed_are_one_setting(change):
     assert len(setting.runs) == 2 and not left_out
 
 
-@pytest.mark.parametrize("change", [{ALPHA: 0.1}, {"trainer__max_epochs": 2}, {"federation__phases__0__rounds": 4}])
-def test_runs_that_differ_in_more_are_not(change):
-    settings, _ = settings_of([run(), run(seed=1, **change)])
-    assert len(settings) == 2
+def test_runs_that_differ_in_more_are_not():
+    changes = [{}, {ALPHA: 0.1}, {"trainer__max_epochs": 2}]
+    settings, _ = settings_of([*(run(seed=seed, **change) for seed, change in enumerate(changes)), run("a", LONGER)])
+    assert len(settings) == 4
 
 
 def test_conditions_are_named_by_what_is_needed_to_tell_them_apart():
     changes = [{}, {ALPHA: 0.1, "data__init_args__num_clients": 9}, {"trainer__max_epochs": 2, "name": "b"}]
     settings, _ = settings_of([run(**change) for change in changes])
-    found = conditions(settings)
-    assert {name: len(group) for name, group in found.items()} == {"num_clients 5": 2, "num_clients 9": 1}
+    assert {name: len(group) for name, group in conditions(settings).items()} == {
+        "num_clients 5": 2,
+        "num_clients 9": 1,
+    }
     assert [*conditions(settings, ["trainer"])] == [
         "max_epochs 1, num_clients 5",
         "max_epochs 1, num_clients 9",
@@ -68,22 +82,46 @@ def test_cells_of_a_grid_are_conditions_named_by_their_values():
 
 
 def test_a_method_of_several_settings_is_labelled_by_what_differs_there():
-    settings, _ = settings_of(
-        [
-            run("one", methods=("FedAvg", "Ditto")),
-            run("two", methods=("FedAvg", "APFL"), federation__phases__1__rounds=9),
-            run("three", methods=("FedAvg",), federation__phases__0__rounds=8),
-        ]
-    )
-    assert labels("FedAvg", settings[1:]) == ["FedAvg (rounds 3)", "FedAvg (rounds 8)"]
+    settings, _ = settings_of([run("one", FEDAVG, SCAFFOLD), run("two", FEDAVG, FINE_TUNED), run("three", LONGER)])
+    assert labels("FedAvg", settings[1:]) == ["FedAvg (rounds 3)", "FedAvg (rounds 5)"]
     assert labels("FedAvg", settings[:1]) == ["FedAvg"]
     names = [f"FedAvg ({name}/version_0)" for name in ("one", "two", "three")]
     assert labels("FedAvg", settings) == names, "two of them have the same rounds"
 
 
 def test_only_keys_that_differ_are_listed_and_phases_only_where_they_are():
-    settings, _ = settings_of(
-        [run(methods=("FedAvg", "Ditto")), run(methods=("FedAvg", "APFL"), federation__phases__0__rounds=8)]
-    )
+    settings, _ = settings_of([run("a", FEDAVG, SCAFFOLD), run("a", LONGER, FINE_TUNED)])
     rows = differences([setting.values for setting in settings])
-    assert rows == {"federation/phases/FedAvg/rounds": ["3", "8"]}
+    assert rows == {"federation/phases/FedAvg/rounds": ["3", "5"]}
+
+
+@pytest.mark.parametrize(
+    ("method", "phases", "others", "expected"),
+    [
+        ("FedAvg", (FEDAVG, SCAFFOLD), (FEDAVG, STOPPED), [["a", "b"]]),  # the other phase has no influence
+        ("SCAFFOLD", (FEDAVG, SCAFFOLD), (FEDAVG, STOPPED), [["a"], ["b"]]),
+        ("PFL-FB", (FEDAVG, FINE_TUNED), (LONGER, FINE_TUNED), [["a"], ["b"]]),  # it starts from the phase before it
+        ("PFL-FB", (FEDAVG, OF_FEDAVG), (LONGER, OF_FEDAVG), [["a"], ["b"]]),
+        ("PFL-FB", (FEDAVG, SCAFFOLD, OF_FEDAVG), (FEDAVG, STOPPED, OF_FEDAVG), [["a", "b"]]),
+        ("PFL-FB", (FEDAVG, SCAFFOLD, OF_BOTH), (FEDAVG, STOPPED, OF_BOTH), [["a"], ["b"]]),
+        ("own", (SCAFFOLD, OWN), (STOPPED, OWN), [["a"], ["b"]]),  # it may start from any phase before it
+    ],
+)
+def test_runs_are_seeds_of_a_method_if_it_and_what_it_starts_from_are_the_same(method, phases, others, expected):
+    found, _ = settings_of([run("a", *phases), run("b", *others, seed=1)], method)
+    assert [[each.folder.parent.name for each in setting.runs] for setting in found] == expected
+    if method == "SCAFFOLD":
+        assert labels(method, found) == ["SCAFFOLD (rounds 3)", "SCAFFOLD (rounds 2)"]
+
+
+def test_a_method_after_aggregation_is_that_of_its_phase():
+    runs = [run("a", FEDAVG, SCAFFOLD), run("b", FEDAVG, STOPPED, seed=1)]
+    (setting,), _ = settings_of(runs, "FedAvg after aggregation")
+    assert setting.runs == runs
+
+
+@pytest.mark.parametrize(("evaluated", "counted"), [(None, "b"), ([], "a")])
+def test_of_runs_with_one_seed_the_last_with_the_result_counts(evaluated, counted):
+    runs = [run("a", FEDAVG, SCAFFOLD), run("b", FEDAVG, STOPPED, evaluated=evaluated)]
+    ((setting,), (other,)) = settings_of(runs, "FedAvg")
+    assert [each.folder.parent.name for each in (*setting.runs, other)] == [counted, "ab".replace(counted, "")]
