@@ -14,14 +14,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+INK = "#000001"
+"""The colour of text and lines: black in print. On a report's page it becomes that of the page's text."""
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", INK)
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 LINE_STYLES = ("-", "--", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.4
 """Inches: a column of a two-column paper."""
-INK = "#000001"
-"""The colour of text and lines: black in print. On a report's page it becomes that of the page's text."""
 _MOST_NAMED = 40  # rows that have room for the client's id
 _MOST_ROWS = 1000  # as many as there are pixels
 _MOST_EXPERTS = 4  # with a map of their own each
@@ -71,12 +71,11 @@ class Style(NamedTuple):
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
     """A style for each label, in the order in which they first appear."""
-    colors = [INK if color == "#000000" else color for color in COLORS]
     found = {}
     for i, label in enumerate(dict.fromkeys(labels)):
-        again = i // len(colors)
+        again = i // len(COLORS)
         line, marker = LINE_STYLES[again % len(LINE_STYLES)], MARKERS[(i + again) % len(MARKERS)]
-        found[label] = Style(colors[i % len(colors)], line, marker)
+        found[label] = Style(COLORS[i % len(COLORS)], line, marker)
     return found
 
 

@@ -24,11 +24,6 @@ class ProgressBar(FederationCallback):
     end of each phase, and about once a minute, when a client's training ends.
     """
 
-    _bar: tqdm
-    _begun: str | None
-    _start_time: float
-    _start_work: float
-
     def on_fit_start(self, run: Run) -> None:
         """Opens the bar; a resumed run's bar starts at the work already done."""
         self._begun = None

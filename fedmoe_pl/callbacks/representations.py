@@ -94,16 +94,17 @@ class RepresentationMonitor(FederationCallback):
         """The representations that can be shown, each (n, F), by name, and the samples' classes and clients, (n,)."""
         datamodule = run.datamodule
         of_clients: list[dict[str, Tensor]] = []
-        classes, owners = [], []
+        classes, owners, has_extractor = [], [], False  # a model without one has been named before the run
         for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
             (batch,) = datamodule.batches(samples, batch_size=len(samples))
+            has_extractor = has_extractor or bool(_extractors(module))
             of_clients.append(representations_of(module, batch, len(samples), datamodule.has_pairs))
             no_classes = torch.zeros(len(samples), dtype=torch.int64)
             classes.append(datamodule.y[samples].cpu() if datamodule.num_classes else no_classes)
             owners.append(torch.full_like(no_classes, client))
-        if not any(of_clients):
+        if has_extractor and not any(of_clients):
             rank_zero_warn(
                 f"RepresentationMonitor: Phase '{method}' is not shown, because no extractor of its model gave a "
                 "tensor with a row for each sample."

@@ -137,6 +137,7 @@ def versions() -> dict[str, str]:
 
 
 def finished_path(path: Path, name: str) -> Path:
+    """The file of a finished phase, beside a checkpoint."""
     return path.parent / "finished" / f"{name}.ckpt"
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from filelock import FileLock
 from helpers.configurations import REPOSITORY
 from helpers.grids import pretended_configured, pretended_fit, write_grid
 from helpers.reports import markdown_tables
@@ -163,14 +164,8 @@ def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
     pretend("ends")
     arguments = write_grid(tmp_path)
     (tmp_path / "runs").mkdir()
-    script = (
-        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "runs/lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline()
+    with FileLock(tmp_path / "runs/lock"):
         assert run(arguments) == 2
-        process.communicate("\n")
     assert "another process runs a grid there now" in capsys.readouterr().err
 
 

@@ -1,8 +1,11 @@
+import csv
 import shutil
 
 import pytest
 import yaml
 from helpers.runs import data, federation, model
+
+from fedmoe_pl.logs.summary import write_csv
 
 CONFIG = {
     "seed_everything": 0,
@@ -56,13 +59,9 @@ def copied(finished, tmp_path):
 
 
 def raise_accuracies(folder, by):
-    for name in ("rounds", "summary", "clients"):
+    columns = {"rounds": "reweighted_test_mean", "summary": "reweighted_test_mean", "clients": "reweighted_test"}
+    for name, column in columns.items():
         path = folder / f"{name}.csv"
-        header, *lines = path.read_text().splitlines()
-        columns = header.split(",")
-        raised = [i for i, column in enumerate(columns) if column in ("reweighted_test_mean", "reweighted_test")]
-        rows = [line.split(",") for line in lines]
-        for row in rows:
-            for i in raised:
-                row[i] = repr(float(row[i]) + by)
-        path.write_text("\n".join([header, *(",".join(row) for row in rows)]) + "\n")
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        write_csv(path, [row | {column: float(row[column]) + by} for row in rows])
