@@ -39,7 +39,7 @@ from fedmoe_pl.report.command import report
 from fedmoe_pl.report.costs import costs, default_target
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.settings import conditions, settings_of
-from fedmoe_pl.report.tables import condition_of
+from fedmoe_pl.report.tables import Choices, condition_of
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.setup.check_run import check_phase
 
@@ -377,10 +377,10 @@ def test_a_report_has_the_metrics_and_costs_until_the_error_is_low_enough(fitted
     mean = fitted.results["FedAvg"].spread("local_test_rmse").mean
     assert f"| {mean:.4g} " in text and "rmse on the global test set" in text and "percent" not in text
     assert "local test rmse" in page.read_text()
-    (condition,) = [condition_of(*each) for each in conditions(settings_of([read])[0], []).items()]
+    (condition,) = [condition_of(*each, Choices()) for each in conditions(settings_of([read])[0], []).items()]
     assert condition.lower_is_better("global_test_rmse") and condition.lower_is_better("local_test_loss")
     errors = [row["global_test_rmse_mean"] for row in fitted.run.rows if row["method"] == "FedAvg"]
-    first, *_ = costs(condition.methods, "global_test_rmse", max(errors), lower_is_better=True)
+    first, *_ = costs(condition, "global_test_rmse", max(errors))
     assert (first.label, first.rounds, first.best) == ("FedAvg", 1 + errors.index(max(errors)), min(errors))
     assert default_target(condition, "global_test_rmse") >= min(errors)
 
