@@ -61,15 +61,6 @@ class Arrays:
         y = torch.cat((self.y_train, self.y_test)) if len(self.y_test) else self.y_train
         return y.long() if are_classes(self.y_train) else y
 
-    def compute_normalization(self, samples: Tensor | None = None) -> None:
-        """Sets mean and standard deviation to those of the training images, or of some of them.
-
-        Args:
-            samples: indices of the images to use, shape (n,); None for all.
-        """
-        mean, std = _mean_and_std(self.x_train if samples is None else self.x_train[samples])
-        self.mean, self.std = mean.tolist(), std.tolist()
-
     def check(self, owner: object = "Arrays", needs_test: bool = True) -> None:
         """Refuses arrays that do not fit together.
 
@@ -155,10 +146,10 @@ def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
     return x.div_(255).sub_(mean).div_(std), -mean / std
 
 
-def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes mean and standard deviation of each channel of uint8 images, from exact counts of the 256 values."""
+def mean_and_std(images: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel of uint8 images, from exact counts of the 256 values."""
     counts = torch.stack([images[:, c].flatten().bincount(minlength=256) for c in range(images.shape[1])]).double()
     shares, values = counts / counts.sum(dim=1, keepdim=True), torch.arange(256, dtype=torch.float64) / 255
     mean = shares @ values
     std = (shares @ values**2 - mean**2).clamp(min=0).sqrt()
-    return mean, std.where(std > 0, 1.0)  # a channel with a single value becomes 0, not nan
+    return mean.tolist(), std.where(std > 0, 1.0).tolist()  # a channel with a single value becomes 0, not nan

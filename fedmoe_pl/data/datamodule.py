@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data.arrays import Arrays, are_classes, normalized
+from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_samples import ClientSamples
@@ -176,20 +176,16 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.is_set_up = True
 
     def learn(self, arrays: Arrays, samples: Tensor | None) -> None:
-        """Completes the data by what is computed from training samples: mean and standard deviation of images.
+        """Completes the arrays by what some training samples, indices (n,), tell: mean and deviation of images.
 
         They come from ``load``, another federation or the images, in this order.
-
-        Args:
-            arrays: the data set, which is changed.
-            samples: indices of the training samples that may be used, shape (n,); None for all.
         """
         if not arrays.is_images:
             return
         if arrays.mean is None and self.normalization is not None:
             arrays.mean, arrays.std = self.normalization
         elif arrays.mean is None:
-            arrays.compute_normalization(samples)
+            arrays.mean, arrays.std = mean_and_std(arrays.x_train if samples is None else arrays.x_train[samples])
             self.has_learned = True
         assert arrays.mean is not None and arrays.std is not None
         self.normalization = list(arrays.mean), list(arrays.std)
@@ -288,7 +284,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         size = self.batch_size if batch_size is None else batch_size
         shuffle = generator is not None
         if self.reader is not None:
-            return DatasetBatches(self.reader, samples, size, shuffle, generator, augment, drop_single, device)
+            device = torch.device("cpu") if device is None else device
+            return DatasetBatches(self.reader, augment, samples, size, shuffle, generator, drop_single, device)
         augmented = self.augment if augment and self.augmentation else None
         return Batches(self.x, self.y, samples, size, shuffle, generator, augmented, drop_single, device)
 

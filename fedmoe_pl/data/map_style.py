@@ -82,8 +82,14 @@ class MapStyleData:
         Raises:
             MisconfigurationException: if there is a problem; the message describes the first one.
         """
-        self.check_datasets(owner, needs_test)
         (n_train, n_test), n = self.sizes, sum(self.sizes)
+        if needs_test and not n_test:
+            allowed = "of at least one sample, unless pool is True"
+            raise InvalidArgumentError(owner, "test_dataset", self.test_dataset, allowed)
+        if self.eval_dataset is not None and len(self.eval_dataset) != n_train:
+            allowed = f"the {n_train} samples of train_dataset in the same order"
+            reason = f"it has {len(self.eval_dataset)}"
+            raise InvalidArgumentError(owner, "eval_dataset", self.eval_dataset, allowed, reason)
         if self.classes is not None:
             if self.classes.shape != (n,) or not are_classes(self.classes):
                 raise InvalidArgumentError(
@@ -94,17 +100,6 @@ class MapStyleData:
             if ids is not None and ids.shape != (number,):
                 allowed = f"one id for each of the {number} samples"
                 raise InvalidArgumentError(owner, "groups", ids, allowed, f"it has shape {ids.shape}")
-
-    def check_datasets(self, owner: object, needs_test: bool) -> None:
-        """Refuses datasets that are no map-style datasets, or of wrong sizes."""
-        n_train, n_test = self.sizes
-        if needs_test and not n_test:
-            allowed = "of at least one sample, unless pool is True"
-            raise InvalidArgumentError(owner, "test_dataset", self.test_dataset, allowed)
-        if self.eval_dataset is not None and len(self.eval_dataset) != n_train:
-            allowed = f"the {n_train} samples of train_dataset in the same order"
-            reason = f"it has {len(self.eval_dataset)}"
-            raise InvalidArgumentError(owner, "eval_dataset", self.eval_dataset, allowed, reason)
 
 
 def is_pair(batch: Any) -> bool:
@@ -119,19 +114,22 @@ def batch_length(batch: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-class BatchReader:
-    """Reads batches of a data set; as a map-style dataset itself, its items are whole batches.
+class _Reader:
+    """Reads batches for training or for evaluation, in this process or in workers that stay until the program ends.
 
-    Each batch has a seed of its own, from which the global random generators start when its samples are read and
-    collated. Random transforms therefore do not depend on the process that reads them.
+    As a map-style dataset itself, its items are whole batches. Each batch has a seed of its own, from which the global
+    random generators start when its samples are read and collated, so that random transforms do not depend on the
+    process that reads them.
     """
 
     def __init__(self, data: MapStyleData, training: bool) -> None:
-        evaluated = data.train_dataset if data.eval_dataset is None else data.eval_dataset
-        self.first = data.train_dataset if training else evaluated
-        self.second: Any = data.test_dataset
+        is_same = training or data.eval_dataset is None
+        self.data = data
+        self.first = data.train_dataset if is_same else data.eval_dataset
         self.collate_fn = data.collate_fn if training else data.eval_collate_fn or data.collate_fn
-        self.num_train = len(data.train_dataset)
+        self._loader: DataLoader | None = None
+        self._requests: list[tuple[list[int], int]] = []  # the loader's sampler: what it reads in its next iteration
+        self._is_busy = False
 
     def __getitem__(self, request: tuple[Sequence[int], int]) -> Any:
         """Returns the batch of some samples, given their indices and the seed."""
@@ -140,15 +138,46 @@ class BatchReader:
             return self.collate_fn(self._samples(indices))
 
     def _samples(self, indices: Sequence[int]) -> list[Any]:
-        n = self.num_train
+        n = len(self.data.train_dataset)
         read_many = getattr(self.first, "__getitems__", None)
         if read_many is not None and max(indices) < n:
             return read_many(list(indices))
-        return [self.first[index] if index < n else self.second[index - n] for index in indices]
+        return [self.first[index] if index < n else self.data.test_dataset[index - n] for index in indices]
+
+    def read(self, requests: list[tuple[list[int], int]]) -> Iterator[Any]:
+        """Reads batches, each given the indices of its samples and its seed."""
+        if not self.data.num_workers or self._is_busy:  # workers cannot be in two iterations at once
+            yield from map(self.__getitem__, requests)
+            return
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._is_busy, self._requests[:] = True, requests
+        try:
+            yield from self._loader
+        finally:
+            self._is_busy = False
+
+    def _new_loader(self) -> DataLoader:
+        return DataLoader(
+            self,  # pyright: ignore[reportArgumentType]
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=self.data.num_workers,
+            collate_fn=_unchanged,
+            persistent_workers=True,
+            # in a worker of the federation, the default is loky's way, which knows no other processes
+            multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
+            worker_init_fn=partial(_begin_worker, self.data.worker_init_fn),
+            generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out worker processes, which another process cannot use."""
+        return {**vars(self), "_loader": None, "_requests": [], "_is_busy": False}
 
 
 class SampleReader:
-    """Reads the batches of a data set, in this process or in worker processes that stay until the program ends.
+    """Reads the batches of a data set.
 
     Attributes:
         has_pairs: whether batches are pairs of samples and their targets; otherwise they are whatever the collate
@@ -159,25 +188,14 @@ class SampleReader:
 
     def __init__(self, owner: object, data: MapStyleData) -> None:
         self.data = data
-        self.readers = {training: BatchReader(data, training) for training in (False, True)}
-        self._loaders: dict[bool, _Loader] = {}
+        self.training, self.evaluation = _Reader(data, training=True), _Reader(data, training=False)
         indices = [*range(min(_TRIED, data.sizes[0]))]
-        training, evaluation = (self.readers[training][indices, 0] for training in (True, False))
-        self._check_classes(owner, evaluation, indices)
-        self.has_pairs = is_pair(training)
-        self.has_targets = isinstance(self.targets_of(evaluation), Tensor)
-        size = sum(leaf.nbytes for leaf in tree_leaves(evaluation) if isinstance(leaf, Tensor)) // _TRIED
+        batch = self.evaluation[indices, 0]
+        self._check_classes(owner, batch, indices)
+        self.has_pairs = is_pair(self.training[indices, 0])
+        self.has_targets = isinstance(self.targets_of(batch), Tensor)
+        size = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) // _TRIED
         self.evaluated_at_once = min(max(_MOST_BYTES // max(size, 1), 1), EVALUATED_AT_ONCE)
-
-    def read(self, requests: list[tuple[list[int], int]], training: bool) -> Iterator[Any]:
-        """Reads batches, each given the indices of its samples and the seed of its random numbers."""
-        if self.data.num_workers:
-            if training not in self._loaders:
-                arguments = self.data.num_workers, self.data.worker_init_fn
-                self._loaders[training] = _Loader(self.readers[training], *arguments)
-            if not self._loaders[training].is_busy:
-                return self._loaders[training].read(requests)
-        return map(self.readers[training].__getitem__, requests)
 
     def targets_of(self, batch: Any) -> Any:
         """The targets in a batch: the second item of a pair, or those under their key in a dict; None for others."""
@@ -188,15 +206,11 @@ class SampleReader:
     def checksums(self) -> list[Any]:
         """Checksums of the tensors in a few batches, and the other values in them."""
         n = sum(self.data.sizes)
-        batches = [self.readers[False][[index], 0] for index in range(0, n, max(n // _MOST_CHECKED, 1))]
+        batches = [self.evaluation[[index], 0] for index in range(0, n, max(n // _MOST_CHECKED, 1))]
         return [
             zlib.crc32(leaf.contiguous().view(torch.uint8).numpy().data) if isinstance(leaf, Tensor) else repr(leaf)
             for leaf in tree_leaves(batches)
         ]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out worker processes, which another process cannot use."""
-        return {**vars(self), "_loaders": {}}
 
     def _check_classes(self, owner: object, batch: Any, indices: list[int]) -> None:
         labels, classes = self.targets_of(batch), self.data.classes
@@ -214,19 +228,8 @@ class DatasetBatches(SampleBatches):
     every epoch.
     """
 
-    def __init__(
-        self,
-        reader: SampleReader,
-        samples: Tensor,
-        batch_size: int,
-        shuffle: bool = False,
-        generator: Generator | None = None,
-        training: bool = False,
-        drop_single: bool = False,
-        device: torch.device | None = None,
-    ) -> None:
-        device = torch.device("cpu") if device is None else device
-        super().__init__(samples, batch_size, shuffle, generator, drop_single, device)
+    def __init__(self, reader: SampleReader, training: bool, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.reader = reader
         self.training = training
 
@@ -237,36 +240,9 @@ class DatasetBatches(SampleBatches):
         if self.training:
             seeds = torch.randint(_MOST, (len(pieces),), generator=self.generator)
         requests = [(piece.tolist(), seed) for piece, seed in zip(pieces, seeds.tolist(), strict=True)]
-        for batch in self.reader.read(requests, self.training):
+        reader = self.reader.training if self.training else self.reader.evaluation
+        for batch in reader.read(requests):
             yield batch if self.device.type == "cpu" else move_data_to_device(batch, self.device)
-
-
-class _Loader:
-    """Worker processes that read batches; they start at the first one, and there cannot be two iterations at once."""
-
-    def __init__(self, reader: BatchReader, num_workers: int, worker_init_fn: Callable[[int], None] | None) -> None:
-        self.is_busy = False
-        self._requests: list[tuple[list[int], int]] = []  # the loader's sampler: what it reads in the next iteration
-        self._loader = DataLoader(
-            reader,  # pyright: ignore[reportArgumentType]
-            batch_size=None,
-            sampler=self._requests,
-            num_workers=num_workers,
-            collate_fn=_unchanged,
-            persistent_workers=True,
-            # in a worker of the federation, the default is loky's way, which knows no other processes
-            multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
-            worker_init_fn=partial(_begin_worker, worker_init_fn),
-            generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
-        )
-
-    def read(self, requests: list[tuple[list[int], int]]) -> Iterator[Any]:
-        """Reads batches, see :meth:`SampleReader.read`."""
-        self.is_busy, self._requests[:] = True, requests
-        try:
-            yield from self._loader
-        finally:
-            self.is_busy = False
 
 
 def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:

@@ -82,7 +82,7 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
         raise UndescribedError
     parameters = {} if own.__init__ is nn.Module.__init__ else dict(inspect.signature(own).parameters)
     if isinstance(module, HyperparametersMixin):
-        values = dict(module.hparams)
+        values = {name: value for name, value in module.hparams.items() if not name.startswith("_")}  # not Lightning's
         parameters = {name: each for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
     elif is_of_torch:
         names = [name for name in parameters if name not in _NOT_KEPT and not name.startswith("_")]

@@ -7,56 +7,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from fedmoe_pl.data import (
-    CIFAR10,
-    Dirichlet,
     FederatedDataModule,
     FromDataModule,
     FromDatasets,
     PredefinedIndices,
-    RandomCrop,
-    RandomHorizontalFlip,
 )
-
-YAML = """
-seed_everything: 0
-model: lightning.pytorch.demos.boring_classes.BoringModel
-data:
-  class_path: CIFAR10
-  init_args:
-    root: somewhere
-    image_size: 24
-    mean: [0.5, 0.5, 0.5]
-    std: [0.5, 0.5, 0.5]
-    num_clients: 100
-    partitioner: {class_path: Dirichlet, init_args: {alpha: 0.5}}
-    augmentation:
-      - {class_path: RandomCrop, init_args: {padding: 2}}
-      - RandomHorizontalFlip
-"""
-
-
-# jsonargparse deprecates what lightning 2.6.6 uses
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_a_yaml_with_bare_class_names_becomes_a_data_module(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments besides `args`
-    (tmp_path / "run.yaml").write_text(YAML)
-    cli = LightningCLI(
-        LightningModule,
-        FederatedDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        run=False,
-        args=["--config", str(tmp_path / "run.yaml")],
-    )
-    data = cli.datamodule
-    assert isinstance(data, CIFAR10)
-    assert (data.root, data.image_size, data.mean, data.requested_clients) == ("somewhere", 24, (0.5, 0.5, 0.5), 100)
-    assert isinstance(data.partitioner, Dirichlet) and data.partitioner.alpha == 0.5
-    crop, flip = data.augmentation
-    assert isinstance(crop, RandomCrop) and isinstance(flip, RandomHorizontalFlip)
-    assert (crop.padding, flip.p) == (2, 0.5)
-    assert "padding: 2" in cli.parser.dump(cli.config)
-
 
 OWN_YAML = """
 seed_everything: 0

@@ -11,6 +11,7 @@ from helpers.backends import assert_agree, local_training
 from helpers.data import refused_argument
 from helpers.models import plain_trainer, samples, trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedmoe_pl import Phase
@@ -110,6 +111,17 @@ def test_a_checkpoint_builds_all_architectures_again_or_a_client_s_own(tmp_path,
     assert torch.equal(loaded(x), module.eval()(x))
 
 
+class Flat(nn.Module):
+    """A user's own expert, which does not keep its argument."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
 @pytest.fixture(scope="module")
 def clients_of_the_command_line(tmp_path_factory):
     """Checkpoints of three clients of a run from a YAML file with two architectures."""
@@ -118,10 +130,10 @@ def clients_of_the_command_line(tmp_path_factory):
 model:
   class_path: PersonalizedMoE
   init_args:
-    global_expert: {{class_path: SmallMLP, init_args: {{hidden_features: 5}}}}
+    global_expert: {{class_path: {__name__}.Flat, init_args: {{width: 5}}}}
     local_expert:
-    - {{class_path: SmallMLP, init_args: {{hidden_features: 6}}}}
-    - {{class_path: SmallMLP, init_args: {{hidden_features: 7}}}}
+    - {{class_path: {__name__}.Flat, init_args: {{width: 6}}}}
+    - {{class_path: {__name__}.Flat, init_args: {{width: 7}}}}
 data: {{class_path: Digits, init_args: {{num_clients: 3, partitioner: IID, batch_size: 300}}}}
 trainer: {{accelerator: cpu}}
 federation:
@@ -144,4 +156,4 @@ def test_architectures_come_from_a_configuration_and_a_client_s_checkpoint_has_i
 ):
     loaded = PersonalizedMoE.load_from_checkpoint(clients_of_the_command_line[client])
     assert [*loaded.local_expert.present] == [client % 2]
-    assert loaded.local_expert.expert.hidden_features == (6, 7)[client % 2]
+    assert loaded.local_expert.expert.layers[1].out_features == (6, 7)[client % 2]

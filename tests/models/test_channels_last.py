@@ -108,13 +108,6 @@ def test_the_format_is_asked_for_and_survives_copies(make):
     assert in_channels_last(module)
 
 
-@pytest.mark.parametrize("make", [representation, clustered, sparse])
-def test_the_parts_of_one_architecture_keep_the_format(make):
-    module = make(channels_last=True)
-    module.keep_architecture(module.client_architecture(0))
-    assert in_channels_last(module)
-
-
 def test_layers_without_a_size_get_the_format_when_they_are_sized():
     network = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(1))
     assert in_channels_last(PersonalizedMoE(LeNet5(), gate=NetworkGate(network), channels_last=True))

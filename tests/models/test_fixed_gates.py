@@ -1,16 +1,12 @@
 """Gates of fixed weights that take their width from the mixture, in every kind of mixture."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
 from helpers import mixture, sparse_mixture
 from helpers.data import refused_argument
 from helpers.models import samples
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from torch import nn
 
@@ -104,26 +100,6 @@ def test_a_fixed_gate_takes_the_mixtures_width_and_gives_the_bits_of_its_weights
         assert torch.equal(value, constant)
 
 
-@pytest.mark.parametrize("integers", [False, True])
-@pytest.mark.parametrize("gate", FIXED)
-def test_before_it_is_in_a_mixture_a_fixed_gate_weighs_two_experts(gate, integers):
-    x = torch.zeros(3, 5, dtype=torch.int64 if integers else torch.float64)
-    weights = gate()(x)
-    assert weights.dtype == (torch.float32 if integers else torch.float64)
-    assert weights.tolist() == [weights_of(gate, 2)] * 3
-
-
-def test_of_the_fixed_gates_each_tells_which_experts_are_active():
-    module = clustered()
-    active = [replaced(module, gate()).gate.active for gate in (GlobalOnly, LocalOnly, EqualWeights)]
-    assert active == [[0], [3], [0, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("make", [personalized, clustered, representation])
-def test_without_a_gate_a_mixture_has_equal_weights(make):
-    assert isinstance(make().gate, EqualWeights)
-
-
 @IN_EVERY_MIXTURE
 def test_a_constant_gate_of_another_width_is_refused(make, width):
     assert refused_argument(lambda: replaced(make(), ConstantGate([0.0] * width + [1.0]))) == "gate"
@@ -139,15 +115,6 @@ def test_a_gate_moved_to_a_mixture_of_another_width_takes_that_one(gate):
         module.check_parts()
         assert moved.weights == weights_of(gate, width)
     assert in_phase.gate is not moved
-
-
-@IN_EVERY_MIXTURE
-@pytest.mark.parametrize("gate", FIXED)
-def test_copies_and_pickled_mixtures_keep_the_width(make, width, gate):
-    module, x = replaced(make(), gate()).eval(), torch.randn(4, 5)
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert other.gate.weights == weights_of(gate, width)
-        assert torch.equal(other(x), module(x))
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # lightning 2.6
@@ -206,12 +173,6 @@ def test_a_mixture_uses_the_mixture_weights_that_an_algorithm_has_set_and_shows_
     assert torch.equal(module.mix(x)[1], estimated.expand(4, width))
     torch.testing.assert_close(module.mix(x)[0], replaced(module, ConstantGate(estimated.tolist())).mix(x)[0])
     assert has_trained_gate(module) and not has_trained_gate(replaced(module, EqualWeights()))
-
-
-@given(st.floats(0, 1), st.integers(1, 5))
-def test_constant_gate_gives_every_sample_its_weight_first(weight, n):
-    weights = ConstantGate(weight)(torch.zeros(n, 3, dtype=torch.float64))
-    torch.testing.assert_close(weights, torch.tensor([[weight, 1 - weight]] * n, dtype=torch.float64), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,6 @@ def half_squared_error(outputs, targets):
     return (outputs - targets).square().mean() / 2
 
 
-class Dice(nn.Module):
-    """A user's loss."""
-
-    def __init__(self, smooth: float = 1.0) -> None:
-        super().__init__()
-        self.smooth = smooth
-
-    def forward(self, outputs, targets):
-        probabilities = outputs.sigmoid()
-        overlap = 2 * (probabilities * targets).sum() + self.smooth
-        return 1 - overlap / (probabilities.sum() + targets.sum() + self.smooth)
-
-
 def mixture(outputs=1, **kwargs):
     torch.manual_seed(0)
     module = PersonalizedMoE(nn.Linear(5, outputs), nn.Linear(5, outputs), LinearGate(5), **kwargs)

@@ -141,13 +141,15 @@ class FromDataModule(FederatedDataModule):
         with seeded(self.partition_seed):  # the same samples in every run and process
             self.datamodule.setup("fit")
         train = self._loader("train_dataloader")
-        assert train is not None
+        if not _keeps_all_samples(train):
+            allowed = "one whose train_dataloader has no sampler of its own, and a batch_size"
+            reason = "each client shuffles its own samples; a torch.utils.data.Subset can choose some"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
         if self._overrides("test_dataloader"):
             with seeded(self.partition_seed):
                 self.datamodule.setup("test")
-        test = self._loader("test_dataloader")
-        if test is None:
-            test = self._loader("val_dataloader")
+        given = [name for name in ("test_dataloader", "val_dataloader") if self._overrides(name)]
+        test = self._loader(given[0]) if given else None
         if not self._keeps_batch_size and train.batch_size is not None:
             self.batch_size = train.batch_size
         data = MapStyleData(
@@ -168,18 +170,9 @@ class FromDataModule(FederatedDataModule):
     def _overrides(self, name: str) -> bool:
         return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
 
-    def _loader(self, name: str) -> DataLoader | None:
-        """The data module's loader; None if it has none, except for training."""
-        if not self._overrides(name) and name != "train_dataloader":
-            return None
-        loader: DataLoader = getattr(self.datamodule, name)()
-        if isinstance(loader, (list, tuple)) and len(loader) == 1:
-            loader = loader[0]
-        if name == "train_dataloader" and not _keeps_all_samples(loader):
-            allowed = f"one whose {name} has no sampler of its own, and a batch_size"
-            reason = "each client shuffles its own samples; a torch.utils.data.Subset can choose some"
-            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
-        return loader
+    def _loader(self, name: str) -> DataLoader:
+        loader = getattr(self.datamodule, name)()
+        return loader[0] if isinstance(loader, (list, tuple)) and len(loader) == 1 else loader
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:
@@ -194,7 +187,6 @@ def _with_values(
     owner: FederatedDataModule, data: MapStyleData, targets: Values | None, groups: Values | None
 ) -> Arrays | MapStyleData:
     """Completes datasets by the classes and groups of their samples; tensors in memory become arrays."""
-    data.check_datasets(owner, needs_test=not owner.pool)
     datasets = {"train": data.train_dataset, "test": data.test_dataset}
     ids = {
         part: values_of(owner, "groups", dataset, groups)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from fedmoe_pl.checks import InvalidArgumentError, check_choice, check_number
-from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal
+from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal
 
 Pairs = Literal["random", "product"]
 Share = Literal["uniform", "dirichlet"]
@@ -173,8 +173,7 @@ class Pathological(LabelPartitioner):
                 shares = rng.uniform(0.4, 0.6, len(holders))
             else:
                 shares = rng.dirichlet(np.full(len(holders), self.concentration))
-            cuts = np.rint(np.cumsum(shares / shares.sum()) * available[c]).astype(np.int64)
-            counts[holders, c] = np.diff(cuts, prepend=0)
+            counts[holders, c] = cut(available[c], shares / shares.sum())
         return deal(labels, counts, rng)
 
 

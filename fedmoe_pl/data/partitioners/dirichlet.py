@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedmoe_pl.checks import InvalidArgumentError, check_number
-from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal, group_by
+from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal, group_by
 
 _ATTEMPTS = 1000  # attempts of BalancedDirichlet before it gives up
 
@@ -30,9 +30,7 @@ class Dirichlet(LabelPartitioner):
         """Deals the samples."""
         owners = np.empty(len(labels), dtype=np.int64)
         for samples in group_by(labels, int(labels.max()) + 1):
-            shares = rng.dirichlet(np.full(num_clients, self.alpha))
-            cuts = np.rint(np.cumsum(shares[:-1]) * len(samples)).astype(np.int64)
-            counts = np.diff(cuts, prepend=0, append=len(samples))
+            counts = cut(len(samples), rng.dirichlet(np.full(num_clients, self.alpha)))
             owners[rng.permutation(samples)] = np.repeat(np.arange(num_clients), counts)
         return group_by(owners, num_clients)
 
@@ -110,7 +108,5 @@ class BalancedDirichlet(LabelPartitioner):
             # never empty: if every client held 1/N of the samples, none would be left
             takers = np.flatnonzero(counts.sum(axis=1) * num_clients < available.sum())
             if size:
-                shares = rng.dirichlet(np.full(len(takers), self.alpha))
-                cuts = np.rint(np.cumsum(shares[:-1]) * size).astype(np.int64)
-                counts[takers, c] = np.diff(cuts, prepend=0, append=size)
+                counts[takers, c] = cut(size, rng.dirichlet(np.full(len(takers), self.alpha)))
         return counts

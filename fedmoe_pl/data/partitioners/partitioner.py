@@ -77,6 +77,17 @@ def group_by(groups: np.ndarray, num_groups: int) -> list[np.ndarray]:
     return [order[start:end] for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
 
 
+def cut(size: int, shares: np.ndarray) -> np.ndarray:
+    """Numbers of samples, whose sum is ``size``, by shares, whose sum is 1: differences of rounded cumulative shares.
+
+    Example:
+        >>> cut(10, np.array([0.25, 0.25, 0.5])).tolist()
+        [2, 3, 5]
+    """
+    cuts = np.rint(np.cumsum(shares[:-1]) * size).astype(np.int64)
+    return np.diff(cuts, prepend=0, append=size)
+
+
 def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     """Gives every client random samples of each class; ``counts``, (num_clients, num_classes), says how many.
 
