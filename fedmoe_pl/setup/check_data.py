@@ -68,6 +68,11 @@ def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, ou
     elif problem := range_problem(module.task, module.criterion, outputs, known):
         because = f"they have {problem}"
     else:
+        if (loss := module.loss_of(outputs, targets)).dim():  # a stack would train its sum
+            because = f"it gives values of shape {tuple(loss.shape)}"
+            raise InvalidArgumentError(
+                module, "loss", module.criterion, "one that gives the mean, as a tensor", because
+            )
         return
     allowed = f"one that fits the targets of {type(datamodule).__name__}"
     raise InvalidArgumentError(module, "task", module.task, allowed, because)
