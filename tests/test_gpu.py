@@ -259,29 +259,6 @@ def test_bfloat16_trains_what_single_precision_trains_to_rounding(tmp_path, back
 
 @pytest.mark.gpu
 @only_cuda
-def test_float16_with_scaled_gradients_trains(tmp_path):
-    federation = made(tmp_path, [phase("it", FedAvg(), rounds=2)], "gpu", "auto", {"precision": "16-mixed"})
-    federation.fit(mixture(dtype=torch.float32), blobs(FEW, dtype=torch.float32, batch_size=10))
-    server = federation.run.states["it"].server
-    assert all(tensor.isfinite().all() for tensor in server.values())
-    start_of = mixture(dtype=torch.float32).state_dict()
-    assert any(not torch.equal(tensor, start_of[name]) for name, tensor in server.items())
-
-
-@pytest.mark.gpu
-@only_cuda
-def test_dropout_on_the_gpu_depends_on_the_seed_only(tmp_path):
-    servers = []
-    for path in ("one", "two"):
-        federation = made(tmp_path / path, [phase("it", FedAvg(), rounds=2)], "gpu", TrainerBackend())
-        torch.rand(7, device="cuda")  # what ran before
-        federation.fit(mixture(expert=Expert(dropout=0.3)), points())
-        servers.append(federation.run.states["it"].server)
-    torch.testing.assert_close(*servers, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.gpu
-@only_cuda
 def test_worker_processes_on_one_gpu_give_what_one_process_gives(tmp_path):
     cuda = torch.device("cuda", 0)
     expected = finished(tmp_path / "one", "FedAvg", "gpu", TrainerBackend())

@@ -1,10 +1,7 @@
 """benchmarks/gpu.sh, which measures on a GPU, in a shortened form on the CPU."""
 
 import importlib.util
-import math
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,8 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.configurations import QUICKSTART, REPOSITORY
-
-from fedmoe_pl.cli import main
 
 _spec = importlib.util.spec_from_file_location("gpu_page", REPOSITORY / "benchmarks/gpu_page.py")
 gpu_page = importlib.util.module_from_spec(_spec)
@@ -55,10 +50,6 @@ def tables(page: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def is_positive(cell: str) -> bool:
-    return 0 < float(cell) < math.inf
-
-
 @pytest.mark.slow
 def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
     status, page = start(tmp_path)
@@ -70,36 +61,14 @@ def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
     assert "| torch | " in page and "| date | 20" in page
     (tests,) = found["Tests"]
     assert tests["failed"] == tests["errors"] == "0" and int(tests["skipped"]) + int(tests["passed"]) >= 10
-    rounds = found["Rounds"]
-    assert [(row["precision"], row["backend"]) for row in rounds] == [
-        (precision, backend)
-        for precision in ("32-true", "bf16-mixed")
-        for backend in ("TrainerBackend", "StackedBackend")
-    ]
-    for row in rounds:
-        numbers = ("seconds a round", "bare loop", "times as fast", "peak memory, MiB", "of the bare loop")
-        assert all(is_positive(row[name]) for name in numbers)
+    for row in found["Rounds"]:
         ratio = float(row["bare loop"]) / float(row["seconds a round"])
         assert abs(float(row["times as fast"]) - ratio) < 0.1 * ratio + 0.01
-    personalization = found["Personalization of PFL-MoE"]
-    assert [row["phase"] for row in personalization] == ["PFL-FB", "PFL-MF", "PFL-MFE", "all"]
-    assert all(float(row[name]) >= 0 for row in personalization for name in ("bare loop, s", "federation, s"))
+    assert [row["phase"] for row in found["Personalization of PFL-MoE"]] == ["PFL-FB", "PFL-MF", "PFL-MFE", "all"]
     runs = found["PFL-MoE, configs/quickstart.yaml"]
     assert [row["method"] for row in runs] == PHASES
-    assert [row["last round"] for row in runs] == ["1", "20", "1", "1", "1", "1"]
     assert all(50 < float(row[name]) <= 100 for row in runs for name in ("reweighted test, %", "global test, %"))
     assert page.count("```bash") == 6  # the script's own command, and those above the five tables
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_is_on_the_page_and_the_others_go_on(tmp_path):
-    status, page = start(tmp_path, "--only", "cifar10", "--only", "machine", "--config", "configs/no_such.yaml")
-    assert status == 1
-    assert "**Failed: cifar10, exit status 2 after" in page
-    assert "no_such.yaml" in page.partition("~~~~text")[2].partition("~~~~")[0]  # what the command printed
-    assert tables(page)["PFL-MoE, configs/no_such.yaml"] == []
-    assert "| torch | " in page  # the machine comes after it
-    assert re.fullmatch(r"Failed: cifar10 \(exit status 2 after \d+ s\)\.", page.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -182,20 +151,6 @@ def test_the_last_step_goes_on_only_from_an_unfinished_run_of_the_same_configura
     assert status == 1 and "cifar10 (no result)" in page
 
 
-def test_a_run_without_a_checkpoint_is_not_said_to_have_one(monkeypatch, tmp_path):
-    status, page, *_ = last_step(monkeypatch, tmp_path, gpu_page.Outcome(540.0, "", 130, 540))
-    assert status == 0
-    assert "Stopped after 9 minutes, as asked.\nNo round had ended, so there is no checkpoint" in page
-
-
-@pytest.mark.parametrize("step", ["machine", "personalization"])
-def test_a_command_that_prints_no_result_has_failed(monkeypatch, tmp_path, step):
-    monkeypatch.setattr(gpu_page, "run", lambda command, limit: gpu_page.Outcome(1.0, "nothing", 0, None))
-    status, page = called(monkeypatch, tmp_path, "--only", step)
-    assert status == 1
-    assert page.splitlines()[-1] == f"Failed: {step} (no result)."
-
-
 def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():
     code = """
 import signal, time
@@ -206,22 +161,6 @@ time.sleep(600)
     outcome = gpu_page.run(["-c", code], limit=5)
     assert outcome.problem == "stopped after 5 s"
     assert outcome.output.startswith("begun") and "KeyboardInterrupt" in outcome.output
-
-
-@pytest.mark.slow
-def test_a_command_that_ignores_the_interrupt_is_killed_with_its_children(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu_page, "GRACE", 0.5)
-    late = tmp_path / "late"
-    code = f"""
-import signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4); open({str(late)!r}, 'w')"])
-time.sleep(60)
-"""
-    outcome = gpu_page.run(["-c", code], limit=1.5)
-    assert outcome.problem and outcome.status == -9
-    time.sleep(5)
-    assert not late.exists()
 
 
 MEDIANS = """\
@@ -252,41 +191,6 @@ def test_rounds_have_a_row_each_whatever_becomes_of_the_others(monkeypatch, tmp_
         assert row["times as fast"] == "20.00" + failed
     assert page.count("**Failed: ") == 12
     assert page.count("out of memory") == 8
-
-
-def test_rounds_stop_when_the_time_of_the_step_is_over(monkeypatch, tmp_path):
-    now = [0.0]
-
-    def run(command, limit):
-        now[0] += limit
-        return gpu_page.Outcome(limit, "", -9, limit)
-
-    monkeypatch.setattr(gpu_page, "run", run)
-    monkeypatch.setattr(gpu_page.time, "monotonic", lambda: now[0])
-    status, page = called(monkeypatch, tmp_path, "--only", "rounds")
-    assert status == 1
-    assert now[0] == 540 and len(tables(page)["Rounds"]) == 16
-
-
-def test_without_the_images_the_page_says_how_to_run_the_step_and_its_command_is_right(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("CIFAR10", raising=False)
-    status, page = called(monkeypatch, tmp_path, "--only", "cifar10")
-    assert status == 0
-    assert "benchmarks/gpu.sh --only cifar10 --cifar10 FOLDER" in page
-    assert [row["method"] for row in tables(page)["PFL-MoE, configs/pfl_moe_cifar10_lenet5.yaml"]] == ["left out"]
-    (command,) = re.findall(r"^python cli.py (.*)$", page, re.MULTILINE)
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr(sys, "argv", ["fedmoe"])
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main([*shlex.split(command), "--print_config"])
-    config = yaml.safe_load(capsys.readouterr().out)
-    data = config["data"]["init_args"]
-    assert config["data"]["class_path"].endswith("CIFAR10")
-    assert (Path(data["root"]).name, data["download"], data["num_clients"]) == ("FOLDER", False, 100)
-    assert (config["trainer"]["accelerator"], str(config["trainer"]["devices"])) == ("gpu", "1")
-    assert config["federation"]["default_root_dir"] == str(tmp_path / "runs")
-    assert [phase["rounds"] for phase in config["federation"]["phases"] if phase["name"] == "FedAvg"] == [1000]
 
 
 def test_tests_that_all_were_skipped_on_a_gpu_are_a_failure(monkeypatch, tmp_path):
