@@ -71,17 +71,6 @@ def test_test_and_predict_repeat_the_run_s_numbers_from_its_checkpoint(tmp_path,
     assert all(0 <= float(row["gate_weight"]) <= 1 for row in rows)
 
 
-def test_validate_needs_and_uses_validation_samples(tmp_path, capsys):
-    run = federation(tmp_path)
-    run.fit(model(), data(validation_fraction=0.3))
-    capsys.readouterr()
-    federation(tmp_path).validate(model(), data(validation_fraction=0.3))
-    mean = 100 * run.results["PFL-MF"].spread("validation").mean
-    assert f"{mean:.2f}" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("PFL-MF"))
-    with pytest.raises(MisconfigurationException, match="validation_fraction is 0"):
-        federation(tmp_path).validate(model(), data())
-
-
 def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):
     def stop(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
@@ -128,11 +117,6 @@ def test_gradient_clipping_of_the_trainer_reaches_every_step(tmp_path):
     before = module.local_expert.state_dict()
     moved = [run.run.states["Local"].clients[0][f"local_expert.{name}"] - before[name] for name in before]
     assert 0 < torch.cat([part.flatten() for part in moved]).norm() <= steps * 1e-3 * 1.001
-
-
-def test_a_federation_without_a_run_says_so(tmp_path):
-    with pytest.raises(MisconfigurationException, match="it exists after fit, test or predict"):
-        federation(tmp_path).client_module("FedAvg", 0)
 
 
 def test_a_misspelt_method_or_client_is_refused(tmp_path):

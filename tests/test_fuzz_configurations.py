@@ -3,7 +3,6 @@
 import copy
 import math
 import random
-import re
 import signal
 import time
 import warnings
@@ -78,18 +77,6 @@ def places(node: Any, path: Place = ()) -> Iterator[Place]:
         yield from places(value, (*path, name))
 
 
-def key_of(config: dict[str, Any], path: Place) -> str:
-    """The key of a place in messages, in which phases have their names and lists inside of classes no index."""
-    key, node = "", config
-    for depth, step in enumerate(path):
-        if key == "federation.phases":  # of a phase that is none, the name is unknown
-            key += f".{node[step]['name']}" if depth < len(path) - 1 else ""
-        elif isinstance(step, str) and step != "class_path":
-            key += f".{step}" if key else step
-        node = node[step]
-    return key.removesuffix(".init_args")
-
-
 def malformed(config: dict[str, Any], path: Place, rng: random.Random) -> Malformed | None:
     """The configuration with another value at a place; None where nothing can be wrong."""
     value, name = at(config, path), path[-1]
@@ -113,7 +100,8 @@ def malformed(config: dict[str, Any], path: Place, rng: random.Random) -> Malfor
     other, is_nonsense = rng.choice(faults)
     changed = copy.deepcopy(config)
     at(changed, path[:-1])[name] = other
-    return Malformed(f"{other!r} in place of {value!r}", changed, key_of(config, path), is_nonsense)
+    key = next(step for step in reversed(path) if isinstance(step, str) and step not in ("class_path", "init_args"))
+    return Malformed(f"{other!r} in place of {value!r}", changed, key, is_nonsense)
 
 
 def misspelt(config: dict[str, Any], path: Place, rng: random.Random) -> Malformed | None:
@@ -125,7 +113,7 @@ def misspelt(config: dict[str, Any], path: Place, rng: random.Random) -> Malform
     index = rng.randrange(len(name))
     wrong = name[:index] + name[index] * 2 + name[index + 1 :]
     node[wrong] = node.pop(name)
-    return Malformed(f"a misspelt key, {wrong}", changed, key_of(config, path) if name == "class_path" else wrong, True)
+    return Malformed(f"a misspelt key, {wrong}", changed, "" if name == "class_path" else wrong, True)
 
 
 def at(node: Any, path: Place) -> Any:
@@ -143,19 +131,14 @@ def configuration(name: str, folder) -> dict:
 
 
 def written(config: dict, intact: dict, section: str, way: str, folder) -> list[str]:
-    """Writes a configuration whose section has a fault, as one file, an overlay or a named file; gives the options."""
-
-    def write(name: str, content) -> str:
-        (folder / name).write_text(yaml.safe_dump(content, sort_keys=False))
-        return str(folder / name)
-
+    """Writes a configuration whose section has a fault, in one file or in an overlay; gives the options."""
+    files = {"config": config}
     if way == "overlay":
         overlay = {name: value for name, value in config.items() if name == section or name not in intact}
-        return ["--config", write("config.yaml", intact), "--config", write("overlay.yaml", overlay)]
-    if way == "named file" and isinstance(config.get(section), dict):
-        write("section.yaml", config[section])
-        config = {**config, section: "section.yaml"}
-    return ["--config", write("config.yaml", config)]
+        files = {"config": intact, "overlay": overlay}
+    for name, content in files.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return [option for name in files for option in ("--config", str(folder / f"{name}.yaml"))]
 
 
 def outcome(options: list[str], capfd) -> str:
@@ -192,12 +175,10 @@ def faults_of(number: int, seed: int, folder, capfd) -> list[str]:
         if case is None:
             continue
         number -= 1
-        way = rng.choice(["one file", "overlay", "named file"])
+        way = rng.choice(["one file", "overlay"])
         start = time.perf_counter()
         result = outcome(written(case.config, configs[name], str(path[0]), way, folder), capfd)
-        # a phase's own trainer has any keys, so that it is checked later
-        key = case.key.rpartition(".")[2] if ".trainer." in case.key else case.key
-        names_key = not case.is_nonsense or key in re.sub(r"\[\d+\]", "", result)
+        names_key = not case.is_nonsense or case.key in result
         refused = result.startswith("fedmoe: ") and len(result) < 600 and names_key
         accepted = not case.is_nonsense and result == "started"
         if not (refused or accepted):

@@ -107,50 +107,6 @@ def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeyp
     assert [path.name for path in folder.iterdir()] == ["version_0"]  # the second went on
 
 
-def begin_run(folder: Path, reweighted_test: str, checkpoint: bool = True) -> None:
-    """A run's folder with one evaluated round."""
-    (folder / "checkpoints").mkdir(parents=True)
-    columns = "method,round,reweighted_test_mean,global_test_mean"
-    (folder / "rounds.csv").write_text(f"{columns}\nFedAvg,3,{reweighted_test},0.25\n")
-    if checkpoint:
-        (folder / "checkpoints/last.ckpt").touch()
-
-
-def last_step(monkeypatch, tmp_path, outcome, begins=None, *arguments) -> tuple[int, str, list[str], str]:
-    """The last step with a command that only begins a run: exit status, page, reweighted tests in %, checkpoint."""
-    continued = []
-
-    def run(command, limit):
-        continued.extend(word.partition("=")[2] for word in command if word.startswith("--ckpt_path="))
-        if begins:
-            begin_run(tmp_path / "runs" / begins, "0.5")
-        return outcome
-
-    monkeypatch.setattr(gpu_page, "run", run)
-    arguments = [*arguments, "--only", "cifar10", "--cifar10", "data"]
-    status, page = called(monkeypatch, tmp_path, *arguments)
-    (rows,) = tables(page).values()
-    return status, page, [row["reweighted test, %"] for row in rows], "".join(continued)
-
-
-CIFAR10 = "pfl_moe_cifar10_lenet5"
-
-
-def test_the_last_step_goes_on_only_from_an_unfinished_run_of_the_same_configuration(monkeypatch, tmp_path):
-    ended, failed = gpu_page.Outcome(9.0, "", 0, None), gpu_page.Outcome(9.0, "no memory", 1, None)
-    begin_run(tmp_path / "runs/quickstart/version_0", "0.9")
-    step = partial(last_step, monkeypatch, tmp_path)
-    assert step(ended, "quickstart_short/version_0", "--short")[2:] == (["50.00"], "")
-    assert step(failed)[::2] == (1, [])  # nothing of another run
-    assert step(failed, f"{CIFAR10}/version_0")[2:] == (["50.00"], "")
-    last = str(tmp_path / f"runs/{CIFAR10}/version_0/checkpoints/last.ckpt")
-    assert step(ended)[2:] == (["50.00"], last)
-    assert step(failed)[::2] == (1, [])  # it is finished, so another one begins
-    assert step(ended, f"{CIFAR10}/version_1")[2:] == (["50.00"], "")
-    status, page, *_ = step(ended)
-    assert status == 1 and "cifar10 (no result)" in page
-
-
 def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():
     code = """
 import signal, time
@@ -191,15 +147,3 @@ def test_rounds_have_a_row_each_whatever_becomes_of_the_others(monkeypatch, tmp_
         assert row["times as fast"] == "20.00" + failed
     assert page.count("**Failed: ") == 12
     assert page.count("out of memory") == 8
-
-
-def test_tests_that_all_were_skipped_on_a_gpu_are_a_failure(monkeypatch, tmp_path):
-    printed = {"gpu": "3 skipped, 9 deselected in 1.02s", "cpu": "2 passed, 1 failed, 3 errors in 2.50s"}
-    for accelerator, summary in printed.items():
-        outcome = gpu_page.Outcome(1.0, f"...\n{summary}\n", 0, None)
-        monkeypatch.setattr(gpu_page, "run", lambda command, limit, outcome=outcome: outcome)
-        status, page = called(monkeypatch, tmp_path, "--only", "tests", "--accelerator", accelerator)
-        (row,) = tables(page)["Tests"]
-        counts = [row[name] for name in ("passed", "failed", "skipped", "errors")]
-        expected = (1, ["0", "0", "3", "0"]) if accelerator == "gpu" else (0, ["2", "1", "0", "3"])
-        assert (status, counts) == expected

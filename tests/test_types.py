@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from helpers.configurations import REPOSITORY
@@ -42,7 +43,7 @@ def use(federation: Federation) -> None:
 
 
 @pytest.mark.slow  # pyright reads torch's types; `.ci/run` runs it
-def test_the_python_of_the_documentation_passes_a_type_checker(tmp_path):
+def test_the_python_of_the_documentation_passes_a_type_checker_and_misspelt_methods_do_not(tmp_path):
     pytest.importorskip("pyright")
     for page in PAGES:
         text = page.read_text()
@@ -54,24 +55,14 @@ def test_the_python_of_the_documentation_passes_a_type_checker(tmp_path):
         (tmp_path / f"{page.stem.lower()}.py").write_text("\n".join(lines) + "\n" + extra)
     assert "federation.fit(" in (tmp_path / "readme.py").read_text()
     assert "Federation(" in (tmp_path / "own_model_and_data.py").read_text()
+    (tmp_path / "script_of_a_user.py").write_text(SCRIPT)
     settings: dict = {"include": ["*.py"], "extraPaths": [str(REPOSITORY)], "typeCheckingMode": "standard"}
     # a notebook's own module, the variable of a loop, and what a reader sees not to be None
-    settings |= dict.fromkeys(
-        ("reportMissingImports", "reportPossiblyUnboundVariable", "reportOptionalSubscript"), False
-    )
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.slow
-def test_a_misspelt_method_of_a_client_s_module_does_not_pass_a_type_checker(tmp_path):
-    pytest.importorskip("pyright")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    settings = {"include": ["*.py"], "extraPaths": [str(REPOSITORY)], "typeCheckingMode": "standard"}
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    usual = ("reportMissingImports", "reportPossiblyUnboundVariable", "reportOptionalSubscript")
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | dict.fromkeys(usual, False)))
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable, "--outputjson"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    found = [message["range"]["start"]["line"] for message in json.loads(result.stdout)["generalDiagnostics"]]
-    assert found == [row for row, line in enumerate(SCRIPT.splitlines()) if line.endswith("# wrong")]
+    messages = json.loads(result.stdout)["generalDiagnostics"]
+    places = [(Path(message["file"]), message["range"]["start"]["line"]) for message in messages]
+    wrong = [path.read_text().splitlines()[line] for path, line in places]
+    assert wrong == [line for line in SCRIPT.splitlines() if line.endswith("# wrong")]

@@ -10,9 +10,9 @@ from helpers.backends import exchanged
 from helpers.runs import federation
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedKD, FedMoEDA, FedPAC, Scaffold
+from fedmoe_pl.algorithms import FedKD, FedMoEDA, Scaffold
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import LocalOnly, PersonalizedMoE, SmallMLP
 from fedmoe_pl.trees import subtree
 
 
@@ -72,11 +72,3 @@ def test_scaffold_keeps_the_mean_of_the_control_variates(tmp_path):
     for name, control in subtree(state.server, "control/").items():
         own = [state.clients[client].get(f"control/{name}", torch.zeros_like(control)) for client in range(3)]
         torch.testing.assert_close(control, sum(own) / 3)
-
-
-def test_fedpac_combines_the_classifiers_of_those_that_answered(tmp_path):
-    expert = SmallMLP(in_features=5, num_classes=3)
-    module = PersonalizedMoE(expert, gate=GlobalOnly(), optimizer=partial(torch.optim.SGD, lr=0.1))
-    state = fitted(tmp_path, FedPAC(), {0: [2], 1: [1], 2: [0, 1]}, module, max_epochs=2)
-    assert state.failed == 4
-    assert all(tensor.isfinite().all() for tensor in state.server.values())

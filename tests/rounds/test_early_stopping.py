@@ -5,18 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
+from helpers import assert_same_bits, blobs, mixture, phase, run
 from helpers.early_stopping import stopped_by_hand
 from helpers.runs import Kill
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
 
 from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import FineTuning, OptInFedAvg, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import ConstantGate, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.phases.phase import Phase
 
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
@@ -135,36 +133,6 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         for client in state.clients:
             assert_same_bits(again.clients[client], state.clients[client])
     assert (resumed.run_dir / "rounds.csv").read_bytes() == (whole.run_dir / "rounds.csv").read_bytes()
-
-
-class OwnMetric(Callback):
-    """Logs a metric of its own."""
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        pl_module.log("of_callback", 1.0)
-
-
-class OwnSteps(PersonalizedMoE):
-    """Logs a metric of its own."""
-
-    def training_step(self, batch, batch_idx):
-        loss, _ = self.loss(batch)
-        self.log("of_module", loss, on_epoch=True)
-        return loss
-
-
-@pytest.mark.parametrize(
-    ("model", "callbacks"),
-    [
-        (mixture(), [OwnMetric(), EarlyStopping("of_callback")]),
-        (OwnSteps(Expert(), optimizer=momentum_sgd).double(), [EarlyStopping("of_module")]),
-        (mixture(), [EarlyStopping("of_nobody", strict=False)]),
-    ],
-    ids=["callback", "module", "lenient"],
-)
-def test_a_metric_of_another_callback_or_of_the_users_module_stops_without_validation(tmp_path, model, callbacks):
-    federation = run([Phase("FedAvg", OptInFedAvg(), callbacks=callbacks)], model, blobs(), tmp_path)
-    assert federation.run.states["FedAvg"].finished
 
 
 def test_a_round_without_a_number_is_never_the_best():

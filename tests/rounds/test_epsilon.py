@@ -72,11 +72,6 @@ def test_a_result_from_a_checkpoint_costs_what_its_run_cost_for_the_delta_of_thi
         assert (content.epsilon, content.delta) == (states[name].epsilon, 1e-5)
 
 
-def test_a_result_keeps_its_epsilon_and_delta_if_the_phase_says_no_other(chain, tmp_path):
-    run = fit(tmp_path, [phase("second", ckpt_path=chain)])
-    assert rows(run, "second") == [(repr(private().epsilon([[1.0, 2.0, 4]])), "0.001")]
-
-
 def test_rounds_that_two_results_have_in_common_count_once(chain, tmp_path):
     first, second = (phase(name, private(), ckpt_path=chain) for name in ("first", "second"))
     third = phase("third", private(), start={"global_expert": "second", "local_expert": "first"})

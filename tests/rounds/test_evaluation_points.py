@@ -174,30 +174,6 @@ def test_an_ensemble_after_local_training_has_the_weight_that_it_was_trained_wit
     assert results[0] == results[1]
 
 
-class Recording(FedMoEDA):
-    """Remembers the model that each client has trained last."""
-
-    def client_final(self, client, constants):
-        MODELS[client.id] = {name: tensor.clone() for name, tensor in client.module.state_dict().items()}
-        return super().client_final(client, constants)
-
-
-MODELS: dict[int, dict[str, torch.Tensor]] = {}
-
-
-@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
-def test_an_expert_that_training_left_as_it_was_is_not_that_of_the_exchange(backend, tmp_path):
-    both = Phase("it", Recording(top_p="all", interval=1), rounds=2, **BOTH)
-    start = sparse_mixture(6)
-    run = finished([both], start, blobs((2, 9, 11)), tmp_path, 1, backend=backend)
-    initial = start.state_dict()
-    untrained = [name for name in tensors(start, "experts.") if torch.equal(MODELS[0][name], initial[name])]
-    exchanged = run.client_module("it after aggregation", 0).state_dict()
-    assert any(not torch.equal(exchanged[name], initial[name]) for name in untrained), "the exchange replaces some"
-    for client in range(3):
-        assert_same_bits(dict(run.client_module("it", client).state_dict()), MODELS[client])
-
-
 class Forgetful(FedAvg):
     """Its hooks return only what they know of."""
 
@@ -241,27 +217,3 @@ def test_a_result_without_the_models_that_clients_trained_is_not_evaluated_after
     given = federation(tmp_path / "given", [it(ckpt_path=paths["both"], **BOTH)]).fit(model(), data())
     for name, result in results["both"].items():
         assert_same(given[name].clients, result.clients)
-
-
-def test_newcomers_train_the_shared_parameters_if_they_are_evaluated_after_local_training(tmp_path):
-    both = Phase("it", FedAvg(trainable="global_expert.*"), gate=GlobalOnly(), **BOTH)
-    run = federation(tmp_path, [both], trainer={"accelerator": "cpu", "max_epochs": 2})
-    run.fit(mixture(), blobs())
-    newcomers = blobs((9, 7))
-    run.personalize(mixture(), newcomers, rounds=1)
-    server = run.run.states["it"].server
-    for client in range(2):
-        module = mixture(GlobalOnly())
-        module.load_state_dict(
-            {**module.state_dict(), **{n: t for n, t in server.items() if not n.startswith("gate.")}}
-        )
-        generator = client_generator(0, client, 0)
-        batches = newcomers.batches(newcomers.train_samples[client], generator=generator)
-        train_by_hand(module, "global_expert.", batches, momentum_sgd, 2)
-        trained = tensors(run.client_module(f"it {LOCAL}", client), "global_")
-        torch.testing.assert_close(trained, tensors(module, "global_"), rtol=1e-11, atol=1e-13)
-        assert_same_bits(tensors(run.client_module("it", client), "global_"), tensors_of(server, "global_"))
-
-
-def tensors_of(tree, prefix):
-    return {name: tensor for name, tensor in tree.items() if name.startswith(prefix)}
