@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric
@@ -17,7 +18,6 @@ from fedmoe_pl.algorithms.algorithm import Need
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
-from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, tried
@@ -77,7 +77,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
         _check_cohort(run, phase, cohort)
         check_aggregation(phase, module, cohort, run.phases_before(phase))
-        _check_best_epoch(phase, trainer, run.datamodule)
+        _check_early_stopping(phase, trainer, run.datamodule)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
         state = run.states.get(phase.name)
@@ -105,13 +105,15 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"a cohort of at least {needed}", because)
 
 
-def _check_best_epoch(phase: Phase, trainer: Mapping[str, Any], datamodule: FederatedDataModule) -> None:
+def _check_early_stopping(phase: Phase, trainer: Mapping[str, Any], datamodule: FederatedDataModule) -> None:
     """Refuses early stopping that would never stop, because no client validates."""
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    if not (trainer["max_epochs"] and any(isinstance(callback, BestEpoch) for callback in callbacks)):
+    stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
+    names = [type(each).__name__ for each in stopping if each.monitor.startswith("validation")]
+    if not (trainer["max_epochs"] and names):
         return
-    because = "BestEpoch stops by what clients validate"
+    because = f"{names[0]} stops by what clients validate"
     if not trainer["limit_val_batches"]:
         value = trainer["limit_val_batches"]
         raise InvalidArgumentError(str(phase), "trainer.limit_val_batches", value, "above 0, such as 1.0", because)
@@ -142,11 +144,12 @@ def check_needs(
         "plain_steps": (bool(clip), (owner, "trainer.gradient_clip_val", clip, "left out")),
         "fresh_optimizers": (phase.keep_optimizer, (owner, "keep_optimizer", True, "False")),
         "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),
+        "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
     }
-    for need, words in _NEEDS.items():
+    for need in algorithm.needs:
         is_lacking, refused = lacking[need]
-        if is_lacking and need in algorithm.needs:
-            raise InvalidArgumentError(*refused, f"{type(algorithm).__name__} needs {words}")
+        if is_lacking:
+            raise InvalidArgumentError(*refused, f"{type(algorithm).__name__} needs {_NEEDS[need]}")
 
 
 def check_phase(
@@ -254,30 +257,25 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
     aggregation, algorithm, name = phase.aggregation, phase.algorithm, type(phase.algorithm).__name__
     if aggregation is None:
         return
+    is_private, allowed, because = isinstance(aggregation, DifferentialPrivacy), "left out", ""
     if phase.ckpt_path is None:  # a given result is not aggregated
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
         only_averages = algorithm.aggregates and not (overrides(algorithm, "combine") or of_algorithm(server))
+        hooks = [hook for hook in ("client_request", "exchange", "server_begin") if overrides(algorithm, hook)]
+        if not algorithm.server_begin_asks_clients:
+            hooks = [hook for hook in hooks if hook != "server_begin"]
         if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
             because = f"what {name} combines is not the mean of parameters"
-            raise InvalidArgumentError(str(phase), "aggregation", aggregation, "left out", because)
-        aggregation.check(shared, {name for name, _ in module.named_parameters(remove_duplicate=False)}, cohort)
-    if not isinstance(aggregation, DifferentialPrivacy):
-        return
-    hooks = [hook for hook in ("client_request", "exchange") if overrides(algorithm, hook)]
-    hooks += ["server_begin"] if overrides(algorithm, "server_begin") and algorithm.server_begin_asks_clients else []
-    not_private = [
-        other.name
-        for other in earlier
-        if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy)
-    ]
-    if phase.monitor is not None:
-        because = "it selects the result by clients' data, which epsilon does not count"
-        raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "None", because)
-    if hooks:
-        because = f"clients of {name} send more than their updates ({', '.join(hooks)})"
-        raise InvalidArgumentError(str(phase), "aggregation", aggregation, "another", because)
-    if not_private:
-        allowed = f"given in '{not_private[0]}', from which the phase starts, too"
-        because = "its model tells about clients' data"
+        elif is_private and hooks:
+            because = f"clients of {name} send more than their updates ({', '.join(hooks)})"
+        elif is_private and phase.monitor is not None:
+            because = "a select by clients' data is not in epsilon"
+        else:
+            aggregation.check(shared, {name for name, _ in module.named_parameters(remove_duplicate=False)}, cohort)
+    for other in earlier if is_private else ():
+        if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy):
+            allowed = f"given in '{other.name}', from which the phase starts, too"
+            because = "its model tells about clients' data"
+    if because:
         raise InvalidArgumentError(str(phase), "aggregation", aggregation, allowed, because)

@@ -37,7 +37,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         name = "strategy" if trainer.num_nodes == 1 else "num_nodes"
         because = "a client trains on one device; RayBackend trains clients on several machines"
-        raise InvalidArgumentError(owner, f"trainer.{name}", arguments[name], "left out", because)
+        raise InvalidArgumentError(owner, f"trainer.{name}", arguments.get(name), "left out", because)
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
         raise InvalidArgumentError(owner, "trainer.precision", trainer.precision, "32-true or mixed", because)
