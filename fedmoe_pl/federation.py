@@ -44,6 +44,10 @@ from fedmoe_pl.setup.start import make_run, open_run, store_of
 from fedmoe_pl.setup.trainer import check_trainer
 
 _SKIP = ClientFailures()
+_SETTINGS_OF_RUN = (
+    *("phases", "starts", "trainer", "backend", "callbacks", "seed", "evaluate_every_n_rounds", "failures", "metrics"),
+    *("evaluation_cohort_size", "enable_checkpointing", "hparams"),
+)
 
 
 class Federation:
@@ -203,8 +207,9 @@ class Federation:
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
-        others = {"initial": initial, "read_result": read_result_for_new_clients}
-        return self._run_phases(self._make_run(model, datamodule, phases, runs, **others), runs)
+        changes = {"phases": phases, "folder": runs, "initial": initial, "evaluation_cohort_size": None}
+        run = self._make_run(model, datamodule, read_result=read_result_for_new_clients, **changes)
+        return self._run_phases(run, runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints accuracy and metrics of every client's model on its validation samples, from a checkpoint."""
@@ -301,7 +306,7 @@ class Federation:
 
     def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Makes all checks of :meth:`fit`, and refuses what it refuses; trains nothing."""
-        self._make_run(model, datamodule, evaluation_cohort_size=self.evaluation_cohort_size)
+        self._make_run(model, datamodule)
         self._run = None
 
     def fit_on_server(
@@ -318,7 +323,7 @@ class Federation:
 
     def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:
         """A run that has not begun, for a client of a deployed federation on its own machine; with all checks."""
-        return self._make_run(model, datamodule, folder=folder, callbacks=[])
+        return self._make_run(model, datamodule, folder=folder, callbacks=[], evaluation_cohort_size=None)
 
     def _fit(
         self,
@@ -330,7 +335,6 @@ class Federation:
         **attributes: Any,
     ) -> dict[str, Evaluation]:
         """Runs all phases, from a checkpoint if there is one."""
-        attributes = {"evaluation_cohort_size": self.evaluation_cohort_size, **attributes}
         if not ckpt_path:
             run = self._make_run(model, datamodule, **attributes)
             return self._run_phases(run, self.runs, self.command, make_store=make_store)
@@ -353,31 +357,17 @@ class Federation:
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         saved = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
-        saved |= {
-            "writer": content["writer"],
-            "evaluation_cohort_size": self.evaluation_cohort_size,
-            "only_client": own_client,
-        }
-        return self._make_run(model, datamodule, folder=checkpoint.parent.parent, **{**saved, **attributes})
+        saved |= {"writer": content["writer"], "only_client": own_client, "folder": checkpoint.parent.parent}
+        return self._make_run(model, datamodule, **(saved | attributes))
 
-    def _make_run(
-        self,
-        model: LightningModule,
-        datamodule: FederatedDataModule,
-        phases: list[Phase] | None = None,
-        folder: Path | None = None,
-        **attributes: Any,
-    ) -> Run:
-        """Makes a run with these settings, and all its checks; ``attributes`` are arguments of ``make_run``."""
+    def _make_run(self, model: LightningModule, datamodule: FederatedDataModule, **changes: Any) -> Run:
+        """Makes a run with these settings, except for some ``changes``, and all its checks."""
         self._run = None  # frees what it holds on a GPU
-        phases = self.phases if phases is None else phases
-        set_up(datamodule, phases, self.seed)
-        names = ("starts", "trainer", "backend", "callbacks", "seed", "evaluate_every_n_rounds", "hparams", "failures")
-        settings = {name: getattr(self, name) for name in (*names, "enable_checkpointing", "metrics")} | attributes
-        settings |= {"phases": phases, "folder": folder or self.runs}
-        described = configuration(self, model, datamodule)
+        settings = {"folder": self.runs} | {name: getattr(self, name) for name in _SETTINGS_OF_RUN} | changes
+        set_up(datamodule, settings["phases"], self.seed)
+        settings["configuration"] = configuration(self, model, datamodule)
         devices = check_trainer(settings["trainer"])
-        self._run = make_run(model, datamodule, devices=devices, configuration=described, **settings)
+        self._run = make_run(model, datamodule, devices=devices, **settings)
         return self._run
 
     def _run_phases(

@@ -143,15 +143,15 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
+def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tree:
     """Copies, on the CPU, of a client's tensors that differ from those that every client starts with (``loaded``).
 
-    Those that it kept before and that have not changed are returned without a copy.
+    Those of its ``state`` that have not changed are returned without a copy.
     """
     different = {}
     for name, tensor in tensors.items():
-        if name in kept and torch.equal(kept[name], tensor.cpu()):
-            different[name] = kept[name]
+        if name in state and torch.equal(state[name], tensor.cpu()):
+            different[name] = state[name]
         elif name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
             different[name] = tensor.detach().cpu().clone()
     return different

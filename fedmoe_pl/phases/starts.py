@@ -61,11 +61,7 @@ def model_of(phases: Sequence[Phase], starts: Mapping[str, Start], name: str) ->
 def check_start(
     phase: Phase, start: Start, module: LightningModule, module_of: Callable[[str], LightningModule]
 ) -> None:
-    """Refuses a start whose tensors do not fit the phase's model.
-
-    A part, such as ``local_expert``, that is taken from a phase must have the same tensors in both models. With a
-    ``model`` of its own, a phase takes the parts that both models have; there must be one besides the gate.
-    """
+    """Refuses a start whose tensors do not fit the phase's model: those of each part that it takes must be the same."""
     shapes = _shapes(module)
     for part in [] if isinstance(start, str) else start:
         if part not in shapes:

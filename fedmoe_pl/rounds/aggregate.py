@@ -90,10 +90,7 @@ def count_round(run: Run, phase: Phase) -> None:
 
 
 def update_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Computes the epsilon of all rounds for the phase's delta.
-
-    Without differential privacy, a result from a checkpoint keeps the epsilon and the delta that it had there.
-    """
+    """Computes the epsilon of all rounds for the phase's delta; without privacy, a given result keeps what it had."""
     if isinstance(phase.aggregation, DifferentialPrivacy):
         rounds = [kind for of_phase in state.counted_rounds.values() for kind in of_phase]
         state.epsilon, state.delta = phase.aggregation.epsilon(rounds), phase.aggregation.delta
@@ -101,13 +98,10 @@ def update_epsilon(phase: Phase, state: PhaseState) -> None:
 
 def log_epsilon(phase: Phase, state: PhaseState) -> None:
     """Logs what a phase with differential privacy cost."""
+    if math.isnan(state.epsilon):
+        return
+    what = f"(epsilon, delta)-differential privacy for each client with epsilon {state.epsilon:.3g} and delta "
+    what += f"{state.delta:.3g}"
     if math.isinf(state.epsilon):
-        rank_zero_info(
-            f"{phase}: the server's model has no differential privacy (epsilon is infinite), because rounds without "
-            "noise are in it."
-        )
-    elif not math.isnan(state.epsilon):
-        rank_zero_info(
-            f"{phase}: the server's model has (epsilon, delta)-differential privacy for each client with epsilon "
-            f"{state.epsilon:.3g} and delta {state.delta:.3g}."
-        )
+        what = "no differential privacy (epsilon is infinite), because rounds without noise are in it"
+    rank_zero_info(f"{phase}: the server's model has {what}.")

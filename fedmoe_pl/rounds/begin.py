@@ -105,29 +105,28 @@ def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
 def begin_phase(
     phase: Phase, module: LightningModule, before: Sequence[tuple[str, PhaseState]], result: PhaseState | None
 ) -> PhaseState:
-    """The phase's state before its first round, or its result from a checkpoint.
-
-    The initial tensors are loaded into the module.
-    """
+    """The phase's state before its first round, or its result from a checkpoint; loads the module's initial tensors."""
     state = _from_start(phase, module, before, copies=result is None)
     if result is None:
         return state
-    kept = state.clients
+    client_states = state.clients
     if result.clients:  # a ChainMap, because one dict of both could be too large; it is only read
-        kept = ChainMap(result.clients, state.clients)  # pyright: ignore[reportArgumentType]
+        client_states = ChainMap(result.clients, state.clients)  # pyright: ignore[reportArgumentType]
     counted = {**state.counted_rounds, **result.counted_rounds}
     server = {**state.server, **result.server}
-    return replace(result, initial=state.initial, server=server, clients=kept, counted_rounds=counted)
+    return replace(result, initial=state.initial, server=server, clients=client_states, counted_rounds=counted)
 
 
-def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Client]:
+def first_clients(
+    training: LocalTraining, cohort: Sequence[int], client_states: Mapping[int, Tree]
+) -> Iterator[Client]:
     """The clients of a phase's first round as ``Algorithm.server_begin`` sees them, before anything is sent to them."""
     modules: dict[int, LightningModule] = {}
     for client_id in cohort:
         own_training, architecture = training.of(client_id), training.architecture(client_id)
         if architecture not in modules:
             modules[architecture] = copy_module(own_training.module)
-        yield client_of(own_training, modules[architecture], client_id, kept.get(client_id, {}), round=0)
+        yield client_of(own_training, modules[architecture], client_id, client_states.get(client_id, {}), round=0)
 
 
 def read_result(phase: Phase, module: LightningModule) -> PhaseState:
@@ -140,11 +139,10 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
 
 
 def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseState:
-    """Reads the phase's result for clients that were not in the federation.
+    """Reads the phase's result for clients that were not in the federation, and that get nothing of what others kept.
 
-    They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
-    rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds, unless
-    the phase is evaluated after local training, or clients predict with more than the parameters.
+    They have local rounds, which leave the server's state unchanged, if they keep, predict with, or are evaluated with
+    anything but what they share.
     """
     saved = _read(phase, module)
     has_hooks = phase.algorithm.has_predictor or overrides(phase.algorithm, "client_after_aggregation")
@@ -165,10 +163,7 @@ def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseSt
 
 
 def check_moments(phase: Phase, result: PhaseState) -> None:
-    """Refuses a result without the models that clients trained last, if the phase is evaluated after local training.
-
-    Clients keep them only in a phase that is evaluated then.
-    """
+    """Refuses a result without the models that clients trained last, if the phase is evaluated after local training."""
     if _evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"
         raise InvalidArgumentError(str(phase), "evaluate.after", phase.evaluation.after, "aggregation", because)
@@ -223,18 +218,18 @@ def _from_start(
         initial |= _selected(names, tensors)
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
-    kept = []
+    client_states = []
     for names, state in inherited:
         # what the server sends now replaces what clients kept under the same names
         private = {name: name for name in names if name not in server}
         copied = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts) if copies else {}
         if copied.keys() & private.keys():  # a client without a part of its own takes the copy
-            kept.append(only(state.clients, copied))
+            client_states.append(only(state.clients, copied))
             copied = {}
-        kept.append(only(state.clients, copied | private))
+        client_states.append(only(state.clients, copied | private))
     aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
     counted = {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()}
-    return PhaseState(initial, server, joined(kept), aggregation=aggregation, counted_rounds=counted)
+    return PhaseState(initial, server, joined(client_states), aggregation=aggregation, counted_rounds=counted)
 
 
 def _same_gate(tree: Tree, other: Tree) -> bool:

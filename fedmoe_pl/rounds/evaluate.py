@@ -108,9 +108,8 @@ def _interval(run: Run, phase: Phase) -> int:
 def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
     """Hands the callbacks an evaluation after 0, n, 2n ... epochs, before the only round of a phase.
 
-    For each of them, the clients train from the start for so many epochs, and what they have learned is forgotten.
-    The phase's result therefore has the same bits as without, and so has every point of the curve as the result of a
-    phase of so many epochs. The clients' own loggers get nothing of it.
+    For each, clients train from the start for so many epochs, and what they learn is forgotten: no bit of the result
+    depends on it.
     """
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
@@ -125,13 +124,15 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
 def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
     """The state of the phase after the training of the clients that are evaluated; nothing is stored."""
     state = run.states[phase.name]
-    kept = {client: state.clients[client] for client in run.evaluated if client in state.clients}
+    client_states = {client: state.clients[client] for client in run.evaluated if client in state.clients}
     updates = []
     for group in plan.train(state.server, run.evaluated, state.clients, state.round):
-        kept |= group.clients
+        client_states |= group.clients
         updates += [] if group.update is None else [group.update]
     server = state.server
     if updates:
         with one_thread():
             server = phase.algorithm.server_update(server, fold(phase.algorithm, updates))
-    return replace(state, server=server, clients={client: tree for client, tree in kept.items() if tree}, round=1)
+    return replace(
+        state, server=server, clients={client: tree for client, tree in client_states.items() if tree}, round=1
+    )

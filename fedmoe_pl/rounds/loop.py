@@ -136,11 +136,11 @@ def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
         return
     state, written, failed = run.states[phase.name], dict[int, Any](), dict[int, Failure]()
     count_sent(phase.algorithm, state, plan, cohort, log)
-    for client, kept in plan.step_after_aggregation(state.server, cohort, state.clients, round):
-        if isinstance(kept, Failure):  # it keeps what it kept before this step
-            failed[client] = kept
+    for client, stepped in plan.step_after_aggregation(state.server, cohort, state.clients, round):
+        if isinstance(stepped, Failure):  # its state is that before this step
+            failed[client] = stepped
         else:
-            written.update(run.store.write(phase.name, STEPPED + round + 1, {client: kept}))
+            written.update(run.store.write(phase.name, STEPPED + round + 1, {client: stepped}))
     state.clients = run.store.updated(phase.name, state.clients, written)
     state.failed += len(failed)
     run.failures.stop(phase, state.round, failed)
@@ -152,8 +152,8 @@ def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: 
     if not overrides(phase.algorithm, "exchange"):
         return
     state, written = run.states[phase.name], dict[int, Any]()
-    for client, kept, sent, received in plan.exchange(state.server, state.clients, failed, round):
-        written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: kept}))
+    for client, client_state, sent, received in plan.exchange(state.server, state.clients, failed, round):
+        written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: client_state}))
         state.add_traffic("down", Traffic.of(sent))
         state.add_traffic("between_clients", Traffic.of(received))
         log.add("down", client, sent)

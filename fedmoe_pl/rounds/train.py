@@ -27,19 +27,16 @@ from fedmoe_pl.trees import Tree
 
 @dataclass(frozen=True)
 class Trained:
-    """The clients of a round after their training.
-
-    Attributes:
-        update: the combined update of those that answered; None if there are none, which an aggregation may allow.
-        clients: these clients.
-        failed: those that failed or dropped out.
-        client_states: the tensors that all clients keep now, by client.
-    """
+    """The clients of a round after their training."""
 
     update: Update | None
+    """The combined update of those that answered; None if there are none, which an aggregation may allow."""
     clients: list[int]
+    """Those that answered."""
     failed: list[int]
+    """Those that failed or dropped out."""
     client_states: Mapping[int, Tree]
+    """What all clients keep now."""
 
 
 def train_round(
@@ -50,10 +47,7 @@ def train_round(
     log: TransferLog,
     cohort: Sequence[int] | None = None,
 ) -> Trained:
-    """Trains the clients of the round; tries again if too few of them answer, and forgets what was computed.
-
-    What is sent and computed in each try counts.
-    """
+    """Trains the clients of the round; tries again if too few of them answer. What each try sends and computes counts."""
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
     poisson = aggregation is not None and aggregation.poisson_sampling
@@ -69,8 +63,8 @@ def train_round(
         answered = [client for client in clients if client not in failed]
         expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
         if len(answered) >= min(needed, len(expected)):
-            kept = run.store.updated(phase.name, state.clients, written)
-            return Trained(combined, answered, [*dropped, *failed], kept)
+            client_states = run.store.updated(phase.name, state.clients, written)
+            return Trained(combined, answered, [*dropped, *failed], client_states)
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
         if attempt == RETRIES:
