@@ -47,7 +47,7 @@ def train_round(
     log: TransferLog,
     cohort: Sequence[int] | None = None,
 ) -> Trained:
-    """Trains the clients of the round; tries again if too few of them answer. What each try sends and computes counts."""
+    """Trains the clients of the round; tries again if too few answer. What each try sends and computes counts."""
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
     poisson = aggregation is not None and aggregation.poisson_sampling
