@@ -11,7 +11,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.models import LinearGate
-from fedmoe_pl.setup.trained_parts import trained_names
+from fedmoe_pl.setup.check_run import trained_names
 
 MANY = 10**9
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -113,33 +115,28 @@ def test_slurm_requeues_the_job_which_continues_once(tmp_path, monkeypatch):
 
 
 SCRIPT = """
-import os, sys, time
-import torch
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+import sys, time
+sys.path.insert(0, sys.argv[4])
+from helpers.runs import WithDropout, data, federation
+from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.data import Digits
-from fedmoe_pl.models import SmallMLP
 
 class Hangs(PersonalizedMoE):
     def loss(self, batch):
-        if self._trainer is not None:
-            print("hangs", flush=True)
-            if sys.argv[1] == "uninterruptible":
-                while True:
-                    try:
-                        time.sleep(1000)
-                    except BaseException:
-                        pass
-            time.sleep(1000)
-        return super().loss(batch)
+        if self._trainer is None:
+            return super().loss(batch)
+        print("hangs", flush=True)
+        while True:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                if sys.argv[1] == "interruptible":
+                    raise
 
-federation = Federation(
-    [Phase("FedAvg", FedAvg("global_expert.*"))], trainer={"accelerator": "cpu", "devices": int(sys.argv[2])},
-    backend=TrainerBackend(), logger=False, default_root_dir=sys.argv[3], enable_progress_bar=False,
-)
-model = Hangs(SmallMLP(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-federation.fit(model, Digits(num_clients=3))
+trainer = {"accelerator": "cpu", "devices": int(sys.argv[2])}
+run = federation(sys.argv[3], [Phase("FedAvg", FedAvg())], trainer=trainer, backend=TrainerBackend())
+run.fit(Hangs(WithDropout()), data())
 """
 
 
@@ -148,15 +145,10 @@ federation.fit(model, Digits(num_clients=3))
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_ends_within_seconds(how, devices, signum, tmp_path):
-    command = [sys.executable, "-c", SCRIPT, how, str(devices), str(tmp_path)]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
+    command = [sys.executable, "-c", SCRIPT, how, str(devices), str(tmp_path), str(Path(__file__).parents[1])]
+    usual = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=usual, **pipes) as process:
         assert process.stdout.readline() == "hangs\n"
         start = time.monotonic()
         process.send_signal(signum)

@@ -97,15 +97,6 @@ def test_a_run_that_was_killed_goes_on_with_the_same_random_transforms(whole, tm
     assert result(resumed)[1] == result(whole)[1]
 
 
-def test_other_samples_are_other_data(whole, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)]).fit(model(), data())
-    other = data()
-    other.eval_dataset = [(x + 1, y) for x, y in images()]
-    with pytest.raises(MisconfigurationException, match="a run with another partition"):
-        federation(tmp_path, phases()).fit(model(), other, ckpt_path="last")
-
-
 @pytest.mark.parametrize(("module", "algorithm"), [(WordModel, FedAvg), (WordLoss, FedProx)])
 def test_a_module_of_dict_batches_is_trained_and_evaluated(module, algorithm, tmp_path):
     words = FromDataModule(DictData(), targets="label", num_clients=3, validation_fraction=0.2, test_fraction=0.2)
