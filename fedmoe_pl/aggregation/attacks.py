@@ -32,9 +32,6 @@ class InnerProductManipulation(Attack):
 
     Args:
         scale: the factor.
-
-    Raises:
-        MisconfigurationException: if ``scale`` is not above 0.
     """
 
     def __init__(self, scale: float = 2.0) -> None:
@@ -66,9 +63,6 @@ class GaussianNoise(Attack):
 
     Args:
         std: standard deviation of each coordinate.
-
-    Raises:
-        MisconfigurationException: if ``std`` is not above 0.
     """
 
     def __init__(self, std: float = 1.0) -> None:

@@ -53,9 +53,6 @@ class DifferentialPrivacy(Aggregation):
         max_norm_lr: learning rate of ``max_norm``.
         bit_noise: standard deviation of the noise that is added to the sum of the bits; None is the expected number of
             clients over 20.
-
-    Raises:
-        MisconfigurationException: if a value is out of range.
     """
 
     poisson_sampling = True

@@ -48,9 +48,6 @@ class TrimmedMean(RobustAggregation):
 
     Args:
         num_byzantine: f, the largest number of attackers in a round; at least 2 f + 1 clients must train in it.
-
-    Raises:
-        MisconfigurationException: if ``num_byzantine`` is out of range.
     """
 
     def __init__(self, num_byzantine: int) -> None:
@@ -89,9 +86,6 @@ class MultiKrum(RobustAggregation):
     Args:
         num_byzantine: f, the largest number of attackers in a round; at least 2 f + 3 clients must train in it.
         num_selected: how many vectors with the lowest scores are averaged: 1 is Krum. None is n - f.
-
-    Raises:
-        MisconfigurationException: if ``num_byzantine`` or ``num_selected`` is out of range.
     """
 
     def __init__(self, num_byzantine: int, num_selected: int | None = None) -> None:
@@ -118,9 +112,6 @@ class CenteredClipping(RobustAggregation):
     Args:
         max_norm: tau, the largest distance from the center.
         iterations: number of steps.
-
-    Raises:
-        MisconfigurationException: if ``max_norm`` or ``iterations`` is out of range.
     """
 
     def __init__(self, max_norm: float, iterations: int = 3) -> None:
@@ -146,9 +137,6 @@ class NearestNeighborMixing(RobustAggregation):
     Args:
         aggregation: aggregates the mixed vectors.
         num_byzantine: f, the largest number of attackers in a round.
-
-    Raises:
-        MisconfigurationException: if ``num_byzantine`` is out of range.
     """
 
     def __init__(self, aggregation: RobustAggregation, num_byzantine: int) -> None:
@@ -172,9 +160,6 @@ class Bucketing(RobustAggregation):
     Args:
         aggregation: aggregates the means.
         size: number of vectors in a bucket; the last one may have fewer.
-
-    Raises:
-        MisconfigurationException: if ``size`` is out of range.
     """
 
     def __init__(self, aggregation: RobustAggregation, size: int = 2) -> None:

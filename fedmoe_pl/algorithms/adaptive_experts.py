@@ -25,9 +25,8 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants
-from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.shared.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
-from fedmoe_pl.trees import Tree, check_names, load_tree
+from fedmoe_pl.trees import Tree, load_tree
 
 
 class FineTunedCluster(Algorithm):
@@ -44,16 +43,10 @@ class FineTunedCluster(Algorithm):
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
         super().__init__(trainable=trainable)
 
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the cluster models."""
-        return isinstance(earlier, EpsilonGreedyIFCA)
-
     def check(self, module: LightningModule) -> None:
-        """Refuses other models, gates that use more than the first expert, and patterns that match nothing of it."""
+        """Refuses other models, and gates that use more than the first expert."""
         check_first_place(module)
         super().check(module)
-        names = [name for name in module.state_dict() if name.startswith("global_experts.0.")]
-        self.trainable.check(names, "FineTunedCluster: trainable", "the chosen cluster's model, global_experts.0")
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Chooses the cluster before the first round in which the client trains."""
@@ -82,13 +75,3 @@ class ClusterMixture(Algorithm):
     def __init__(self, trainable: str | list[str] = "gate.*", frozen_train_mode: bool = False) -> None:
         super().__init__(trainable=trainable)
         self.frozen_train_mode = frozen_train_mode
-
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the cluster models, and from the local experts that clients kept."""
-        return isinstance(earlier, EpsilonGreedyIFCA)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses other models, and patterns that match nothing."""
-        experts_of(module)
-        check_names(module)
-        self.trainable.check([*module.state_dict(), "gate."], "ClusterMixture: trainable")  # the gate may be fixed

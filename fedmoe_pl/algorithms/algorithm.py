@@ -8,15 +8,16 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, LossAndMetrics, Update
-from fedmoe_pl.checks import check_choice
+from fedmoe_pl.algorithms.consent import OptOut
+from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
     Patterns,
@@ -44,6 +45,7 @@ Need = Literal[
     "fresh_optimizers",
     "own_server_step",
     "fixed_rounds",
+    "fixed_gate",
 ]
 """What an algorithm may need, see ``needs`` of :class:`Algorithm`."""
 
@@ -59,14 +61,17 @@ class Algorithm:
         trainable: glob patterns of the parameters that are trained.
         weighting: what updates weigh in the average, see :data:`Weighting`.
 
+    Raises:
+        InvalidArgumentError: like all algorithms and aggregations, if an argument is out of its range.
+
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
         evaluated_after: the part of a round after which the paper evaluates clients' models, and so does a phase that
-            does not say otherwise. Without aggregation, it is always their local training.
+            does not say otherwise. If clients train alone, it is always their local training.
         gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
-        server_begin_asks_clients: whether a ``server_begin`` of its own needs clients' data or tensors on its machine.
+        opt_out: clients and samples that influence nothing that leaves a client; none by default.
         needs: what it needs; a phase that lacks some of it is refused before any training.
 
             * ``all_clients``: that all clients train in every round.
@@ -81,6 +86,8 @@ class Algorithm:
               because the server sends changes of parameters.
             * ``fixed_rounds``: that the phase's number of rounds (``client.rounds``), on which its rounds depend, stays
               the same, so that a run cannot be continued with more.
+            * ``fixed_gate``: that the module's gate has no parameters, because it trains experts apart from the gate;
+              an algorithm whose ``expert`` is empty, so that it trains the whole module, takes any.
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
@@ -89,13 +96,26 @@ class Algorithm:
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
         computed_parts: the parts that ``personal_tensors`` computes for a client's predictions, and that nobody keeps:
             a phase that starts from this one gets others. An empty name is that of the whole module.
+        exchanged: prefixes of the names of tensors that may go to other clients in an ``exchange``. A client gives no
+            other tensor, whoever asks for it.
+        client_request: an optional hook ``(client_id, state)``: the tree that a client sends to ask for tensors, such
+            as experts, given what it kept. Without it, clients ask for nothing.
+        exchange: an optional hook ``(server, clients, round)`` at the end of a round, given the server's new state and
+            the ids of the clients that take part: those that keep anything, without those that failed. It yields a
+            client, the tensors that the server sends it, and by sender's id the parts of modules, such as
+            ``experts.3``, that it receives from other clients as they are after local training. Clients keep all
+            tensors of such parts, and ``exchanged`` declares them.
+        predictor: an optional hook ``(client, server)``: how a client predicts, a function from samples (n, ...) to
+            scores (n, C), such as the nearest prototype. It is evaluated without gradients. The client's module has the
+            tensors that it would use now, in eval mode, on the device of the samples; other tensors are on the CPU.
+            Without it, clients predict with their module.
     """
 
     federated: bool = True
     evaluated_after: EvaluationPoint = "aggregation"
     gate_starts_anew: bool = False
     frozen_train_mode: bool = False
-    server_begin_asks_clients: bool = True
+    opt_out: OptOut = OptOut()
     needs: tuple[Need, ...] = ()
     predicts_with_local_expert: bool = False
     message_period: int = 1
@@ -103,6 +123,10 @@ class Algorithm:
     needed_parts: Sequence[str] = ()
     copied_parts: Mapping[str, str] = MappingProxyType({})
     computed_parts: Sequence[str] = ()
+    exchanged: tuple[str, ...] = ()
+    client_request: Callable[..., Tree] | None = None
+    exchange: Callable[..., Exchange] | None = None
+    predictor: Callable[..., Callable[[Tensor], Tensor]] | None = None
 
     def __init__(
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
@@ -115,22 +139,23 @@ class Algorithm:
     def check(self, module: LightningModule) -> None:
         """Refuses a module that the algorithm cannot train; called before any training.
 
-        By default, these are one in which a pattern of ``shared`` or ``trainable`` matches no tensor, and one with a
-        tensor whose name contains a "/".
+        By default, these are one in which a pattern of ``shared`` or ``trainable`` matches no tensor, one with a tensor
+        whose name contains a "/", and one that lacks some of ``needed_parts``, or has others than ``copied_parts``.
         """
         check_names(module)
-        self.shared.check(module.state_dict(), f"{type(self).__name__}: shared")
-        self.trainable.check(module.state_dict(), f"{type(self).__name__}: trainable")
-
-    def follows(self, earlier: Algorithm) -> bool:
-        """Whether a phase of this algorithm starts from a phase of the algorithm ``earlier``, if it names no ``start``.
-
-        By default, one with ``needed_parts`` follows a federated phase. Without them, it has the initial model.
-        """
-        return bool(self.needed_parts) and earlier.federated
+        check_copies(module, self.copied_parts)
+        for part in self.needed_parts:
+            module.get_submodule(part)
+        names = [*module.state_dict()]
+        self.shared.check(names, f"{type(self).__name__}: shared")
+        if hasattr(module, "gate"):  # a fixed one has no parameters
+            names.append("gate.")
+        self.trainable.check(names, f"{type(self).__name__}: trainable")
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """What a phase with ``needed_parts`` lacks in the phases it starts from: by default, a federated phase.
+
+        Without a ``start`` of its own, such a phase starts from the last one that alone lacks nothing.
 
         Args:
             earlier: the algorithm of the phase that ``start`` names, of the one which that phase starts from, and so
@@ -141,14 +166,6 @@ class Algorithm:
             Words for the refusal, such as "a phase of Local"; empty if nothing is missing.
         """
         return "" if any(other.federated for other in earlier) else "a federated phase"
-
-    def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
-        """Ids of the clients from which each round's cohort is drawn, which may depend on the run's seed; all here."""
-        return clients
-
-    def opted_in(self, client_id: int, samples: Tensor, seed: int, validation: bool = False) -> Tensor:
-        """Training or validation samples of a participant that may influence what leaves it; by default, all."""
-        return samples
 
     def is_shared(self, name: str) -> bool:
         """Whether clients send the parameter or buffer to the server: ``shared`` matches its name."""
@@ -175,17 +192,13 @@ class Algorithm:
         """
         return server
 
-    def client_request(self, client_id: int, state: Tree) -> Tree:
-        """What a client sends to ask for tensors, such as experts, given what it kept; by default nothing."""
-        return {}
-
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The tensors that a client receives, given its request; by default the server's whole state."""
         return server
 
     def client_samples(self, client: Client) -> Tensor:
         """Indices of the samples that the client trains on in this round; by default, all that are opted in."""
-        return self.opted_in(client.id, client.samples, client.seed)
+        return self.opt_out.opted_in(client.id, client.samples, client.seed)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors that were sent and kept, and draws a new gate if ``gate_starts_anew``.
@@ -211,18 +224,15 @@ class Algorithm:
         return module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
 
     def client_final(self, client: Client, constants: Constants) -> Update:
-        """The tensors that the client sends and keeps after its training, and its weight, as ``weighting`` says."""
+        """The tensors that the client sends and keeps after its training, and its weight, as ``weighting`` says.
+
+        By default, it sends those that are shared, and keeps others that have changed. Any machine that knows the
+        client's number of samples can compute the weight: the server of a deployed federation leaves out updates with
+        another one.
+        """
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
-        weight = self.client_weight(client.id, client.samples, client.seed)
-        return Update(sent, weight, self.private_tensors(client))
-
-    def client_weight(self, client_id: int, samples: Tensor, seed: int) -> float:
-        """The weight of a client's update, which any machine that knows the number of its samples can compute.
-
-        The server of a deployed federation leaves out updates with another weight.
-        """
-        return len(self.opted_in(client_id, samples, seed)) if self.weighting == "samples" else 1
+        return Update(sent, weight_of(self, client.id, client.samples, client.seed), private_tensors(self, client))
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """Why a client cannot have made an update, in words such as "has no gate.bias"; empty if it can.
@@ -232,21 +242,12 @@ class Algorithm:
 
         Args:
             client_id: the client's id.
-            update: its update, of finite values, with the weight that ``client_weight`` gives; tensors of the module
-                have the shapes and data types that they have there.
+            update: its update, of finite values, with the weight of its samples; tensors of the module have the shapes
+                and data types that they have there.
             initial: the phase's initial tensors of the client's module.
             datamodule: stands for the data of all clients: how many samples and classes there are.
         """
-        return problem_of_shapes(update.sent, self.shapes_of_shared(initial))
-
-    def shapes_of_shared(self, tensors: Tree) -> dict[str, Sequence[int | None]]:
-        """The shapes of those tensors of a module that clients send, by name."""
-        return {name: tensor.shape for name, tensor in tensors.items() if self.is_shared(name)}
-
-    def private_tensors(self, client: Client) -> Tree:
-        """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""
-        private = {name: tensor for name, tensor in client.module.state_dict().items() if not self.is_shared(name)}
-        return changed(private, client.loaded, client.state) | of_algorithm(client.state)
+        return problem_of_shapes(update.sent, shapes_of_shared(self, initial))
 
     def combine(self, a: Update, b: Update) -> Update:
         """Folds two updates into one; by default, their weighted mean, so that only one model is in memory.
@@ -260,47 +261,17 @@ class Algorithm:
         """The server's next state."""
         return {**server, **combined.sent}
 
-    def is_over(self, server: Tree) -> bool:
-        """Whether the phase ends before its last round, given the state after a round: no, by default."""
-        return False
+    def server_final(self, server: Tree, is_last: bool) -> Tree | None:
+        """The phase's result, given the server's state after a round; None if the phase goes on.
 
-    def server_final(self, server: Tree) -> Tree:
-        """The server's state as the phase's result: after its last round, by default unchanged."""
-        return server
+        By default, it is the state after the last round, unchanged. A phase may also end before: ``is_last`` says
+        whether it would go on.
+        """
+        return server if is_last else None
 
     def server_of_new_clients(self, server: Tree) -> Tree:
         """The final state for new clients: removes per-client state. The default returns it unchanged."""
         return server
-
-    def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:
-        """The tensors that a client of the round keeps after a step of its own on the new server's state.
-
-        By default, it takes no such step. If this is overridden, the client receives the server's state once more,
-        which is ``sent``; its module is the one that it would use now, on the CPU.
-        """
-        return client.state
-
-    def is_exchanged(self, name: str, round: int) -> bool:
-        """Whether a tensor that a client keeps may go to other clients at the end of a round; by default, none does.
-
-        A client gives an exchange no other tensor, whoever asks for it.
-        """
-        return False
-
-    def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
-        """Says what clients receive at the end of a round, from the server and from each other; by default nothing.
-
-        Args:
-            server: the server's state after this round.
-            clients: ids of the clients that take part: those that keep anything, without those that failed.
-            round: the round, counted from 0.
-
-        Yields:
-            A client, the tensors that the server sends it, and by sender's id the parts of modules, such as
-            ``experts.3``, that it receives from other clients as they are after local training. Clients keep all
-            tensors of such parts, and ``is_exchanged`` declares them.
-        """
-        yield from ()
 
     def client_exchange(self, client_id: int, state: Tree, sent: Tree) -> Tree:
         """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
@@ -315,26 +286,62 @@ class Algorithm:
 
         The client has the phase's module with its initial tensors.
         """
-        return of_module({**self.received(server, client.id, client.state), **client.state})
+        return of_module({**received(self, server, client.id, client.state), **client.state})
 
-    def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
-        """How a client predicts, from samples (n, ...) to scores (n, C); by default its module's forward pass.
 
-        Another one may for instance find the nearest prototype. It is evaluated without gradients. The client's module
-        has the tensors that it would use now, in eval mode, on the device of the samples; other tensors are on the CPU.
-        """
-        return client.module
+def check_copies(module: LightningModule, parts: Mapping[str, str]) -> None:
+    """Refuses a part that cannot start as a copy of another one; ``parts`` has the original of each."""
+    shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    for part, original in parts.items():
+        copied = copies_of_parts(shapes, {part: original})
+        if not copied or copied != {name: shape for name, shape in shapes.items() if name.startswith(f"{part}.")}:
+            because = f"it starts as a copy of {original}; leave {part} out to get this"
+            allowed = f"of the architecture of {original}"
+            raise InvalidArgumentError(module, part, getattr(module, part, None), allowed, because)
 
-    @property
-    def aggregates(self) -> bool:
-        """Whether the server combines what clients send; by default, if they share anything."""
-        return self.federated
 
-    @property
-    def has_predictor(self) -> bool:
-        """Whether clients predict with more than their module; by default, if ``predictor`` is overridden."""
-        return type(self).predictor is not Algorithm.predictor
+def received(algorithm: Algorithm, server: Tree, client_id: int, state: Tree) -> Tree:
+    """The tensors that a client receives in answer to its request."""
+    request = {} if algorithm.client_request is None else algorithm.client_request(client_id, state)
+    return algorithm.server_send(server, client_id, request)
 
-    def received(self, server: Tree, client_id: int, state: Tree) -> Tree:
-        """The tensors that a client receives in answer to its request."""
-        return self.server_send(server, client_id, self.client_request(client_id, state))
+
+def weight_of(algorithm: Algorithm, client_id: int, samples: Tensor, seed: int) -> float:
+    """The weight of a client's update, given its training samples."""
+    return len(algorithm.opt_out.opted_in(client_id, samples, seed)) if algorithm.weighting == "samples" else 1
+
+
+def private_tensors(algorithm: Algorithm, client: Client) -> Tree:
+    """The changed tensors of a client's module that it does not share, and the algorithm's own that it keeps."""
+    private = {name: tensor for name, tensor in client.module.state_dict().items() if not algorithm.is_shared(name)}
+    return changed(private, client.loaded, client.state) | of_algorithm(client.state)
+
+
+def shapes_of_shared(algorithm: Algorithm, tensors: Tree) -> dict[str, Sequence[int | None]]:
+    """The shapes of those tensors of a module that clients send, by name."""
+    return {name: tensor.shape for name, tensor in tensors.items() if algorithm.is_shared(name)}
+
+
+def asks_clients(algorithm: Algorithm, server: Tree) -> bool:
+    """Whether ``server_begin`` uses more of the clients than their number of rounds; also if it fails otherwise."""
+    nobody = SimpleNamespace(id=0, round=0, rounds=1, rounds_before=0, seed=0)
+    try:
+        algorithm.server_begin(server, [nobody])  # pyright: ignore[reportArgumentType]
+    except Exception:
+        return True
+    return False
+
+
+def overrides(algorithm: Algorithm, hook: str) -> bool:
+    """Whether the algorithm has a hook of its own in place of the default."""
+    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
+
+
+def chooses_model(algorithm: Algorithm) -> bool:
+    """Whether clients' models may differ although all received the same tensors and kept none."""
+    return overrides(algorithm, "personal_tensors")
+
+
+def needs_server_state(algorithm: Algorithm) -> bool:
+    """Whether a client's model, or how it predicts, may follow from more than what the client received and kept."""
+    return chooses_model(algorithm) or algorithm.predictor is not None

@@ -49,14 +49,10 @@ class APFL(PersonalModel):
 
     Args:
         alpha: weight of ``v``, from 0 to 1, at first or, if ``alpha_lr`` is 0, always. 0 is FedAvg, 1 is ``Local``.
-        alpha_lr: step size of each client's own ``alpha``, along the derivative of its mean loss, at the start of every
-            round; ``alpha`` stays between 0 and 1.
+        alpha_lr: step size, at least 0, of each client's own ``alpha``, along the derivative of its mean loss, at the
+            start of every round; ``alpha`` stays between 0 and 1.
         weighting: ``uniform`` gives all clients the same weight, as in the paper; ``samples`` weighs a client's ``w``
             by its number of training samples.
-
-    Raises:
-        MisconfigurationException: if ``alpha`` is not from 0 to 1, ``alpha_lr`` is below 0, or ``weighting`` is neither
-            of these.
     """
 
     computed_parts = ("local_expert",)

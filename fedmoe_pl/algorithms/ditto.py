@@ -35,12 +35,9 @@ class Ditto(PersonalModel):
     ``LocalOnly`` evaluates ``v``.
 
     Args:
-        weight: lambda, the weight of the term; with 0, ``v`` is trained as in ``Local``.
+        weight: lambda, the weight of the term, at least 0; with 0, ``v`` is trained as in ``Local``.
         weighting: ``uniform`` gives all clients the same weight, as in the paper; ``samples`` weighs a client's ``w``
             by its number of training samples.
-
-    Raises:
-        MisconfigurationException: if ``weight`` is below 0, or ``weighting`` is neither of these.
     """
 
     def __init__(self, weight: float = 1.0, weighting: Weighting = "uniform") -> None:

@@ -35,7 +35,6 @@ from fedmoe_pl.algorithms.shared.class_means import (
     rows_of_labels,
 )
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss
-from fedmoe_pl.algorithms.shared.requirements import check_only_expert
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, subtree, with_prefix
@@ -56,15 +55,12 @@ class FD(Algorithm):
 
     Args:
         expert: name of the expert that is trained, such as ``local_expert``; empty for the module itself.
-        weight: weight of the distance; 0 is Local.
+        weight: weight of the distance, at least 0, which is Local.
         outputs: ``probabilities`` shares softmax outputs, and the distance is the cross-entropy with them as targets;
             ``logits`` shares logits, and the distance is the mean squared error.
-
-    Raises:
-        MisconfigurationException: if ``weight`` is below 0, or ``outputs`` is neither of these.
     """
 
-    needs = ("classes",)
+    needs = ("classes", "fixed_gate")
 
     def __init__(self, expert: str = "global_expert", weight: float = 0.1, outputs: Outputs = "probabilities") -> None:
         check_number(self, "weight", weight, least=0)
@@ -73,11 +69,6 @@ class FD(Algorithm):
         self.expert = expert
         self.weight = weight
         self.outputs = outputs
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert, and a trained gate."""
-        check_only_expert(self, module, self.expert)
-        super().check(module)
 
     def is_shared(self, name: str) -> bool:
         """No parameter."""
@@ -114,10 +105,11 @@ class FD(Algorithm):
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the mean outputs of its classes, and keeps them with its model."""
+        update = super().client_final(client, constants)
         outputs = class_means(client, self._outputs, _OUTPUTS, per_client=True)
         remembered = with_prefix(subtree(outputs, _OUTPUTS), _OWN)
         sender = {f"{_SENDERS}{client.id}": torch.empty(0)}  # the server knows who sent
-        return Update(outputs | sender, 1, self.private_tensors(client) | remembered)
+        return Update(outputs | sender, update.weight, update.state | remembered)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The mean outputs, each of one client, and the sender."""

@@ -18,13 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import LightningModule
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import expert_prefix, floor_of_share, logits_loss
-from fedmoe_pl.algorithms.shared.requirements import check_only_expert
+from fedmoe_pl.algorithms.consent import floor_of_share
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss
 from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
@@ -45,16 +44,13 @@ class FedALA(Algorithm):
         expert: name of the expert in the module, all of whose tensors are averaged; empty for the module itself.
         last_parameters: number of the expert's last parameters that are mixed, where the weight and the bias of a layer
             count as two; 0 for all. The others are the received ones.
-        eta: the rate at which ``W`` is learned; with 0, it is FedAvg.
-        sample_share: size of the slice as a share of the client's samples.
+        eta: the rate at which ``W`` is learned, at least 0, with which it is FedAvg.
+        sample_share: size of the slice as a share of the client's samples, above 0 and at most 1.
         max_passes: limit of the passes over the slice when ``W`` is learned for the first time; later, there is one.
         batch_size: samples in a step of ``W``; None for the data module's batch size.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range.
     """
 
-    needs = ("loss_of_outputs",)
+    needs = ("loss_of_outputs", "fixed_gate")
 
     def __init__(
         self,
@@ -79,11 +75,6 @@ class FedALA(Algorithm):
         self.sample_share = sample_share
         self.max_passes = max_passes
         self.batch_size = batch_size
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert, and a trained gate."""
-        check_only_expert(self, module, self.expert)
-        super().check(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the mixture of the received and the local model."""

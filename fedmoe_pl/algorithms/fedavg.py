@@ -14,9 +14,6 @@ class FedAvg(Algorithm):
         weighting: ``samples`` weighs a client by its number of training samples, as in FedAvg; ``uniform`` gives all
             clients the same weight, as in Eq. (1) and the code of PFL-MoE.
 
-    Raises:
-        MisconfigurationException: if ``weighting`` is neither of these.
-
     Example:
         >>> FedAvg(shared="global_expert.*").is_shared("local_expert.classifier.0.weight")
         False

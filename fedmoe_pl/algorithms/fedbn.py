@@ -23,9 +23,6 @@ class FedBN(Algorithm):
             normalization.
         weighting: ``uniform`` gives all clients the same weight, as in the paper and its code; ``samples`` weighs a
             client by its number of training samples.
-
-    Raises:
-        MisconfigurationException: if ``weighting`` is neither of these.
     """
 
     def __init__(self, shared: str | list[str] = "*", weighting: Weighting = "uniform") -> None:

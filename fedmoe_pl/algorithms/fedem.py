@@ -12,11 +12,9 @@ new clients         estimate pi until it converges         one estimate per eval
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import SparseMoE
 
 
@@ -28,15 +26,6 @@ class FedEM(ExpectationMaximization):
     every network over the clients of the round, by their numbers of samples and not by their weights. Clients that are
     not in the round keep the weights of their last one. Newcomers estimate only their weights.
     """
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses other models, and an embedding with parameters."""
-        super().check(module)
-        assert isinstance(module, SparseMoE)
-        if [*module.embedding.parameters()]:
-            because = "FedEM has no shared parameters; PFedMM trains an embedding"
-            allowed = "a torch.nn.Identity or another module without parameters"
-            raise InvalidArgumentError(module, "embedding", module.embedding, allowed, because)
 
     def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
         """The inputs."""

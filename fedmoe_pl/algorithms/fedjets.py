@@ -48,9 +48,6 @@ class FedJETs(SharedExperts):
         anchors: whether each expert has an anchor client. It trains this expert in every round for which it is drawn,
             as any client is, and its loss has the term ``-log p(expert|x)``, so that the gate chooses it. The server
             needs to know all clients' class shares.
-
-    Raises:
-        MisconfigurationException: if ``experts_per_client`` is below 1.
     """
 
     needed_parts = ("embedding", "experts")
@@ -120,14 +117,7 @@ def _number_of_experts(server: Tree) -> int:
 
 
 def most_distant(shares: Tensor, number: int) -> Tensor:
-    """Chooses rows greedily: the one that is farthest from the mean, then always the farthest from those chosen.
-
-    Args:
-        shares: class shares of the clients, shape (clients, C).
-        number: how many to choose; all rows if there are fewer.
-
-    Returns:
-        Indices of the rows, shape (number,); of equally distant ones, the first.
+    """The rows (clients, C) that are farthest from the mean, then from those chosen; of equal ones, the first.
 
     Example:
         >>> most_distant(torch.tensor([[0.6, 0.4], [1.0, 0.0], [0.0, 1.0], [0.9, 0.1]]), 2)

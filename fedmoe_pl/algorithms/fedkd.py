@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
-from fedmoe_pl.algorithms.shared.low_rank import compressed, expanded
 from fedmoe_pl.algorithms.shared.parts import (
     both_logits,
     distillation_loss,
@@ -34,7 +33,6 @@ from fedmoe_pl.algorithms.shared.parts import (
     mean_of_labelled,
     split_expert,
 )
-from fedmoe_pl.algorithms.shared.requirements import check_both_experts, check_fixed_gate
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
@@ -66,19 +64,15 @@ class FedKD(Algorithm):
     no factors.
 
     Args:
-        energy_start: share of the squared singular values that an update keeps, before the first round.
+        energy_start: share of the squared singular values, above 0, that an update keeps, before the first round.
         energy_end: the same in the last round, with a linear change in between. If both are 1, nothing is compressed.
         hidden_states: whether the losses have the squared distance between the features of both models, which must
             have the same shape.
         shared: glob patterns of the parameters and buffers that are averaged.
         weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
-
-    Raises:
-        MisconfigurationException: if an energy is not above 0 and at most 1, or ``weighting`` is unknown.
     """
 
-    needs = ("all_clients", "classes", "own_server_step")
-    server_begin_asks_clients = False
+    needs = ("all_clients", "classes", "own_server_step", "fixed_gate")
     predicts_with_local_expert = True
 
     def __init__(
@@ -91,18 +85,12 @@ class FedKD(Algorithm):
     ) -> None:
         check_number(self, "energy_start", energy_start, above=0, most=1)
         check_number(self, "energy_end", energy_end, above=0, most=1)
-        super().__init__(shared, weighting=weighting)
+        super().__init__(shared, ["global_expert.*", "local_expert.*"], weighting)
         if energy_start != energy_end:
             self.needs += ("fixed_rounds",)
         self.energy_start = energy_start
         self.energy_end = energy_end
         self.hidden_states = hidden_states
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing, a module without two experts that fit the loss, and a trained gate."""
-        check_both_experts(self, module, splits=self.hidden_states)
-        check_fixed_gate(self, module)
-        super().check(module)
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """Counts the rounds from here on."""
@@ -164,9 +152,9 @@ class FedKD(Algorithm):
         counted = {_ROUNDS: server[_ROUNDS] + torch.tensor([1, 0])}
         return {**_added(server, change), **change, **counted, **_senders(combined.sent)}
 
-    def server_final(self, server: Tree) -> Tree:
+    def server_final(self, server: Tree, is_last: bool) -> Tree | None:
         """The student alone, which is complete."""
-        return of_module(server)
+        return of_module(server) if is_last else None
 
     def server_of_new_clients(self, server: Tree) -> Tree:
         """The student, because new clients have none to which they could add an update."""
@@ -208,3 +196,50 @@ def _added(student: Tree, received: Tree) -> Tree:
     """The student's tensors with the received update added."""
     changes = _changes(received)
     return {name: student[name] + change.reshape_as(student[name]) for name, change in changes.items()}
+
+
+def compressed(tree: Mapping[str, Tensor], energy: float) -> Tree:
+    """Replaces each matrix by the factors of its truncated singular value decomposition, if these are smaller.
+
+    A tensor (m, ...) is a matrix with m rows. The factors ``<name>/u`` (m, r), ``<name>/s`` (r,) and ``<name>/v``
+    (r, n) keep at least the share ``energy`` of the squared singular values; 1 compresses nothing.
+
+    Example:
+        >>> {name: tuple(factor.shape) for name, factor in compressed({"w": torch.ones(4, 3, 2)}, 0.95).items()}
+        {'w/u': (4, 1), 'w/s': (1,), 'w/v': (1, 6)}
+    """
+    result: Tree = {}
+    for name, tensor in tree.items():
+        matrix = tensor.flatten(1) if tensor.ndim > 1 else tensor
+        factors = _factors(matrix, energy) if tensor.ndim > 1 and energy < 1 and matrix.isfinite().all() else {}
+        if factors and sum(factor.numel() for factor in factors.values()) < matrix.numel():
+            result |= {f"{name}/{factor}": values for factor, values in factors.items()}
+        else:
+            result[name] = matrix
+    return result
+
+
+def expanded(tree: Mapping[str, Tensor]) -> Tree:
+    """The tensors of a compressed tree: matrices (m, n), of which those with factors are their products.
+
+    Example:
+        >>> expanded({"w/u": torch.ones(2, 1), "w/s": torch.tensor([3.0]), "w/v": torch.ones(1, 2)})
+        {'w': tensor([[3., 3.],
+                [3., 3.]])}
+    """
+    result: Tree = {}
+    for name, tensor in tree.items():
+        whole, _, factor = name.rpartition("/")
+        if not whole:
+            result[name] = tensor
+        elif factor == "u":
+            result[whole] = (tensor * tree[f"{whole}/s"]) @ tree[f"{whole}/v"]
+    return result
+
+
+def _factors(matrix: Tensor, energy: float) -> Tree:
+    """The truncated singular value decomposition of a matrix."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    reached = s.double().square().cumsum(0)
+    rank = min(int((reached < energy * reached[-1]).sum()) + 1, len(s))
+    return {"u": u[:, :rank].clone(), "s": s[:rank].clone(), "v": v[:rank].clone()}

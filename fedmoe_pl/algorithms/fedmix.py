@@ -40,11 +40,8 @@ class FedMix(SharedExperts):
 
     Args:
         experts_per_client: number of experts that a client trains.
-        entropy_weight: weight of the entropy of the gate's mean weights over a batch; more of it uses the experts more
-            equally.
-
-    Raises:
-        MisconfigurationException: if ``experts_per_client`` is below 1, or ``entropy_weight`` below 0.
+        entropy_weight: weight, at least 0, of the entropy of the gate's mean weights over a batch; more of it uses the
+            experts more equally.
     """
 
     def __init__(self, experts_per_client: int = 2, entropy_weight: float = 0.1) -> None:

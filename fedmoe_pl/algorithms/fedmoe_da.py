@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -72,9 +72,6 @@ class FedMoEDA(Algorithm):
         shared_init: whether gates and experts start with the same parameters on all clients; otherwise every client
             draws its own.
         trainable: glob patterns of the parameters that are trained. An embedding that is not trained is not sent.
-
-    Raises:
-        MisconfigurationException: if ``top_p``, ``interval`` or ``temperature`` is out of range.
     """
 
     needs = ("all_clients",)
@@ -98,6 +95,7 @@ class FedMoEDA(Algorithm):
         check_choice(self, "similarity", similarity, ("proxies", "updates"))
         super().__init__(trainable=trainable, weighting="uniform")
         self.top_p: int | Literal["all"] = top_p
+        self.exchanged = () if top_p == 0 else ("experts.",)
         self.interval = self.message_period = interval
         self.temperature = temperature
         self.similarity: Literal["proxies", "updates"] = similarity
@@ -153,7 +151,7 @@ class FedMoEDA(Algorithm):
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The embedding, in update rounds also a row for each of the client's experts."""
-        shapes, proxies = self.shapes_of_shared(initial), f"{_PROXIES}{client_id}"
+        shapes, proxies = shapes_of_shared(self, initial), f"{_PROXIES}{client_id}"
         if proxies in update.sent:
             shapes[proxies] = (sum(name.startswith("gate.proxies.") for name in initial), None)
         return problem_of_shapes(update.sent, shapes)
@@ -187,10 +185,6 @@ class FedMoEDA(Algorithm):
     def server_of_new_clients(self, server: Tree) -> Tree:
         """The embedding: the rows of the matrix belong to the federation's clients."""
         return of_module(server)
-
-    def is_exchanged(self, name: str, round: int) -> bool:
-        """The experts, once there is a matrix to average them with."""
-        return self.top_p != 0 and (round > 0 or self.sync_matrix) and name.startswith("experts.")
 
     def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
         """Step 3: the client's rows of the matrix, and the experts of other clients in them, each once."""
@@ -236,17 +230,10 @@ def aggregation_matrix(server: Tree) -> tuple[Tensor, Tensor] | None:
 def aggregation_rows(
     proxies: Tensor, top_p: int | Literal["all"], temperature: float = 1.0, owners: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts that each expert is averaged with, and their weights (Eq. 9).
+    """The experts that each expert is averaged with, itself first, and their weights (Eq. 9), both (experts, P + 1).
 
-    Args:
-        proxies: one row per expert, shape (experts, features).
-        top_p: number P of other experts, chosen by the largest cosine of their proxies; of equal ones, the first.
-        temperature: divides the cosines before the softmax over the chosen experts.
-        owners: client of every expert, shape (experts,), to exclude other experts of the same client.
-
-    Returns:
-        Indices and weights, both (experts, P + 1); each expert itself comes first. Weights add up to 1; they are 0 for
-        want of other experts.
+    ``owners`` are the clients of the experts (experts,), if no other experts of the same client count; weights are 0
+    for want of other experts.
     """
     unit = F.normalize(proxies.double(), dim=1)
     # rounded, so that cosines that differ only by the order of their sums are equal

@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, LossAndMetrics, Update
 from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
@@ -41,8 +41,6 @@ from fedmoe_pl.algorithms.shared.class_means import (
     update_class_means,
 )
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
-from fedmoe_pl.algorithms.shared.requirements import check_only_expert
-from fedmoe_pl.algorithms.shared.simplex import simplex_minimum
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
@@ -52,6 +50,7 @@ _CLASSIFIERS = "classifiers/"  # prefix of "<client>.<name>": a client's classif
 _FEATURES = "features/"  # prefix of a client's id: its mean features times its class shares, (C, F)
 _VARIANCE = "variance/"  # prefix of a client's id: the variance of that estimate, shape ()
 _SMALLEST_WEIGHT = 1e-3
+_RIDGE = 1e-13  # relative to the mean of the diagonal; makes singular matrices regular
 
 
 class FedPAC(Algorithm):
@@ -70,13 +69,10 @@ class FedPAC(Algorithm):
     Args:
         expert: name of the expert that is trained, such as ``global_expert``; empty for a module that is itself an
             ``extractor`` and a ``classifier``.
-        weight: weight of the distance to the prototypes.
-
-    Raises:
-        MisconfigurationException: if ``weight`` is below 0.
+        weight: weight of the distance to the prototypes, at least 0.
     """
 
-    needs = ("classes",)
+    needs = ("classes", "fixed_gate")
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
         check_number(self, "weight", weight, least=0)
@@ -85,11 +81,6 @@ class FedPAC(Algorithm):
         self.expert = expert
         self.weight = weight
         self._classifier = f"{prefix}classifier."
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert's two parts, and a trained gate."""
-        check_only_expert(self, module, self.expert, splits=True)
-        super().check(module)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The classifier in the first epoch, the extractor in the others."""
@@ -138,7 +129,7 @@ class FedPAC(Algorithm):
         """Extractor, classifier, prototypes and statistics."""
         classes, samples = datamodule.num_classes, len(datamodule.train_samples[client_id])
         classifier = {name: initial[name].shape for name in initial if name.startswith(self._classifier)}
-        shapes = self.shapes_of_shared(initial) | classifier
+        shapes = shapes_of_shared(self, initial) | classifier
         shapes |= {f"{_FEATURES}{client_id}": (classes, None), f"{_VARIANCE}{client_id}": ()}
         return problem_of_class_means(update.sent, _PROTOTYPES, classes, samples, shapes)
 
@@ -189,16 +180,7 @@ class FedPAC(Algorithm):
 
 
 def combination_weights(features: Tensor, variances: Tensor, client: int) -> Tensor:
-    """The weights of the classifiers in one client's combination; weights below 0.001 become 0.
-
-    Args:
-        features: each client's mean features times its class shares, flattened, shape (clients, C * F).
-        variances: the variance of each client's mean feature, shape (clients,).
-        client: the client's row.
-
-    Returns:
-        Weights with sum 1, shape (clients,).
-    """
+    """The weights (clients,) in one client's combination, from features (clients, C * F); small ones become 0."""
     differences = features[client] - features
     matrix = variances.diag() + differences @ differences.T
     weights = simplex_minimum(matrix)
@@ -218,3 +200,48 @@ def _weighted_mean(trees: list[Tree], weights: Tensor, classifier: Tree) -> Tree
         else tensor
         for name, tensor in classifier.items()
     }
+
+
+def simplex_minimum(matrix: Tensor) -> Tensor:
+    """The weights a >= 0 (n,) with sum 1 that minimize ``a^T P a``, by an active-set method in float64.
+
+    The weights outside the active set are 0. Inside, the minimum on the plane sum(a) = 1 is in closed form. If it has
+    negative weights, the first one that gets to 0 on the way there leaves the set; otherwise the index whose weight
+    would lower the value most enters. It ends after finitely many steps, because the value falls with each set.
+
+    Example:
+        >>> simplex_minimum(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
+        tensor([0.7500, 0.2500], dtype=torch.float64)
+    """
+    matrix = matrix.double()
+    size = len(matrix)
+    ridge = _RIDGE * matrix.diagonal().mean() + torch.finfo(torch.float64).tiny
+    matrix = matrix + ridge * torch.eye(size, dtype=torch.float64)
+    weights = torch.zeros(size, dtype=torch.float64)
+    weights[matrix.diagonal().argmin()] = 1
+    active = weights > 0
+    for _ in range(10 * size * size):
+        best = _minimum_on_plane(matrix, active)
+        if (best[active] <= 0).any():
+            falling = active & (best <= 0)
+            steps = weights / (weights - best).clamp(min=torch.finfo(torch.float64).tiny)
+            step = steps[falling].min()
+            weights = (weights + step * (best - weights)).clamp(min=0)
+            active &= ~(falling & (steps == step))
+            continue
+        weights = best
+        gradient = matrix @ weights
+        value = weights @ gradient
+        gradient[active] = torch.inf
+        if gradient.min() >= value * (1 - 1e-12):
+            break
+        active[gradient.argmin()] = True
+    return weights / weights.sum()
+
+
+def _minimum_on_plane(matrix: Tensor, active: Tensor) -> Tensor:
+    """The minimum with sum 1 over the active weights, which may be negative; the others are 0."""
+    inverse_of_ones = torch.linalg.solve(matrix[active][:, active], torch.ones(int(active.sum()), dtype=matrix.dtype))
+    best = torch.zeros(len(matrix), dtype=matrix.dtype)
+    best[active] = inverse_of_ones / inverse_of_ones.sum()
+    return best

@@ -36,7 +36,6 @@ from fedmoe_pl.algorithms.shared.class_means import (
     update_class_means,
 )
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
-from fedmoe_pl.algorithms.shared.requirements import check_only_expert
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
@@ -55,16 +54,13 @@ class FedProto(Algorithm):
     Args:
         expert: name of the expert that is trained, such as ``local_expert``; empty for a module that is itself an
             ``extractor`` and a ``classifier``. The features of all clients must have the same width.
-        weight: weight of the distance to the prototypes; 0 is Local.
+        weight: weight of the distance to the prototypes, at least 0, which is Local.
         prediction: ``head`` predicts with the module, so that the gate chooses the expert; ``prototype`` with the
             global prototype nearest to the features, among those of the client's own classes. A client that has none
             of these predicts with the module.
-
-    Raises:
-        MisconfigurationException: if ``weight`` is below 0, or ``prediction`` is neither of these.
     """
 
-    needs = ("classes",)
+    needs = ("classes", "fixed_gate")
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0, prediction: Prediction = "head") -> None:
         check_number(self, "weight", weight, least=0)
@@ -73,11 +69,7 @@ class FedProto(Algorithm):
         self.expert = expert
         self.weight = weight
         self.prediction = prediction
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert's two parts, and a trained gate."""
-        check_only_expert(self, module, self.expert, splits=True)
-        super().check(module)
+        self.predictor = self._nearest_prototype if prediction == "prototype" else None
 
     def is_shared(self, name: str) -> bool:
         """No parameter."""
@@ -95,8 +87,9 @@ class FedProto(Algorithm):
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the prototypes of its classes, keeps its model."""
+        update = super().client_final(client, constants)
         prototypes = class_means(client, self._features, _PROTOTYPES, per_client=True)
-        return Update(prototypes, 1, self.private_tensors(client))
+        return Update(prototypes, update.weight, update.state)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The prototypes, each of one client."""
@@ -110,17 +103,12 @@ class FedProto(Algorithm):
         """The round's prototypes; a class that no client of the round has keeps its earlier one."""
         return update_class_means(server, combined.sent, _PROTOTYPES)
 
-    @property
-    def has_predictor(self) -> bool:
-        """Whether prototypes predict."""
-        return self.prediction == "prototype"
-
-    def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
-        """The module, or the nearest prototype of the client's own classes: scores are negative distances."""
+    def _nearest_prototype(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
+        """The nearest prototype of the client's own classes: scores are negative distances."""
         module, labels = client.module, client.datamodule.y[client.samples]
         prototypes, known = received_means(client, server, _PROTOTYPES)
         usable = known & (torch.bincount(labels, minlength=len(known)) > 0)
-        if not self.has_predictor or not usable.any():
+        if not usable.any():
             return module
 
         def predict(x: Tensor) -> Tensor:

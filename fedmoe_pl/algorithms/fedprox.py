@@ -16,11 +16,8 @@ class FedProx(Algorithm):
     """FedAvg with a proximal term ``mu / 2 ||w - w_t||^2`` in the local loss; ``w_t`` are the received parameters.
 
     Args:
-        mu: weight of the term; 0 is FedAvg.
+        mu: weight of the term, at least 0, which is FedAvg.
         shared: glob patterns of the parameters and buffers that are averaged. The term is over these parameters.
-
-    Raises:
-        MisconfigurationException: if ``mu`` is below 0.
     """
 
     def __init__(self, mu: float = 0.001, shared: str | list[str] = "*") -> None:

@@ -31,9 +31,6 @@ class FedRep(Algorithm):
         head_epochs: local epochs of the head; 0 trains the body only.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the same
             weight.
-
-    Raises:
-        MisconfigurationException: if ``head_epochs`` is below 0, or ``weighting`` is neither of these.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
-from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, logits_loss, split_expert
-from fedmoe_pl.algorithms.shared.requirements import check_expert, check_fixed_gate, check_mixing
+from fedmoe_pl.algorithms.shared.parts import logits_loss, split_expert
+from fedmoe_pl.algorithms.shared.requirements import check_mixing
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
@@ -49,15 +49,11 @@ class FedRoD(Algorithm):
     sum as its logits, and the loss of these is the ``validation_loss`` by which a ``monitor`` may select a round.
 
     Args:
-        prior_exponent: exponent of the class counts n_c; 0 trains the global expert as FedAvg does.
-
-    Raises:
-        MisconfigurationException: if ``prior_exponent`` is below 0.
+        prior_exponent: exponent of the class counts n_c, at least 0, which trains the global expert as FedAvg does.
     """
 
     copied_parts = MappingProxyType({"local_expert": "global_expert"})
-    needs = ("classes",)
-    server_begin_asks_clients = False
+    needs = ("classes", "fixed_gate")
 
     def __init__(self, prior_exponent: float = 1.0) -> None:
         check_number(self, "prior_exponent", prior_exponent, least=0)
@@ -65,11 +61,8 @@ class FedRoD(Algorithm):
         self.prior_exponent = prior_exponent
 
     def check(self, module: LightningModule) -> None:
-        """Refuses experts without two parts or of different architectures, and a mixture that adds no logits."""
-        check_expert(self, module, "global_expert", splits=True)
-        copy_of_global_expert(self, module)
+        """Refuses a mixture that adds no logits."""
         super().check(module)
-        check_fixed_gate(self, module)
         check_mixing(self, module, "logits")
 
     def server_init(self, module: LightningModule) -> Tree:

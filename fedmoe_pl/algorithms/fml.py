@@ -20,7 +20,6 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Constants, LossAndMetrics
 from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss
-from fedmoe_pl.algorithms.shared.requirements import check_both_experts, check_fixed_gate
 from fedmoe_pl.checks import check_number
 
 
@@ -32,18 +31,15 @@ class FML(Algorithm):
     constant. Use the gate ``LocalOnly`` to evaluate the private models, as in the paper.
 
     Args:
-        alpha: weight of cross-entropy in the private model's loss; the rest is the divergence from the meme's softmax.
-            1 trains it alone.
+        alpha: weight of cross-entropy in the private model's loss, from 0 to 1; the rest is the divergence from the
+            meme's softmax. 1 trains it alone.
         beta: the same for the meme; 1 is FedAvg of the meme.
         shared: glob patterns of the parameters and buffers that are averaged.
         weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
-
-    Raises:
-        MisconfigurationException: if ``alpha`` or ``beta`` is not from 0 to 1, or ``weighting`` is unknown.
     """
 
     predicts_with_local_expert = True
-    needs = ("classes",)
+    needs = ("classes", "fixed_gate")
 
     def __init__(
         self,
@@ -54,15 +50,9 @@ class FML(Algorithm):
     ) -> None:
         check_number(self, "alpha", alpha, least=0, most=1)
         check_number(self, "beta", beta, least=0, most=1)
-        super().__init__(shared, weighting=weighting)
+        super().__init__(shared, ["global_expert.*", "local_expert.*"], weighting)
         self.alpha = alpha
         self.beta = beta
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing, a module without a global and a local expert, and a trained gate."""
-        check_both_experts(self, module)
-        check_fixed_gate(self, module)
-        super().check(module)
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""

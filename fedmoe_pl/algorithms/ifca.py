@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting, private_tensors, weight_of
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.clusters import (
     DRAWS,
@@ -68,9 +68,6 @@ class EpsilonGreedyIFCA(Algorithm):
         good_init: smallest share of the first round's clients that must choose each initial model. All models are drawn
             anew until this holds, at most 1000 times. IFCA's code has 0.35 for two clusters and 0.1 for four, and draws
             other clients each time. None never draws anew.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range.
     """
 
     needs = ("fresh_optimizers",)
@@ -104,7 +101,6 @@ class EpsilonGreedyIFCA(Algorithm):
         self.patience = patience
         self.check_every_n_rounds = check_every_n_rounds
         self.good_init = good_init
-        self.server_begin_asks_clients = good_init is not None
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models, and gates that use more than the first expert."""
@@ -173,13 +169,12 @@ class EpsilonGreedyIFCA(Algorithm):
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the trained model under its cluster's name, and the client's part of the tally."""
-        kept = self.private_tensors(client)
         cluster = int(constants["cluster"])
         trained = moved(client.module.state_dict(), 0, cluster)
         sent = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
-        weight = self.client_weight(client.id, client.samples, client.seed)
+        weight = weight_of(self, client.id, client.samples, client.seed)
         tally = torch.cat((torch.tensor([weight, 1], dtype=torch.float64), constants["validation"]))
-        return Update({**sent, f"{_TALLY}{cluster}": tally}, weight, kept)
+        return Update({**sent, f"{_TALLY}{cluster}": tally}, weight, private_tensors(self, client))
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """One cluster's model and its tally, of one client."""
@@ -226,12 +221,10 @@ class EpsilonGreedyIFCA(Algorithm):
             _WAITED: waited,
         }
 
-    def is_over(self, server: Tree) -> bool:
-        """Whether all clusters have stopped."""
-        return not server[_ACTIVE].any()
-
-    def server_final(self, server: Tree) -> Tree:
-        """Restores the best parameters of clusters that have not stopped, if any were validated."""
+    def server_final(self, server: Tree, is_last: bool) -> Tree | None:
+        """Once all clusters have stopped, or at last, the best parameters of each that was validated."""
+        if server[_ACTIVE].any() and not is_last:
+            return None
         return {**server, **{name: server.get(_BEST + name, tensor) for name, tensor in of_module(server).items()}}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:

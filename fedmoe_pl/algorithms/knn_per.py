@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, floor_of_share, split_expert
-from fedmoe_pl.algorithms.shared.requirements import check_expert
+from fedmoe_pl.algorithms.consent import floor_of_share
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, split_expert
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
 from fedmoe_pl.trees import Tree
 
@@ -44,17 +44,13 @@ class KNNPer(Algorithm):
 
     Args:
         k: number of neighbors.
-        capacity: share of its training samples, drawn at random, among which a client looks for neighbors; 0 is the
-            federated model.
+        capacity: share of its training samples, drawn at random, from 0 to 1, among which a client looks for neighbors;
+            0 is the federated model.
         kernel: weight of a neighbor at Euclidean distance d of F features: ``squared`` is ``exp(-d^2 / (F * scale))``,
             ``euclidean`` is ``exp(-d / scale)``.
-        scale: scale of the kernel.
+        scale: scale of the kernel, above 0.
         weight: lambda of all clients; None lets each choose its own.
         expert: name of the expert, with an ``extractor`` and a ``classifier``; empty for the module itself.
-
-    Raises:
-        MisconfigurationException: if ``k`` is below 1, ``capacity`` or ``weight`` is not from 0 to 1, ``scale`` is not
-            above 0, or ``kernel`` is neither of these.
     """
 
     federated = False
@@ -82,11 +78,6 @@ class KNNPer(Algorithm):
         self.weight = weight
         self.expert = expert
         self.needed_parts = (expert,)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert's two parts."""
-        check_expert(self, module, self.expert, splits=True)
-        super().check(module)
 
     @torch.no_grad()
     def client_final(self, client: Client, constants: Constants) -> Update:

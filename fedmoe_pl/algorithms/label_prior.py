@@ -37,14 +37,11 @@ class LabelPrior(Algorithm):
     federated phase.
 
     Args:
-        tau: factor of the logarithm: 1 is Bayes' rule, 0 the federated model. With ``auto``, each client takes that of
-            0, 0.1, ..., 2 with which the phase's model has the lowest loss on its validation samples; without such
-            samples, it takes 1.
+        tau: factor of the logarithm, at least 0: 1 is Bayes' rule, 0 the federated model. With ``auto``, each client
+            takes that of 0, 0.1, ..., 2 with which the phase's model has the lowest loss on its validation samples;
+            without such samples, it takes 1.
         expert: name of the expert, such as ``global_expert``, or ``global_experts.0`` in a list; the name of a list,
             such as ``global_experts``, is that of all its experts, and an empty name that of the module itself.
-
-    Raises:
-        MisconfigurationException: if ``tau`` is neither a finite number of at least 0 nor ``auto``.
     """
 
     federated = False
@@ -112,13 +109,7 @@ class LabelPrior(Algorithm):
 
 def last_biases(algorithm: Algorithm, module: LightningModule, expert: str) -> dict[str, str]:
     """The name of the bias of the last linear layer of an expert, or of each in a list, by the expert's name."""
-    try:
-        part = module.get_submodule(expert)
-    except AttributeError as error:
-        parts = ", ".join(name for name, _ in module.named_children())
-        allowed = f"a part of the {type(module).__name__}: {parts}"
-        raise InvalidArgumentError(algorithm, "expert", expert, allowed) from error
-    biases = {}
+    part, biases = module.get_submodule(expert), {}
     for member, one in part.named_children() if isinstance(part, nn.ModuleList) else [("", part)]:
         linear = [name for name, layer in one.named_modules() if isinstance(layer, nn.Linear)]
         if not linear or one.get_submodule(linear[-1]).bias is None:

@@ -32,18 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
-from torch import Generator, Tensor
-
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.pfl_moe import FineTuning, missing_expert, missing_local_expert
-from fedmoe_pl.algorithms.shared.parts import floor_of_share
+from fedmoe_pl.algorithms.consent import OptOut
+from fedmoe_pl.algorithms.pfl_moe import missing_expert, missing_local_expert
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.seeds import derive_seed
-
-_OPT_OUT = 7  # separates the random numbers of the opt-out from those of clients, cohorts and splits
-_TRAINING, _VALIDATION = 1, 2  # separate the draws of a client's training and validation samples
 
 
 class OptInFedAvg(Algorithm):
@@ -63,33 +55,13 @@ class OptInFedAvg(Algorithm):
             depends on the run's seed only.
         opt_out_data: share of its training samples, and of its validation samples, that every client keeps out; both
             numbers are rounded down. The draws depend on the run's seed and the client only.
-
-    Raises:
-        MisconfigurationException: if a share is not at least 0 and below 1.
     """
 
     def __init__(self, shared: str | list[str] = "*", opt_out_clients: float = 0.0, opt_out_data: float = 0.0) -> None:
         check_number(self, "opt_out_clients", opt_out_clients, least=0, below=1)
         check_number(self, "opt_out_data", opt_out_data, least=0, below=1)
         super().__init__(shared)
-        self.opt_out_clients = opt_out_clients
-        self.opt_out_data = opt_out_data
-
-    def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
-        """The clients that opt in, in the order of ``clients``."""
-        number = _floor(self.opt_out_clients, len(clients))
-        rng = np.random.default_rng(derive_seed(seed, _OPT_OUT))
-        out = set(rng.choice(len(clients), number, replace=False).tolist())
-        return [client for place, client in enumerate(clients) if place not in out]
-
-    def opted_in(self, client_id: int, samples: Tensor, seed: int, validation: bool = False) -> Tensor:
-        """The samples that opt in; training and validation samples have random numbers of their own."""
-        number = _floor(self.opt_out_data, len(samples))
-        if number <= 0:
-            return samples
-        purpose = _VALIDATION if validation else _TRAINING
-        generator = Generator().manual_seed(derive_seed(seed, _OPT_OUT, client_id, purpose))
-        return samples[torch.randperm(len(samples), generator=generator)[number:]]
+        self.opt_out = OptOut(opt_out_clients, opt_out_data)
 
 
 class SpecialistMixture(Algorithm):
@@ -109,10 +81,6 @@ class SpecialistMixture(Algorithm):
         super().__init__()
         self.frozen_train_mode = frozen_train_mode
 
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the specialists that were fine-tuned on all samples."""
-        return isinstance(earlier, FineTuning) and not earlier.gate_fraction
-
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """The specialists that were fine-tuned on all samples; as a part, any, which go on to learn from them."""
         return missing_local_expert(earlier) if part else missing_expert(earlier, 0)
@@ -120,7 +88,3 @@ class SpecialistMixture(Algorithm):
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The specialist and the gate."""
         return name.startswith(("local_expert.", "gate."))
-
-
-def _floor(share: float, number: int) -> int:
-    return min(floor_of_share(share, number), number - 1)

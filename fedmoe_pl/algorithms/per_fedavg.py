@@ -31,7 +31,6 @@ from fedmoe_pl.algorithms.shared.parts import (
     trained_parameters,
     training_gradient,
 )
-from fedmoe_pl.algorithms.shared.requirements import check_only_expert
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree
@@ -45,17 +44,14 @@ class PerFedAvg(Algorithm):
     training samples, without augmentation and dropout; nothing is kept. Only the expert is shared and trained.
 
     Args:
-        inner_lr: alpha, the size of the inner step; 0 is FedAvg on D'.
+        inner_lr: alpha, the size of the inner step, at least 0, which is FedAvg on D'.
         second_order: whether the inner gradient is differentiated, too. Otherwise it is a constant, as in the paper's
             first-order version (FO).
         expert: name of the expert in the module; empty for the module itself.
         weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
-
-    Raises:
-        MisconfigurationException: if ``inner_lr`` is below 0, or ``weighting`` is unknown.
     """
 
-    needs = ("loss_of_outputs",)
+    needs = ("loss_of_outputs", "fixed_gate")
 
     def __init__(
         self,
@@ -71,11 +67,6 @@ class PerFedAvg(Algorithm):
         self.second_order = second_order
         self.expert = expert
         self.computed_parts = (expert.split(".")[0],)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert, and a trained gate."""
-        check_only_expert(self, module, self.expert)
-        super().check(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; returns the names of the parameters that take the inner step."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Weighting
+from fedmoe_pl.algorithms.algorithm import Weighting, check_copies
 from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
@@ -50,10 +50,6 @@ class PFedMe(PersonalModel):
         server_lr: beta, the server's step towards the mean.
         weighting: ``samples`` weighs a client's ``w`` by its number of training samples; ``uniform`` gives all clients
             the same weight.
-
-    Raises:
-        MisconfigurationException: if ``weight``, ``inner_lr`` or ``server_lr`` is not above 0, ``inner_steps`` is below
-            1, ``decay`` is below 0, or ``weighting`` is neither of these.
     """
 
     copied_parts = MappingProxyType({})  # a client's theta starts from the server's w, not from its own
@@ -82,16 +78,17 @@ class PFedMe(PersonalModel):
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and optimizers other than plain SGD."""
         super().check(module)
+        check_copies(module, PersonalModel.copied_parts)
         learning_rate(self, module)
 
     def server_init(self, module: LightningModule) -> Tree:
         """``w``, and as the local expert the ``theta`` of clients that never take part."""
-        return super().server_init(module) | copy_of_global_expert(self, module)
+        return super().server_init(module) | copy_of_global_expert(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Line 4: receives ``w``, the start of ``theta``, whose buffers are those that the client kept."""
         super().client_init(client, sent)
-        start, parameters = copy_of_global_expert(self, client.module), dict(client.module.named_parameters())
+        start, parameters = copy_of_global_expert(client.module), dict(client.module.named_parameters())
         load_tree(client.module, {name: tensor for name, tensor in start.items() if name in parameters})
         rate = learning_rate(self, client.module)
         names = [*trained_parameters(client.module, "local_expert")]

@@ -32,7 +32,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
-from fedmoe_pl.algorithms.shared.requirements import check_expert, trains
+from fedmoe_pl.algorithms.shared.requirements import trains
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.trees import Tree, load_tree
@@ -46,14 +46,11 @@ class FineTuning(Algorithm):
     Args:
         trainable: glob patterns of the parameters that are trained: ``local_expert.*`` is PFL-FT,
             ``local_expert.classifier.*`` is PFL-FB.
-        gate_fraction: share of the client's samples that is set aside for the gate; 0 trains on all of them.
+        gate_fraction: share of the client's samples, below 1, that is set aside for the gate; 0 trains on all of them.
         frozen_train_mode: whether frozen modules stay in train mode.
         keep_better: whether a client whose fine-tuned expert has no lower loss on its validation samples than the
             global one takes the global one in its place, after every round (Wang et al. 2019,
             https://arxiv.org/abs/1910.10252).
-
-    Raises:
-        MisconfigurationException: if ``gate_fraction`` is not at least 0 and below 1.
     """
 
     federated = False
@@ -76,12 +73,6 @@ class FineTuning(Algorithm):
         if keep_better:
             self.needs += ("validation_samples",)
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
-        copy_of_global_expert(self, module)
-        super().check(module)
-        _check_patterns(self, module)
-
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
         return expert_loss(module, "local_expert", batch)
@@ -95,7 +86,7 @@ class FineTuning(Algorithm):
         if self.keep_better and len(samples := client.datamodule.validation_samples[client.id]):
             batches = client.batches(samples)
             if not _mean_loss(client, "local_expert", batches) < _mean_loss(client, "global_expert", batches):
-                load_tree(client.module, copy_of_global_expert(self, client.module))
+                load_tree(client.module, copy_of_global_expert(client.module))
         return super().client_final(client, constants)
 
 
@@ -116,9 +107,6 @@ class PFLMoE(Algorithm):
             ``keep_optimizer``. The gate's learning rate may be another one: ``gate_lr`` of ``PersonalizedMoE``.
         trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``.
         frozen_train_mode: whether frozen modules stay in train mode.
-
-    Raises:
-        MisconfigurationException: if ``gate_fraction`` is not at least 0 and below 1, or 0 with ``interleaved``.
     """
 
     federated = False
@@ -143,12 +131,6 @@ class PFLMoE(Algorithm):
         self.copied_parts = FineTuning.copied_parts if interleaved else {}
         self.frozen_train_mode = frozen_train_mode
 
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the personalized experts, or, if interleaved, from the federated model."""
-        if self.interleaved:
-            return earlier.federated
-        return isinstance(earlier, FineTuning) and earlier.gate_fraction == self.gate_fraction
-
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """Experts that have not seen the gate's samples, any if it has none; a federated model if interleaved."""
         if self.interleaved:
@@ -157,15 +139,6 @@ class PFLMoE(Algorithm):
             return missing_local_expert(earlier)
         missing = missing_expert(earlier, self.gate_fraction)
         return f"{missing} (gate_fraction 0 takes any local expert)" if missing and part else missing
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts, unequal ones if interleaved, and patterns without effect."""
-        if self.interleaved:
-            copy_of_global_expert(self, module)
-        for expert in ("global_expert", "local_expert"):
-            check_expert(self, module, expert)
-        super().check(module)
-        _check_patterns(self, module)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The gate; in even rounds of the interleaved schedule, the local expert."""
@@ -194,15 +167,10 @@ class PFLMoE(Algorithm):
 
 
 def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
-    """The personalized experts that a mixture needs, if the last ones before it are others; empty if it has them.
-
-    Args:
-        earlier: the algorithms before it, the last one first.
-        gate_fraction: the share of samples that its experts must not have been trained on.
-    """
+    """The experts that a mixture needs, unless the last ones before it are such: not trained on the gate's samples."""
     needed = f"a phase of FineTuning with gate_fraction {gate_fraction:g}"
     for other in earlier:
-        if isinstance(other, FineTuning) or (isinstance(other, PFLMoE) and other.interleaved):
+        if isinstance(other, FineTuning) or (isinstance(other, PFLMoE) and other.interleaved and len(earlier) > 1):
             return "" if other.gate_fraction == gate_fraction else needed
         if gate_fraction and trains(other, "local_expert."):
             return needed  # on the gate's samples, too
@@ -212,12 +180,6 @@ def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
 def missing_local_expert(earlier: Sequence[Algorithm]) -> str:
     """Words for ``Algorithm.missing_start`` of a mixture that takes any trained local expert; empty if there is one."""
     return "" if any(trains(other, "local_expert.") for other in earlier) else "a phase that trains the local expert"
-
-
-def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:
-    """Refuses to train parts that are not in the local expert's loss."""
-    names = [name for name in module.state_dict() if name.startswith("local_expert.")]
-    algorithm.trainable.check(names, f"{type(algorithm).__name__}: trainable", "the local expert")
 
 
 @torch.no_grad()

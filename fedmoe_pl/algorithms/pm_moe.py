@@ -25,7 +25,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.requirements import trains
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
-from fedmoe_pl.trees import Tree, check_names, subtree, with_prefix
+from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 _CLASSIFIER = "local_expert.classifier."
 
@@ -33,8 +33,8 @@ _CLASSIFIER = "local_expert.classifier."
 class PMMoE(Algorithm):
     """Stage 2 of PM-MoE: each client's gate learns to weigh the frozen classifiers of all clients.
 
-    It starts from any phase in which clients kept ``local_expert.classifier.*``, such as FedPer, which ``start`` must
-    name, and needs the model ``PooledMoE``. Clients send their classifiers once, and the server sends all of them to
+    It starts from any phase in which clients kept ``local_expert.classifier.*``, such as FedPer, and needs the model
+    ``PooledMoE``. Clients send their classifiers once, and the server sends all of them to
     each client. Nothing is aggregated, so that one round is enough: a further one sends the pool again. Every client
     draws a new gate. Newcomers receive the pool and train a gate; their own classifiers are not in it.
     """
@@ -46,20 +46,16 @@ class PMMoE(Algorithm):
     def __init__(self) -> None:
         super().__init__(shared=[], trainable="gate.*")
 
-    def follows(self, earlier: Algorithm) -> bool:
-        """Follows no phase automatically; the phase must name its ``start``."""
-        return False
-
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """Classifiers that clients trained and kept."""
         kept = (trains(other, _CLASSIFIER) and not other.is_shared(f"{_CLASSIFIER}any") for other in earlier)
         return "" if any(kept) else f"a phase that trains {_CLASSIFIER}* and does not share it"
 
     def check(self, module: LightningModule) -> None:
-        """Refuses other models than ``PooledMoE``; its gate may be a fixed one."""
+        """Refuses other models than ``PooledMoE``."""
         if not isinstance(module, PooledMoE):
             raise InvalidArgumentError(self, "model", module, "a PooledMoE")
-        check_names(module)
+        super().check(module)
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """The pool: the classifier of each client; refused if no client has one of its own."""
@@ -76,11 +72,6 @@ class PMMoE(Algorithm):
                 f"PMMoE: no client kept {_CLASSIFIER}*; `start` must be a phase that trains it and does not share it."
             )
         return pool
-
-    @property
-    def aggregates(self) -> bool:
-        """No: the server only hands the classifiers on."""
-        return False
 
     def client_request(self, client_id: int, state: Tree) -> Tree:
         """The client's classifier, which it sends for the pool."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
 from fedmoe_pl.algorithms.shared.requirements import learning_rate
 from fedmoe_pl.checks import check_number
@@ -26,10 +26,7 @@ class Scaffold(Algorithm):
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged.
-        server_lr: the server's step along the mean update.
-
-    Raises:
-        MisconfigurationException: if ``server_lr`` is not above 0.
+        server_lr: the server's step along the mean update, above 0.
     """
 
     needs = ("plain_steps",)
@@ -79,7 +76,7 @@ class Scaffold(Algorithm):
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The change of every shared tensor, and that of ``c`` for parameters."""
-        shapes = self.shapes_of_shared(initial)
+        shapes = shapes_of_shared(self, initial)
         of_control = {_CONTROL + name: shape for name, shape in shapes.items() if _CONTROL + name in update.sent}
         return problem_of_shapes(update.sent, shapes | of_control)
 

@@ -36,9 +36,6 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
         beta2: decay of ``v``.
         tau: degree of adaptivity; the smaller, the more steps differ from element to element.
         v0: the first ``v``; None for ``tau**2``, the paper's smallest one.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range.
     """
 
     def __init__(self, params: ParamsT, lr: float, beta1: float, beta2: float, tau: float, v0: float | None) -> None:

@@ -10,7 +10,6 @@ from fedmoe_pl.backends.client import (
     copied_views,
     data_on,
     on_device,
-    step_after_aggregation,
     trainable_names,
 )
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
@@ -53,7 +52,6 @@ __all__ = [
     "one_thread",
     "overridden_hooks",
     "quiet",
-    "step_after_aggregation",
     "trainable_names",
     "trains_by_loss",
     "transfers",

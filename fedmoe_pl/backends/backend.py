@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from typing_extensions import Self
@@ -14,9 +14,8 @@ from typing_extensions import Self
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.overrides import overrides
-from fedmoe_pl.backends.client import given_to_others, step_after_aggregation
-from fedmoe_pl.backends.failures import Failure, guarded
+from fedmoe_pl.backends.client import given_to_others
+from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
@@ -128,23 +127,9 @@ class Plan(ABC):
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
         algorithm = self.training.algorithm
-        if not overrides(algorithm, "client_request"):  # then what clients keep, perhaps on disk, need not be read
+        if algorithm.client_request is None:  # then what clients keep, perhaps on disk, need not be read
             return {client: {} for client in clients}
         return {client: algorithm.client_request(client, kept.get(client, {})) for client in clients}
-
-    def step_after_aggregation(
-        self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[tuple[int, Tree | Failure]]:
-        """Lets clients take a step on the new server's state; other arguments as in :meth:`train`.
-
-        Yields:
-            A client, and the tensors that it keeps from now on, or why it failed.
-        """
-        for client in clients:
-            step = partial(step_after_aggregation, self.training, server, client, kept, round)
-            with one_thread():
-                stepped = guarded(step, self.training.client_timeout)
-            yield client, stepped
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
@@ -158,6 +143,7 @@ class Plan(ABC):
             from other clients, each with the sender's id and a dot before its name.
         """
         algorithm, clients = self.training.algorithm, [client for client in kept if client not in failed]
+        assert algorithm.exchange is not None
         for client, sent, parts in algorithm.exchange(server, clients, round):
             received: Tree = {}
             for sender, of_sender in parts.items():

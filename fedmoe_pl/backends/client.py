@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, received
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.overrides import changes_kept
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
-from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
+from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.seeds import derive_seed, seed_all
-from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, of_parts, with_prefix
+from fedmoe_pl.trees import Tree, changed, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
-# separate the random numbers of a client's training, batches and step after aggregation from each other and others
-_TRAINING, _BATCHES, _AFTER_AGGREGATION = 0, 3, 4
+# separate the random numbers of a client's training and of its batches from each other and others
+_TRAINING, _BATCHES = 0, 3
 
 
 def begin_client(
@@ -37,7 +36,7 @@ def begin_client(
     algorithm = training.algorithm
     seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
-    sent = algorithm.received(server, client_id, client.state)
+    sent = received(algorithm, server, client_id, client.state)
     client.loaded = {**training.initial, **sent}
     if training.aggregation is not None:
         client.loaded |= {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
@@ -79,7 +78,7 @@ def end_client(
     sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.state))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
-        kept_as_trained = () if changes_kept(algorithm) else update.state
+        kept_as_trained = update.state if algorithm.exchange is None else ()
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
@@ -132,29 +131,12 @@ def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], roun
     """What a client gives other clients: the tensors that it keeps of some parts of its module."""
     tensors = of_parts(kept, parts)
     for name in tensors:
-        if not algorithm.is_exchanged(name, round):
+        if not name.startswith(algorithm.exchanged):
             raise MisconfigurationException(
                 f"{type(algorithm).__name__}: exchange asks for '{name}' in round {round + 1}, but must leave it with "
-                "its client, because is_exchanged does not declare it."
+                "its client, because `exchanged` does not declare it."
             )
     return tensors
-
-
-def step_after_aggregation(
-    training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
-) -> Tree:
-    """What a client keeps after ``Algorithm.client_after_aggregation``; arguments as in :func:`begin_client`."""
-    training = training.of(client_id)
-    algorithm, module = training.algorithm, copy_module(training.module)
-    seed_all(derive_seed(training.seed, _AFTER_AGGREGATION, client_id, training.rounds_before + round))
-    client = client_of(training, module, client_id, kept.get(client_id, {}), round)
-    sent = algorithm.received(server, client_id, client.state)
-    client.loaded = {**training.initial, **sent}
-    load_tree(module, algorithm.personal_tensors(client, server))
-    stepped = algorithm.client_after_aggregation(client, sent)
-    check_finite([stepped], 1, training.initial)
-    of_training = {name: kept for name, kept in client.state.items() if name.startswith((OPTIMIZER, TRAINED))}
-    return {**stepped, **of_training}  # no algorithm knows of it
 
 
 def on_device(constants: dict[str, Any], device: torch.device) -> dict[str, Any]:

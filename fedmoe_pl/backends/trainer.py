@@ -123,7 +123,7 @@ class TrainerPlan(Plan):
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.datamodule.validation_samples[client.id]
-    samples = training.algorithm.opted_in(client.id, samples, training.seed, validation=True)
+    samples = training.algorithm.opt_out.opted_in(client.id, samples, training.seed, validation=True)
     validates = len(samples) and training.trainer["limit_val_batches"]
     # batches as large as in evaluations, because the logged loss is a mean over samples
     size = training.datamodule.evaluated_at_once

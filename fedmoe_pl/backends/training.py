@@ -15,8 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import Aggregation
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts

@@ -10,8 +10,7 @@ from lightning import __version__
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.parsing import clean_namespace
 
-from fedmoe_pl.algorithms.algorithm import EvaluationPoint
-from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint, chooses_model
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.evaluation.clients import has_own_model

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedmoe_pl.checkpoints.writing import DamagedFileError, load, replacing, save
 from fedmoe_pl.trees import Tree
 
-EXCHANGED, STEPPED = 10**9, 2 * 10**9
-"""Added to the round in the names of files that are written after an exchange, or after clients' own steps."""
+EXCHANGED = 10**9
+"""Added to the round in the names of files that are written after an exchange."""
 Names = Mapping[str, str]
 """The name of each tensor that is used, with its name in the file; they differ where a part starts as a copy."""
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 
 from fedmoe_pl.aggregation import CollectingAggregation
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import Transfer
 from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT, Direction
@@ -133,7 +133,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     audit.transfers = recorder.transfers
     _describe(audit, plan, {name for tree in state.clients.values() for name in tree})
     if state.round < phase.rounds:
-        state.server = algorithm.server_final(state.server)
+        state.server = algorithm.server_final(state.server, is_last=True) or state.server
     state.finished = True
     return audit
 

@@ -54,7 +54,7 @@ def export_client(run: Run, method: str, client: int = 0, format: Format = "onnx
         raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
     check_choice("Federation", "format", format, get_args(Format))
     algorithm = run.phase_and_point(method, client)[0].algorithm
-    if algorithm.has_predictor or not run.datamodule.has_pairs:
+    if algorithm.predictor is not None or not run.datamodule.has_pairs:
         allowed = "one whose model maps a tensor to scores"
         because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
+from fedmoe_pl.algorithms.algorithm import weight_of
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
 from fedmoe_pl.deployment.clients import AtClient
@@ -49,7 +50,7 @@ def _weight_of(training: LocalTraining, client: int) -> float:
     if training.aggregation is not None and training.aggregation.is_uniform:
         return 1
     samples = training.datamodule.train_samples[client]
-    return training.algorithm.client_weight(client, samples, training.seed)
+    return weight_of(training.algorithm, client, samples, training.seed)
 
 
 def _without_prefix(sent: Tree) -> Tree:

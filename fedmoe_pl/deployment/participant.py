@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +16,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.overrides import needs_server_state, overrides
-from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
+from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state
+from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.client import given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -96,7 +95,6 @@ class Participant:
             "begin": self._begin,
             "request": self._request,
             "train": self._train,
-            "step": self._step,
             "evaluate": self._evaluate,
             "read": self._read,
             "exchange": self._exchange,
@@ -212,8 +210,10 @@ class Participant:
         return {**self._initial_server, **message.tensors}
 
     def _request(self, message: Message) -> Message:
-        request = self._training.algorithm.client_request(self.client, self._own.read(message))
-        return Message("requested", tensors=request)
+        ask = self._training.algorithm.client_request
+        if ask is None:
+            raise BadMessageError(f"clients ask for nothing in phase '{self._phase}'")
+        return Message("requested", tensors=ask(self.client, self._own.read(message)))
 
     def _train(self, message: Message) -> Message:
         assert self._plan is not None
@@ -223,11 +223,6 @@ class Participant:
             return Message(FAILED, {"reason": group.failed[self.client].reason})
         keeps = self._own.write(message, group.clients[self.client])
         return Message("update", {"weight": group.update.weight, "keeps": keeps}, group.update.sent)
-
-    def _step(self, message: Message) -> Message:
-        round, kept = message.values["round"], {self.client: self._own.read(message)}
-        stepped = step_after_aggregation(self._training, self._server(message), self.client, kept, round)
-        return Message("kept", {"keeps": self._own.write(message, stepped)})
 
     def _evaluate(self, message: Message) -> Message:
         values, kept = message.values, self._own.read(message)
@@ -285,7 +280,7 @@ class Participant:
         return Message("kept", {"keeps": self._own.write(message, {**kept, **exchanged})})
 
     def _check_exchanges(self) -> None:
-        if not overrides(self._training.algorithm, "exchange"):
+        if self._training.algorithm.exchange is None:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
 
 
@@ -334,11 +329,11 @@ def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
     """A copy of an algorithm whose ``server`` is what its ``server_send`` returned on the server's machine."""
     receiving = copy.copy(algorithm)
 
-    def received(server: Tree, client_id: int, state: Mapping[str, Any]) -> Tree:
+    def server_send(server: Tree, client_id: int, request: Tree) -> Tree:
         added = PREFIX if has_aggregation else ()
         return {name: tensor for name, tensor in server.items() if not name.startswith(added)}
 
-    receiving.received = received
+    receiving.server_send = server_send
     return receiving
 
 

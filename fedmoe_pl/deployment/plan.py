@@ -9,7 +9,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import (
     Backend,
     Failure,
@@ -56,7 +55,7 @@ class ClientsPlan(Plan):
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """Asks the clients, if the algorithm has requests; one without a request that can be met asks for nothing."""
-        if not overrides(self.training.algorithm, "client_request"):
+        if self.training.algorithm.client_request is None:
             return {client: {} for client in clients}
         answers = self._ask("request", {client: {} for client in clients}, kept, round)
         requests = {}
@@ -77,8 +76,8 @@ class ClientsPlan(Plan):
         in a round exchange what they have trained last.
         """
         algorithm = self.training.algorithm
-        exchanges_with_others = overrides(algorithm, "exchange") and "all_clients" not in algorithm.needs
-        if not overrides(algorithm, "client_request") and not exchanges_with_others:
+        exchanges_with_others = algorithm.exchange is not None and "all_clients" not in algorithm.needs
+        if algorithm.client_request is None and not exchanges_with_others:
             self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
 
     def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
@@ -126,19 +125,12 @@ class ClientsPlan(Plan):
         """The same for groups of one client."""
         return [*self.train(server, [client for group in groups for client in group], kept, round)]
 
-    def step_after_aggregation(
-        self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[tuple[int, Tree | Failure]]:
-        """Sends the new server's state to the clients of the round."""
-        answers = self._ask("step", self.sent(server, clients, kept, round), kept, round)
-        for client, answer in answers.items():
-            yield client, answer if isinstance(answer, Failure) else kept_of(answer)
-
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
     ) -> Iterator[tuple[int, Tree, Tree, Tree]]:
         """Passes on what clients send each other; those that do not send what they should are left out."""
         exchange, clients = self.training.algorithm.exchange, [client for client in kept if client not in failed]
+        assert exchange is not None
         parts = [of_senders for _, _, of_senders in exchange(server, clients, round)]
         asked = {
             sender: list(dict.fromkeys(part for of_senders in parts for part in of_senders.get(sender, ())))

@@ -8,8 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import EvaluationPoint
-from fedmoe_pl.algorithms.overrides import needs_server_state
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint, needs_server_state
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.answers import evaluation_of, without_values

@@ -173,7 +173,7 @@ _KINDS: dict[str, dict[str, Check]] = {
         "description": _record(_DESCRIPTION),
     },
     "begin": {**_OF_RUN, "phase": _name, "rounds_before": _ROUND},
-    **dict.fromkeys(("request", "train", "step", "exchange"), _OF_PHASE),
+    **dict.fromkeys(("request", "train", "exchange"), _OF_PHASE),
     "read": {**_OF_PHASE, "parts": _list(_name)},
     "evaluate": {**_OF_PHASE, "evaluation_point": _one_of(*get_args(EvaluationPoint))},
     "finish": {

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.algorithms.algorithm import asks_clients
 from fedmoe_pl.callbacks import (
     ClientCheckpoint,
     ClusterMonitor,
@@ -52,16 +52,11 @@ def check_phases(phases: Sequence[Phase]) -> None:
                 f"{phase}: evaluate.every_n_epochs is {phase.evaluation.every_n_epochs}, but must be left out in a "
                 "deployed federation."
             )
-        if _asks_clients(phase):
+        if asks_clients(phase.algorithm, {}):
             raise MisconfigurationException(
                 f"{phase}: {type(phase.algorithm).__name__} cannot be deployed, because its server computes with the "
                 "clients' data or models before the first round."
             )
-
-
-def _asks_clients(phase: Phase) -> bool:
-    """Whether ``server_begin`` uses the clients."""
-    return overrides(phase.algorithm, "server_begin") and phase.algorithm.server_begin_asks_clients
 
 
 class StandIn(FederatedDataModule):

@@ -10,8 +10,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
-from fedmoe_pl.algorithms.overrides import changes_kept, chooses_model, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, overrides, received
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.accuracies import evaluate
@@ -19,7 +18,6 @@ from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.phases.cohort import opted_in
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 
@@ -39,7 +37,7 @@ def evaluate_clients(
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
     keeping = set(kept)  # made once, because every look-up on disk takes time
-    with_predictor = training.algorithm.has_predictor
+    with_predictor = training.algorithm.predictor is not None
     differ = chooses_model(training.algorithm) or with_predictor
     alone = [
         client for client in clients if differ or (client in keeping and has_own_model(kept[client], evaluation_point))
@@ -164,12 +162,13 @@ class _Evaluator:
 
 
 def _opted_in_validation(training: LocalTraining) -> ClientSamples:
-    return opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
+    samples = training.datamodule.validation_samples
+    return training.algorithm.opt_out.opted_in_of_all(samples, training.seed, validation=True)
 
 
 def evaluated_model(module: LightningModule, algorithm: Algorithm) -> str:
     """The part of the module that is evaluated, in the words of ``Evaluation.model``."""
-    if algorithm.has_predictor:
+    if algorithm.predictor is not None:
         return f"predictor of {type(algorithm).__name__}"
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
@@ -197,7 +196,7 @@ def personal_tensors(
     trained = subtree(kept, TRAINED)
     if evaluation_point == "local_training" and trained:
         # where what is kept may have changed since, all that differs from the phase's initial tensors is in `trained`
-        return trained if changes_kept(training.algorithm) else {**of_module(kept), **trained}
+        return {**of_module(kept), **trained} if training.algorithm.exchange is None else trained
     if chooses_model(training.algorithm):
         load_tree(module, training.initial)
     with torch.inference_mode():
@@ -213,7 +212,7 @@ def client_predictor(
     round: int,
 ) -> LightningModule:
     """What a client predicts with: its module, or another one that calls ``Algorithm.predictor``."""
-    if not training.algorithm.has_predictor:
+    if training.algorithm.predictor is None:
         return module
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
     with torch.inference_mode():
@@ -226,10 +225,11 @@ def _models(
     """The tensors of every distinct model of clients that kept none of it, and the clients that have it."""
     shared: Tree = {}
     sharing: list[int] = []
-    asks = overrides(training.algorithm, "client_request")  # otherwise what clients keep need not be read
+    algorithm = training.algorithm
+    asks = algorithm.client_request is not None  # otherwise what clients keep need not be read
     for client in clients:
         with one_thread():
-            tensors = of_module(training.algorithm.received(server, client, kept.get(client, {}) if asks else {}))
+            tensors = of_module(received(algorithm, server, client, kept.get(client, {}) if asks else {}))
         if sharing and not _same_tensors(tensors, shared):
             yield shared, sharing
             sharing = []

@@ -90,7 +90,7 @@ class FlopCounter:
         training = self.training
         clients = range(training.datamodule.num_clients)
         # new clients have not opted out
-        ordered = dict.fromkeys([*training.algorithm.participants(clients, training.seed), *clients])
+        ordered = dict.fromkeys([*training.algorithm.opt_out.participants(clients, training.seed), *clients])
         candidates = (client for client in ordered if training.architecture(client) == architecture)
         yield from (client for client in candidates if _samples(training.of(client), client, round))
 

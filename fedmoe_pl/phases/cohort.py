@@ -1,16 +1,13 @@
-"""Which clients take part in a round, which are evaluated, and which of their samples count."""
+"""Which clients take part in a round, and which are evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from fedmoe_pl.aggregation.aggregation import Cohort
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.shared.parts import floor_of_share
-from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.seeds import derive_seed, named_seed
 
@@ -66,7 +63,7 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
 
     A share below 1 counts all clients, not only the participants.
     """
-    participants = phase.algorithm.participants(range(num_clients), seed)
+    participants = phase.algorithm.opt_out.participants(range(num_clients), seed)
     all_of_them = takes_all(phase.clients_per_round)
     return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
 
@@ -91,16 +88,3 @@ def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[i
         return [*range(num_clients)]
     rng = np.random.default_rng(derive_seed(seed, _EVALUATED))
     return np.sort(rng.choice(num_clients, number, replace=False)).tolist()
-
-
-def opted_in(algorithm: Algorithm, parts: ClientSamples, seed: int, validation: bool = False) -> ClientSamples:
-    """The samples of each client that opt in: none of a client that does not take part."""
-    kind = type(algorithm)
-    if kind.opted_in is Algorithm.opted_in and kind.participants is Algorithm.participants:
-        return parts
-    participants = set(algorithm.participants(range(len(parts)), seed))
-    chosen = [
-        algorithm.opted_in(client, samples, seed, validation) if client in participants else samples[:0]
-        for client, samples in enumerate(parts)
-    ]
-    return ClientSamples(torch.cat(chosen), torch.tensor([len(samples) for samples in chosen]))

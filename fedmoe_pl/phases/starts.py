@@ -123,14 +123,16 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
                 raise InvalidArgumentError(str(phase), "start", phase.start, allowed)
         _check_needed(phase, phase.start, earlier, starts)
         return phase.start
-    followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
-    if not followed and phase.algorithm.needed_parts:
+    if not phase.algorithm.needed_parts:
+        return INITIAL
+    followed = [other.name for other in earlier if not phase.algorithm.missing_start([other.algorithm])]
+    if not followed:
         needed = phase.algorithm.missing_start([]) or "one"
         because = (
             f"{type(phase.algorithm).__name__} starts from an earlier phase, and none of [{', '.join(names)}] fits"
         )
         raise InvalidArgumentError(str(phase), "start", None, f"{needed} before this phase", because)
-    return followed[-1] if followed else INITIAL
+    return followed[-1]
 
 
 def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: Mapping[str, Start]) -> None:

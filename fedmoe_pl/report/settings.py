@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedmoe_pl import algorithms
-from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.checkpoints.configuration import relevant
 from fedmoe_pl.phases.phase import INITIAL
 from fedmoe_pl.report.runs import RunFiles
@@ -220,5 +219,5 @@ def _starts(phase: Mapping[str, Any], earlier: list[str]) -> list[str]:
     kind = getattr(algorithms, name, None) if module == algorithms.__name__ else None
     if kind is None:
         return earlier
-    anew = kind.federated and kind.follows is Algorithm.follows and not kind.needed_parts
+    anew = kind.federated and not kind.needed_parts
     return [INITIAL] if anew or kind is algorithms.Local else earlier

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import LocalTraining, begin_client, client_of, trains_by_loss
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import check_states, joined, only
@@ -145,8 +144,8 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseS
     anything but what they share.
     """
     saved = _read(phase, module)
-    has_hooks = phase.algorithm.has_predictor or overrides(phase.algorithm, "client_after_aggregation")
-    trains = has_hooks or _keeps_tensors(phase, module) or _evaluates_trained(phase)
+    has_predictor = phase.algorithm.predictor is not None
+    trains = has_predictor or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_new_clients(saved.server)
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
@@ -171,7 +170,7 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
 
 def _evaluates_trained(phase: Phase) -> bool:
     """Whether a phase with aggregation is evaluated after local training."""
-    return phase.evaluate and phase.algorithm.aggregates and "local_training" in phase.evaluation_points
+    return phase.evaluate and phase.algorithm.federated and "local_training" in phase.evaluation_points
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:

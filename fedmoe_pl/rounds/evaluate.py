@@ -65,7 +65,7 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
             run.rows.append(round_row(evaluation) | state.costs() | _costs_before(run, phase))
     select = phase.select
     if select is not None and state.round >= select.from_round:
-        participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
+        participants = phase.algorithm.opt_out.participants(range(run.datamodule.num_clients), run.seed)
         mean = evaluations[0].spread_or_nan(select.monitor, set(participants)).mean
         state.remember_best(-mean if select.monitor in evaluations[0].lower_is_better else mean, select.min_delta)
     for evaluation in evaluations:
@@ -96,7 +96,9 @@ def is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
     patience = phase.select and phase.select.patience
     if patience is not None and waited >= patience * _interval(run, phase):
         return True
-    return phase.algorithm.is_over(state.server) if state.server_learns else not state.clients
+    if not state.server_learns:
+        return not state.clients
+    return phase.algorithm.server_final(state.server, is_last=False) is not None
 
 
 def _interval(run: Run, phase: Phase) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import (
-    Failure,
     LocalTraining,
     NotFiniteError,
     Plan,
@@ -16,7 +14,7 @@ from fedmoe_pl.backends import (
 )
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.checkpoints.checkpoint import FILE, save_finished
-from fedmoe_pl.checkpoints.client_state import EXCHANGED, STEPPED, readable
+from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.failures import ClientError
@@ -25,7 +23,7 @@ from fedmoe_pl.rounds.aggregate import aggregated, count_round, log_epsilon, ser
 from fedmoe_pl.rounds.begin import first_clients, freeze_shared
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.train import Trained, announce_round, count_sent, draw_cohort, train_round
+from fedmoe_pl.rounds.train import Trained, announce_round, draw_cohort, train_round
 from fedmoe_pl.trees import of_module
 
 
@@ -88,10 +86,8 @@ def run_round(
     state.round, state.clients = round + 1, trained.client_states
     if state.server_learns:
         _update_server(run, phase, plan.training, trained)
-        if state.round == phase.rounds or algorithm.is_over(state.server):
-            state.server = algorithm.server_final(state.server)
-    _after_aggregation(run, phase, plan, trained.clients, round, log)
-    if state.server_learns:
+        final = algorithm.server_final(state.server, is_last=state.round == phase.rounds)
+        state.server = state.server if final is None else final
         _exchange(run, phase, plan, trained.failed, round, log)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
@@ -130,26 +126,9 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
         count_round(run, phase)
 
 
-def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int], round: int, log: TransferLog) -> None:
-    """Lets the clients of the round take their step on the new server's state, which they receive for it."""
-    if not overrides(phase.algorithm, "client_after_aggregation"):
-        return
-    state, written, failed = run.states[phase.name], dict[int, Any](), dict[int, Failure]()
-    count_sent(phase.algorithm, state, plan, cohort, log)
-    for client, stepped in plan.step_after_aggregation(state.server, cohort, state.clients, round):
-        if isinstance(stepped, Failure):  # its state is that before this step
-            failed[client] = stepped
-        else:
-            written.update(run.store.write(phase.name, STEPPED + round + 1, {client: stepped}))
-    state.clients = run.store.updated(phase.name, state.clients, written)
-    state.failed += len(failed)
-    run.failures.stop(phase, state.round, failed)
-    run.failures.report(phase, state.round, failed)
-
-
 def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
     """Lets clients send each other tensors, all computed from those they kept before."""
-    if not overrides(phase.algorithm, "exchange"):
+    if phase.algorithm.exchange is None:
         return
     state, written = run.states[phase.name], dict[int, Any]()
     for client, client_state, sent, received in plan.exchange(state.server, state.clients, failed, round):

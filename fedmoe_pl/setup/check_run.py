@@ -15,8 +15,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
-from fedmoe_pl.algorithms.algorithm import Need
-from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.algorithms.algorithm import Need, asks_clients, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
@@ -27,7 +26,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
-from fedmoe_pl.phases.cohort import cohort_of, cohort_size, opted_in, takes_all
+from fedmoe_pl.phases.cohort import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, warn_of_computed_parts
 from fedmoe_pl.rounds.aggregate import server_parameters, shared_by
@@ -44,6 +43,7 @@ _NEEDS: dict[Need, str] = {
     "loss_of_outputs": "the loss of an expert's outputs, which only a mixture of experts knows without classes",
     "plain_steps": "the steps of plain SGD",
     "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
+    "fixed_gate": "a gate without parameters, because it trains experts apart from the gate",
     "own_server_step": "its own step of the server, which sends changes of parameters",
 }
 
@@ -91,7 +91,8 @@ def _check_evaluated(run: Run) -> None:
     number, num_clients = run.evaluation_cohort_size, run.datamodule.num_clients
     check_at_least("Federation", "evaluation_cohort_size", number, 1, num_clients)
     for phase in run.phases:
-        if phase.monitor and not {*phase.algorithm.participants(range(num_clients), run.seed)} & {*run.evaluated}:
+        participants = phase.algorithm.opt_out.participants(range(num_clients), run.seed)
+        if phase.monitor and not {*participants} & {*run.evaluated}:
             because = f"none of these clients takes part in '{phase.name}', which selects a round"
             raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
 
@@ -133,7 +134,8 @@ def check_needs(
     has_loss = has_classes or (datamodule.has_pairs and isinstance(module, MixtureOfExperts))
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
     step = "server_optimizer" if phase.server_optimizer is not None else "aggregation"
-    replaced = getattr(phase, step)
+    replaced, gate = getattr(phase, step), getattr(module, "gate", None)
+    trains_gate = not (gate is None or isinstance(gate, FixedGate) or getattr(algorithm, "expert", None) == "")
     lacking: dict[Need, tuple[bool, tuple[object, str, Any, str]]] = {
         "all_clients": (number < datamodule.num_clients, (owner, "clients_per_round", size, "left out")),
         "validation_samples": (
@@ -144,6 +146,7 @@ def check_needs(
         "loss_of_outputs": (not has_loss, (owner, "algorithm", algorithm, "another for these data and this model")),
         "plain_steps": (bool(clip), (owner, "trainer.gradient_clip_val", clip, "left out")),
         "fresh_optimizers": (phase.keep_optimizer, (owner, "keep_optimizer", True, "False")),
+        "fixed_gate": (trains_gate, (owner, "gate", gate, "EqualWeights, GlobalOnly or another fixed one")),
         "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),
         "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
     }
@@ -169,7 +172,7 @@ def check_phase(
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_monitor(phase, metrics or {})
     _check_samples(phase, module, datamodule, seed)
-    if phase.evaluate:
+    if phase.evaluate and phase.algorithm.predicts_with_local_expert:
         warn_of_mixture(phase.algorithm, module)
     check_optimizer(phase, module)
 
@@ -216,7 +219,7 @@ def _check_shared(phase: Phase, module: LightningModule, num_clients: int) -> No
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's selection or batch normalization needs."""
     train = datamodule.train_samples
-    sizes = opted_in(phase.algorithm, train, seed).sizes
+    sizes = phase.algorithm.opt_out.opted_in_of_all(train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
         because = "it depends on the classes of all samples of a client, also of those that opt out"
         raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
@@ -262,10 +265,9 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
     if phase.ckpt_path is None:  # a given result is not aggregated
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
-        only_averages = algorithm.aggregates and not (overrides(algorithm, "combine") or of_algorithm(server))
-        hooks = [hook for hook in ("client_request", "exchange", "server_begin") if overrides(algorithm, hook)]
-        if not algorithm.server_begin_asks_clients:
-            hooks = [hook for hook in hooks if hook != "server_begin"]
+        only_averages = algorithm.federated and not (overrides(algorithm, "combine") or of_algorithm(server))
+        hooks = [hook for hook in ("client_request", "exchange") if getattr(algorithm, hook) is not None]
+        hooks += ["server_begin"] if asks_clients(algorithm, server) else []
         if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
             because = f"what {name} combines is not the mean of parameters"
         elif is_private and hooks:
@@ -317,7 +319,7 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
         names = (name for other in chain for name in trained[other.name])
         return any(other.ckpt_path for other in chain) or any(name.startswith(f"{part}.") for name in names)
 
-    for part in _weighed(module) if phase.evaluate and not phase.algorithm.has_predictor else []:
+    for part in _weighed(module) if phase.evaluate and phase.algorithm.predictor is None else []:
         parameters = [*module.get_submodule(part).parameters()]
         if not parameters or is_trained(part):
             continue

@@ -18,7 +18,6 @@ from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
-from fedmoe_pl.phases.cohort import opted_in
 from fedmoe_pl.phases.phase import Phase
 
 _OWN_CLIENT = "client.json"
@@ -63,9 +62,9 @@ def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase
     train, validation = datamodule.train_samples, datamodule.validation_samples
     samples, number = train.indices, len(train.indices) + len(validation.indices)
     all_opt_in = True
-    for algorithm in (phase.algorithm for phase in phases if not phase.ckpt_path):
-        chosen = opted_in(algorithm, train, seed).indices
-        if len(chosen) + len(opted_in(algorithm, validation, seed, validation=True).indices) < number:
+    for opt_out in (phase.algorithm.opt_out for phase in phases if not phase.ckpt_path):
+        chosen = opt_out.opted_in_of_all(train, seed).indices
+        if len(chosen) + len(opt_out.opted_in_of_all(validation, seed, validation=True).indices) < number:
             samples, all_opt_in = samples[torch.isin(samples, chosen)], False
     return None if all_opt_in else samples
 

@@ -209,13 +209,10 @@ def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
 
 
 def test_an_exchange_of_what_is_not_declared_is_refused():
-    class Silent(FedMoEDA):
-        def is_exchanged(self, name, round):
-            return False
-
-    algorithm, line = Silent("all", interval=1, sync_matrix=True), torch.tensor([[1.0, 0.0]])
+    algorithm, line = FedMoEDA("all", interval=1, sync_matrix=True), torch.tensor([[1.0, 0.0]])
+    algorithm.exchanged = ()
     server = algorithm.server_update({}, Update({"proxies/0": line, "proxies/1": line}, 2))
-    sentence = "Silent: exchange asks for 'experts.0.w' in round 1, but must leave it with its client"
+    sentence = "FedMoEDA: exchange asks for 'experts.0.w' in round 1, but must leave it with its client"
     with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
         exchanged(algorithm, server, values(0, 8), 0)
 

@@ -4,9 +4,8 @@ import csv
 
 import pytest
 import torch
-from helpers import PureOneWeight, assert_same_bits, blobs, mixture, phase, run, two_quadratics
+from helpers import PureOneWeight, blobs, mixture, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS, weight_of
-from helpers.runs import Kill, federation
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -90,76 +89,6 @@ def test_an_algorithm_knows_the_number_of_rounds(tmp_path):
         rate = RATE * (1 - round / 4)
         x = sum(b + (1 - rate * a) ** STEPS * (x - b) for a, b in LOSSES) / 2
     assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
-
-
-class KeepsHalfWay(FedAvg):
-    """After aggregation, a client of the round keeps the point half way from the new weight to its last such point."""
-
-    def client_after_aggregation(self, client, sent):
-        assert client.module.weight.item() == sent["weight"].item(), "the module has what was sent"
-        half = (client.state.get("half/weight", torch.zeros_like(sent["weight"])) + sent["weight"]) / 2
-        return {**client.state, "half/weight": half, "half/round": torch.tensor(client.round)}
-
-
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for_it(tmp_path, store):
-    def phases():
-        return [phase("it", KeepsHalfWay(), rounds=4, clients_per_round=1)]
-
-    arguments = {"enable_checkpointing": True, "store": store}
-    whole = run(phases(), PureOneWeight(), two_quadratics(), tmp_path / "whole", STEPS, seed=3, **arguments)
-    plain = phase("it", FedAvg(), rounds=4, clients_per_round=1)
-    alone = run([plain], PureOneWeight(), two_quadratics(), tmp_path / "alone", STEPS, seed=3)
-    assert_same_bits(whole.run.states["it"].server, alone.run.states["it"].server)
-    steps = [
-        run(
-            [phase("it", FedAvg(), rounds=rounds, clients_per_round=1)],
-            PureOneWeight(),
-            two_quadratics(),
-            tmp_path / f"{rounds}",
-            STEPS,
-            seed=3,
-        )
-        for rounds in range(1, 5)
-    ]
-    weights = [weight_of(step, "it") for step in steps]
-    halves, rounds = {}, {}
-    for round, weight in enumerate(weights):
-        before = 0.0 if round == 0 else weights[round - 1]
-        # the mean of one client is that client's own descent, which tells who it was
-        (client,) = [i for i, (_, b) in enumerate(LOSSES) if abs(b + REMAINS[i].item() * (before - b) - weight) < 1e-12]
-        halves[client], rounds[client] = (halves.get(client, 0.0) + weight) / 2, round
-    assert set(halves) == {0, 1}, "both took part"
-    kept = whole.run.states["it"].clients
-    assert {i: kept[i]["half/weight"].item() for i in kept} == pytest.approx(halves, rel=1e-12)
-    assert {i: kept[i]["half/round"].item() for i in kept} == rounds
-    assert whole.run.states["it"].traffic["bytes_down"] == 2 * alone.run.states["it"].traffic["bytes_down"]
-
-    trainer = {"max_epochs": STEPS, "accelerator": "cpu"}
-    killed = federation(
-        tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store, callbacks=[Kill("on_round_start", 3)]
-    )
-    with pytest.raises(KeyboardInterrupt):
-        killed.fit(PureOneWeight(), two_quadratics())
-    again = federation(tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store)
-    again.fit(PureOneWeight(), two_quadratics(), ckpt_path="last")
-    for client in kept:
-        assert_same_bits(dict(again.run.states["it"].clients[client]), dict(kept[client]))
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_newcomers_take_their_steps_after_aggregation_on_a_server_s_state_that_stays(tmp_path, rounds):
-    def it(path):
-        trainer = {"max_epochs": STEPS, "accelerator": "cpu"}
-        return federation(path, [phase("it", KeepsHalfWay(), rounds=2)], trainer=trainer)
-
-    first = it(tmp_path)
-    first.fit(PureOneWeight(), two_quadratics())
-    weight = first.run.states["it"].server["weight"].item()
-    later = it(tmp_path)
-    later.personalize(PureOneWeight(), two_quadratics(), rounds=rounds)
-    halves = [later.run.states["it"].clients[client]["half/weight"].item() for client in range(2)]
-    assert halves == pytest.approx([weight * (1 - 0.5**rounds)] * 2, rel=1e-12)
 
 
 class NearestMean(FedAvg):

@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, mixture
 from helpers.runs import federation
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, KNNPer, Local
+from fedmoe_pl.algorithms import FedAvg, KNNPer
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.seeds import derive_seed
 
@@ -133,9 +132,3 @@ def test_newcomers_look_among_their_own_samples(whole, tmp_path):
         samples = data.train_samples[client]
         scores = later.run.client_predictor("kNN-Per", client)(data.x[samples])
         assert torch.equal(scores.argmax(1), data.y[samples])
-
-
-def test_it_needs_a_federated_model(tmp_path):
-    assert KNNPer().follows(FedAvg()) and not KNNPer().follows(Local())
-    with pytest.raises(MisconfigurationException, match="start is 'Local', but must be a federated phase"):
-        federation(tmp_path, [Phase("Local", Local()), Phase("kNN-Per", KNNPer(), start="Local")])

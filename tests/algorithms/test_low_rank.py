@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fedmoe_pl.algorithms.shared.low_rank import compressed, expanded
+from fedmoe_pl.algorithms.fedkd import compressed, expanded
 
 
 def matrix(values, m=7, n=5):

@@ -23,7 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, OptInFedAvg, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import FedAvg, FineTuning, OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
@@ -56,22 +56,22 @@ def three_phases(out=0.3, clients_per_round: float | None = 4, epochs=2) -> list
 
 def test_floor_of_the_share_of_clients_opts_out_whatever_the_round_and_other_seeds_choose_others():
     algorithm = OptInFedAvg(opt_out_clients=0.29)
-    chosen = [tuple(algorithm.participants(range(100), seed)) for seed in range(20)]
+    chosen = [tuple(algorithm.opt_out.participants(range(100), seed)) for seed in range(20)]
     assert {len(set(ids)) for ids in chosen} == {71}, "0.29 * 100 is 28.999999999999996, but 29 of 100 opt out"
     assert len(set(chosen)) == 20
-    assert list(chosen[3]) == sorted(chosen[3]) == list(algorithm.participants(range(100), 3))
-    assert len(OptInFedAvg(opt_out_clients=0.39).participants(range(10), 0)) == 7, "floor(3.9) opt out"
+    assert list(chosen[3]) == sorted(chosen[3]) == list(algorithm.opt_out.participants(range(100), 3))
+    assert len(OptInFedAvg(opt_out_clients=0.39).opt_out.participants(range(10), 0)) == 7, "floor(3.9) opt out"
     out = torch.zeros(10)
     for seed in range(500):
         out += torch.ones(10).index_fill(
-            0, torch.tensor(OptInFedAvg(opt_out_clients=0.3).participants(range(10), seed)), 0
+            0, torch.tensor(OptInFedAvg(opt_out_clients=0.3).opt_out.participants(range(10), seed)), 0
         )
     assert out.sum() == 1500 and (out - 150).abs().max() < 5 * (500 * 0.3 * 0.7) ** 0.5, "every client as likely"
 
 
 def test_a_round_has_as_many_clients_as_if_all_took_part_and_none_that_opts_out():
     federated = phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=0.4)
-    opted_in = set(federated.algorithm.participants(range(10), 7))
+    opted_in = set(federated.algorithm.opt_out.participants(range(10), 7))
     cohorts = [phase_cohort(federated, 10, 7, round) for round in range(40)]
     assert {len(cohort) for cohort in cohorts} == {4}, "0.4 of ten clients, not of the five that take part"
     assert set().union(*cohorts) == opted_in and len(opted_in) == 5
@@ -133,13 +133,13 @@ def test_a_clients_opt_in_samples_are_the_rest_of_a_split_by_seed_and_client_alo
 
 def test_training_and_validation_samples_opt_out_by_draws_of_their_own():
     algorithm, samples = OptInFedAvg(opt_out_data=0.29), torch.arange(100)
-    training, validation = (algorithm.opted_in(3, samples, 5, validation) for validation in (False, True))
+    training, validation = (algorithm.opt_out.opted_in(3, samples, 5, validation) for validation in (False, True))
     assert torch.equal(training, algorithm.client_samples(a_client(samples, id=3, seed=5)))
     for chosen in (training, validation):
         assert len(chosen.unique()) == len(chosen) == 71, "0.29 * 100 is 28.999999999999996, but 29 of 100 opt out"
     both = len(set(training.tolist()) & set(validation.tolist()))
     assert abs(both - 71 * 71 / 100) < 5 * (71 * 71 * 29 * 29 / 100**2 / 99) ** 0.5, "as independent draws"
-    assert algorithm.opted_in(3, samples[:0], 5, validation=True).tolist() == []
+    assert algorithm.opt_out.opted_in(3, samples[:0], 5, validation=True).tolist() == []
 
 
 class Seen(nn.Module):
@@ -171,7 +171,7 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
     algorithm = OptInFedAvg("global_expert.*", opt_out_clients=0.25, opt_out_data=0.4)
     federated = phase("FedAvg", algorithm, gate=ConstantGate(1), rounds=3)
     ids, federation = seen([federated], "federated")
-    (out,) = set(range(4)) - set(algorithm.participants(range(4), 2))
+    (out,) = set(range(4)) - set(algorithm.opt_out.participants(range(4), 2))
     samples = federation.run.datamodule.train_samples
     for client in range(4):
         own = set(samples[client].tolist())
@@ -274,13 +274,6 @@ def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path
         fresh.reset_parameters()
         assert_same_bits(gates[0][client], {f"gate.{name}": tensor for name, tensor in fresh.state_dict().items()})
     assert not torch.equal(gates[2][0]["gate.network.weight"], gates[1][0]["gate.network.weight"])
-
-
-def test_the_mixture_follows_specialists_on_all_samples_and_not_those_of_a_part():
-    assert SpecialistMixture().follows(FineTuning())
-    assert not SpecialistMixture().follows(FineTuning(gate_fraction=0.25))
-    assert not any(SpecialistMixture().follows(other) for other in (FedAvg(), OptInFedAvg(), Local(), PFLMoE()))
-    assert FineTuning().follows(OptInFedAvg())
 
 
 # Texts

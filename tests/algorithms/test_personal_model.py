@@ -10,7 +10,7 @@ from helpers.bare import sgd, two_experts
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.algorithms import APFL, FML, Ditto, FedAvg, FedBN, FedKD, FedRep, PerFedAvg, PFedMe
+from fedmoe_pl.algorithms import APFL, FML, Ditto, FedBN, FedKD, FedRep, PerFedAvg, PFedMe
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import ConstantGate, EqualWeights, GlobalOnly, LocalOnly
@@ -104,4 +104,3 @@ def test_a_gate_that_would_evaluate_a_mixture_is_warned_of(algorithm):
         warn_of_mixture(algorithm, mixture(ConstantGate(0.3)))
     for gate in (LocalOnly(), GlobalOnly(), ConstantGate(0.0)):
         warn_of_mixture(algorithm, mixture(gate))
-    warn_of_mixture(FedAvg(), mixture(EqualWeights()))

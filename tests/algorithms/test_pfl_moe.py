@@ -23,10 +23,12 @@ from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, KNNPer, LabelPrior, Local, PFLMoE, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.starts import find_starts
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.seeds import derive_seed
 
@@ -268,13 +270,23 @@ def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_
 def test_a_gate_without_samples_of_its_own_trains_on_all_of_them():
     algorithm, client = PFLMoE(0), Client(0, 0, 0, LightningModule(), torch.arange(40), {}, None)
     assert algorithm.client_samples(client) is client.samples
-    assert algorithm.follows(FineTuning()) and not algorithm.follows(FineTuning(gate_fraction=0.25))
 
 
-def test_personalization_follows_the_federated_phase_and_the_gate_the_expert_of_its_own_split():
-    expert = FineTuning(gate_fraction=0.25)
-    assert expert.follows(FedAvg()) and not expert.follows(Local()) and not expert.follows(expert)
-    assert PFLMoE(0.25).follows(expert)
-    assert not PFLMoE(0.25).follows(FineTuning()) and not PFLMoE(0.25).follows(FedAvg())
-    assert PFLMoE(interleaved=True).follows(FedAvg()) and not PFLMoE(interleaved=True).follows(expert)
-    assert not FedAvg().follows(FedAvg()) and not Local().follows(FedAvg())
+def test_phases_start_from_the_last_one_that_has_what_they_need():
+    algorithms = {
+        "FedAvg": FedAvg(),
+        "Local": Local(),
+        "three quarters": FineTuning(gate_fraction=0.25),
+        "whole": FineTuning(),
+        "prior": LabelPrior(),
+        "kNN": KNNPer(),
+        "MFE": PFLMoE(0.25),
+        "MFE on all": PFLMoE(0),
+        "interleaved": PFLMoE(interleaved=True),
+        "specialists": SpecialistMixture(),
+        "more": FedAvg(),
+    }
+    starts = find_starts([Phase(name, algorithm) for name, algorithm in algorithms.items()])
+    assert starts.pop("MFE") == "three quarters" and starts.pop("MFE on all") == starts.pop("specialists") == "whole"
+    assert {name for name, start in starts.items() if start == "initial"} == {"FedAvg", "Local", "more"}
+    assert {*starts.values()} == {"initial", "FedAvg"}

@@ -102,12 +102,6 @@ def test_backends_agree():
     assert_agree(local_training(module, PMMoE(), blobs(FEW)), 1e-10)
 
 
-def test_nothing_is_aggregated_so_that_models_are_those_after_local_training(whole):
-    state = whole.run.states["PM-MoE"]
-    assert [evaluation.evaluation_point for evaluation in state.evaluations] == ["after local training"]
-    assert not any(name.startswith("trained/") for kept in state.clients.values() for name in kept), "kept once"
-
-
 def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):
     later = federation(tmp_path, [fedper(), pm_moe()])
     later.personalize(mixture(), blobs((9, 6, 7, 5)), str(whole.run_dir / "checkpoints/last.ckpt"), rounds=1)
@@ -125,7 +119,10 @@ def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):
 
 REFUSED = {
     "PMMoE: model is a PersonalizedMoE, but must be a PooledMoE.": [fedper(), pm_moe(model=None)],
-    "because PMMoE starts from an earlier phase, and none of [FedPer] fits.": [fedper(), pm_moe(start=None)],
+    "because PMMoE starts from an earlier phase, and none of [FedAvg] fits.": [
+        Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly()),
+        pm_moe(start=None),
+    ],
     "PooledMoE: num_experts is 4, but must be num_clients, 3.": [fedper(rounds=1), pm_moe(model=pooled(4))],
     "start is 'FedPer', but must be a phase that trains local_expert.classifier.* and does not share it": [
         Phase("FedPer", FedAvg("local_expert.*"), gate=LocalOnly()),

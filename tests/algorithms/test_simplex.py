@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from fedmoe_pl.algorithms.shared.simplex import simplex_minimum
+from fedmoe_pl.algorithms.fedpac import simplex_minimum
 
 
 def value(matrix, weights):

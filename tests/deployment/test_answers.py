@@ -59,19 +59,6 @@ def test_an_update_that_is_none(change, reason, tmp_path):
     assert state_of(federation).failed
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (with_values(keeps=None), "its keeps is None, which no 'kept' has"),
-        (without("keeps"), "its keeps is None, which no 'kept' has"),
-        (lambda answer: Message("noted"), "its answer does not say whether it keeps anything"),
-    ],
-)
-def test_a_step_that_is_none(change, reason, tmp_path):
-    with pytest.warns(UserWarning, match=f"client {CLIENT} is left out: {reason}"):
-        with_hostile("FedAPEN", tmp_path, "step", change)
-
-
 def test_a_request_that_cannot_be_met_asks_for_nothing(tmp_path):
     request = Message("requested", tensors={"experts/asked": torch.tensor(1)})  # no list of experts
     with pytest.warns(UserWarning, match=f"client {CLIENT}: its request cannot be used"):

@@ -103,7 +103,7 @@ def test_an_exchange_gives_what_clients_have_trained_last_and_only_in_its_rounds
         )
 
     assert all(name.startswith("experts.1.") for name in read(number, 1).tensors)
-    assert "must leave it with its client, because is_exchanged" in read(number, 0).values["reason"]
+    assert "must leave it with its client, because `exchanged`" in read(number, 0).values["reason"]
     assert "after their last training, and nothing older" in read(number - 1, 1).values["reason"]
 
 
@@ -114,7 +114,7 @@ def test_private_tensors_do_not_leave_under_other_names_or_in_other_phases(tmp_p
     number = newest(tmp_path, "Local")
     renamed = {name: name.replace("global", "local") for name in mixture().state_dict() if name.startswith("global")}
     for names in (None, renamed, {name: name for name in renamed}):
-        for kind in ("train", "request", "step", "evaluate", "finish"):
+        for kind in ("train", "request", "evaluate", "finish"):
             asked = {**values, "kept": [["Local", number, names]], "needed": [["Local", number]], "keep": ["it", 1]}
             asked |= {"whole": False, "evaluation_point": "aggregation", "evaluations": [], "state": {}}
             answer = client.answer(Message(kind, asked))
@@ -123,7 +123,7 @@ def test_private_tensors_do_not_leave_under_other_names_or_in_other_phases(tmp_p
             assert answer.values["reason"] == reason
 
 
-@pytest.mark.parametrize("kind", ["describe", "prepare", "begin", "train", "step", "evaluate", "read", "finish"])
+@pytest.mark.parametrize("kind", ["describe", "prepare", "begin", "train", "evaluate", "read", "finish"])
 def test_no_message_says_what_a_client_removes(kind, tmp_path):
     client, _, values = deployed_client(METHODS["FineTunedFedPer"], tmp_path)
     before = files_of(tmp_path)

@@ -15,7 +15,7 @@ from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment import Participant
 
 REFUSED = ("FedJETs", "PMMoE")
-OF_ROUNDS = ("request", "train", "step", "exchange")
+OF_ROUNDS = ("request", "train", "exchange")
 WAYS = {"down": "down", "between_clients": "down", "requests": "up", "up": "up"}
 """Through the server of a deployment, by the directions of the ledger."""
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}

@@ -70,7 +70,8 @@ def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path
     with pytest.raises(MisconfigurationException, match="evaluation_cohort_size is 7"):
         run([phase("Local", Local())], mixture(), blobs(SIZES), tmp_path, evaluation_cohort_size=7)
     out = OptInFedAvg("global_expert.*", opt_out_clients=0.9)  # one client takes part
-    seed = next(seed for seed in range(99) if [*out.participants(range(6), seed)] != evaluated_clients(6, 1, seed))
+    participants = out.opt_out.participants
+    seed = next(seed for seed in range(99) if [*participants(range(6), seed)] != evaluated_clients(6, 1, seed))
     with pytest.raises(MisconfigurationException, match="none of these clients takes part in 'FedAvg', which selects"):
         federated = Phase("FedAvg", out, gate=ConstantGate(1), select=Select("global_test"))
         run([federated], mixture(), blobs(SIZES), tmp_path, evaluation_cohort_size=1, seed=seed)

@@ -67,7 +67,7 @@ def test_cohort_size_takes_a_number_a_share_rounded_down_or_everybody(clients, c
 def test_everybody_means_those_who_take_part_and_a_share_counts_all():
     """Of 10 clients, opt_out_clients = 0.5 leaves five."""
     algorithm = OptInFedAvg(opt_out_clients=0.5)
-    participants = list(algorithm.participants(range(10), 0))
+    participants = list(algorithm.opt_out.participants(range(10), 0))
     assert len(participants) == 5
     sizes = {}
     for clients_per_round in (None, 1.0, 0.4, 1, 3):

@@ -48,13 +48,13 @@ def image_data(arrays: Arrays, mean=None, std=None) -> TensorData:
 def split_by_choice(data, algorithm) -> dict[str, torch.Tensor]:
     """Training and validation samples that are in and out, by the algorithm's hooks."""
     data.deal()
-    participants = algorithm.participants(range(len(SIZES)), SEED)
+    participants = algorithm.opt_out.participants(range(len(SIZES)), SEED)
     chosen = {}
     for name, parts, validation in (
         ("training", data.train_samples, False),
         ("validation", data.validation_samples, True),
     ):
-        inside = [algorithm.opted_in(client, parts[client], SEED, validation) for client in participants]
+        inside = [algorithm.opt_out.opted_in(client, parts[client], SEED, validation) for client in participants]
         chosen[f"{name} in"] = torch.cat(inside)
         chosen[f"{name} out"] = parts.indices[~torch.isin(parts.indices, chosen[f"{name} in"])]
     return chosen
@@ -136,7 +136,7 @@ def test_validation_is_that_of_samples_that_opt_in_and_nan_without_any(algorithm
     inside = set(split_by_choice(image_data(images()), algorithm)["validation in"].tolist())
     for client, evaluated in enumerate(evaluation.clients):
         samples = [i for i in data.validation_samples[client].tolist() if i in inside]
-        if client not in algorithm.participants(range(len(SIZES)), SEED):
+        if client not in algorithm.opt_out.participants(range(len(SIZES)), SEED):
             assert not samples and math.isnan(evaluated.validation) and math.isnan(evaluated.validation_loss)
             continue
         logits = data.x[samples].flatten(1) @ server["global_expert.1.weight"].T + server["global_expert.1.bias"]

@@ -21,7 +21,7 @@ from fedmoe_pl.algorithms import (
     PFLMoE,
     SpecialistMixture,
 )
-from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.checks import InvalidArgumentError

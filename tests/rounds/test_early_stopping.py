@@ -60,7 +60,7 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
         tmp_path,
         seed=5,
     )
-    clients = OptInFedAvg(opt_out_clients=0.4).participants(range(10), 5)
+    clients = OptInFedAvg(opt_out_clients=0.4).opt_out.participants(range(10), 5)
     unstopped = stopping_phase(select=None, evaluate=False)
     servers = Servers()
     run([unstopped], mixture(), datamodule, tmp_path / "unstopped", seed=5, callbacks=[servers])

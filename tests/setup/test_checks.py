@@ -175,6 +175,7 @@ MISSING = [
     ("loss_of_outputs", "algorithm", {}, Regression, numbers),
     ("plain_steps", "trainer.gradient_clip_val", {"trainer": {"gradient_clip_val": 1.0}}, mixture, blobs),
     ("fresh_optimizers", "keep_optimizer", {"keep_optimizer": True, "rounds": 2}, mixture, blobs),
+    ("fixed_gate", "gate", {"gate": LinearGate(5)}, mixture, blobs),
     ("own_server_step", "server_optimizer", {"server_optimizer": sgd}, mixture, blobs),
     ("own_server_step", "aggregation", {"aggregation": CoordinateMedian()}, mixture, blobs),
 ]

@@ -49,8 +49,8 @@ class ExpectationMaximization(Algorithm, ABC):
     def check(self, module: LightningModule) -> None:
         """Refuses other models than experts that are mixed with ``MixtureWeights``."""
         super().check(module)
-        sparse = check_sparse(self, module, lambda gate: isinstance(gate, MixtureWeights), "MixtureWeights")
-        check_mixing(self, sparse, "probabilities")
+        check_sparse(self, module, lambda gate: isinstance(gate, MixtureWeights), "MixtureWeights")
+        check_mixing(self, module, "probabilities")
 
     def is_shared(self, name: str) -> bool:
         """All but the client's weights of the experts."""

@@ -10,12 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, LossAndMetrics
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
 
 
 def expert_prefix(expert: str) -> str:
@@ -24,7 +23,7 @@ def expert_prefix(expert: str) -> str:
 
 
 def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Module]:
-    """The extractor and the classifier of an expert that :func:`check_expert` has accepted."""
+    """The extractor and the classifier of an expert."""
     part = module.get_submodule(expert)
     return part.extractor, part.classifier  # pyright: ignore[reportReturnType]
 
@@ -125,26 +124,10 @@ def trained_parameters(module: LightningModule, expert: str) -> Tree:
     return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
-def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree:
-    """The global expert's tensors under the local expert's names; refuses experts of different architectures."""
+def copy_of_global_expert(module: LightningModule) -> Tree:
+    """The global expert's tensors under the local expert's names."""
     state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-    source, target = (subtree(state, prefix) for prefix in ("global_expert.", "local_expert."))
-    shapes = [{name: tensor.shape for name, tensor in tree.items()} for tree in (source, target)]
-    if not source or shapes[0] != shapes[1]:
-        because = f"{type(algorithm).__name__} starts it as a copy of global_expert; leave local_expert out to get this"
-        value = getattr(module, "local_expert", None)
-        raise InvalidArgumentError(module, "local_expert", value, "of the architecture of global_expert", because)
-    return with_prefix(source, "local_expert.")
-
-
-def floor_of_share(share: float, number: int) -> int:
-    """A share of a number, rounded down as if the share were an exact decimal.
-
-    Example:
-        >>> floor_of_share(0.29, 100), int(0.29 * 100)
-        (29, 28)
-    """
-    return int(share * number + 1e-9)  # 0.29 * 100 is 28.999999999999996
+    return copies_of_parts(state, {"local_expert": "global_expert"})
 
 
 def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import torch
-from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert
-from fedmoe_pl.algorithms.shared.requirements import check_fixed_gate
 from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
 _FOR_NEW_CLIENTS = "new_clients/sends_v"  # name of a tensor: the server sends the start of v, too
@@ -27,23 +25,14 @@ class PersonalModel(Algorithm):
     Args:
         weighting: ``samples`` weighs a client's ``w`` by its number of training samples; ``uniform`` gives all clients
             the same weight.
-
-    Raises:
-        MisconfigurationException: if ``weighting`` is neither of these.
     """
 
     predicts_with_local_expert = True
     copied_parts = MappingProxyType({"local_expert": "global_expert"})
-    needs = ("loss_of_outputs",)
+    needs = ("loss_of_outputs", "fixed_gate")
 
     def __init__(self, weighting: Weighting) -> None:
         super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"], weighting)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture, and one with a trained gate."""
-        copy_of_global_expert(self, module)
-        check_fixed_gate(self, module)
-        super().check(module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """``w``; new clients also receive the start of ``v``."""
@@ -53,7 +42,7 @@ class PersonalModel(Algorithm):
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads ``w`` and the client's ``v``; before its first training, ``v`` is a copy of the phase's first ``w``."""
-        load_tree(client.module, copy_of_global_expert(self, client.module))
+        load_tree(client.module, copy_of_global_expert(client.module))
         return super().client_init(client, sent)
 
     def server_of_new_clients(self, server: Tree) -> Tree:

@@ -11,41 +11,7 @@ from torch import nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import ConstantGate, FixedGate, GlobalOnly, LocalOnly, SparseMoE
-
-
-def check_expert(algorithm: Algorithm, module: LightningModule, expert: str, splits: bool = False) -> None:
-    """Refuses an expert that the module lacks, or that has no extractor and classifier if it ``splits``."""
-    experts = {name: part for name, part in module.named_children() if not splits or _is_split(part)}
-    if expert in experts or (not expert and (_is_split(module) or not splits)):
-        return
-    split = " with an `extractor` and a `classifier`" if splits else ""
-    allowed = f"a part of the {type(module).__name__}{split}: {', '.join(experts) or 'it has none'}"
-    raise InvalidArgumentError(algorithm, "expert", expert, allowed)
-
-
-def check_only_expert(algorithm: Algorithm, module: LightningModule, expert: str, splits: bool = False) -> None:
-    """The same for an algorithm that trains this expert alone: also refuses a trained gate beside it."""
-    check_expert(algorithm, module, expert, splits)
-    if expert:
-        check_fixed_gate(algorithm, module)
-
-
-def check_both_experts(algorithm: Algorithm, module: LightningModule, splits: bool = False) -> None:
-    """The same for an algorithm that needs a global and a local expert."""
-    for expert in ("global_expert", "local_expert"):
-        if not hasattr(module, expert):
-            allowed = "one with a global_expert and a local_expert, such as PersonalizedMoE"
-            raise InvalidArgumentError(algorithm, "model", module, allowed)
-        check_expert(algorithm, module, expert, splits)
-
-
-def check_fixed_gate(algorithm: Algorithm, module: LightningModule) -> None:
-    """Refuses a gate with parameters, for an algorithm whose loss leaves the gate out."""
-    gate = getattr(module, "gate", None)
-    if gate is not None and not isinstance(gate, FixedGate):
-        because = f"{type(algorithm).__name__} trains no gate"
-        raise InvalidArgumentError(module, "gate", gate, "EqualWeights, GlobalOnly or another fixed one", because)
+from fedmoe_pl.models import ConstantGate, GlobalOnly, LocalOnly, SparseMoE
 
 
 def check_mixing(algorithm: Algorithm, module: LightningModule, mixing: str) -> None:
@@ -56,10 +22,10 @@ def check_mixing(algorithm: Algorithm, module: LightningModule, mixing: str) -> 
 
 
 def warn_of_mixture(algorithm: Algorithm, module: LightningModule) -> None:
-    """Warns of a gate with which a mixture is evaluated, although the clients predict with one expert."""
+    """Warns of a gate with which a mixture is evaluated, although the paper's clients predict with one expert."""
     gate = getattr(module, "gate", None)
     one_expert = isinstance(gate, GlobalOnly | LocalOnly) or (isinstance(gate, ConstantGate) and gate.weight in (0, 1))
-    if algorithm.predicts_with_local_expert and gate is not None and not one_expert:
+    if gate is not None and not one_expert:
         rank_zero_warn(
             f"{type(algorithm).__name__}: gate is {type(gate).__name__}, so that a mixture of both experts is "
             "evaluated; with LocalOnly it is the personal model, as in the paper."
@@ -80,17 +46,8 @@ def learning_rate(algorithm: Algorithm, module: LightningModule) -> float:
     return group["lr"]
 
 
-def check_sparse(
-    algorithm: Algorithm, module: LightningModule, fits: Callable[[nn.Module], bool], wanted: str
-) -> SparseMoE:
-    """The module; refuses all but a ``SparseMoE`` of the same experts for all clients and no loss but likelihood.
-
-    Args:
-        algorithm: the algorithm, for the message.
-        module: the phase's module.
-        fits: whether the algorithm can use a gate.
-        wanted: such gates in words, for the message.
-    """
+def check_sparse(algorithm: Algorithm, module: LightningModule, fits: Callable[[nn.Module], bool], wanted: str) -> None:
+    """Refuses all but a ``SparseMoE`` of the same experts for all clients, such a gate, and no loss but likelihood."""
     if not isinstance(module, SparseMoE) or not fits(module.gate):
         raise InvalidArgumentError(algorithm, "model", module, f"a SparseMoE with {wanted}")
     if isinstance(module.num_experts, list):
@@ -100,7 +57,6 @@ def check_sparse(
         raise InvalidArgumentError(module, "loss", module.criterion, "left out", because)
     if module.load_balancing:
         raise InvalidArgumentError(module, "load_balancing", module.load_balancing, "0", because)
-    return module
 
 
 def trains(algorithm: Algorithm, prefix: str) -> bool:
@@ -108,9 +64,3 @@ def trains(algorithm: Algorithm, prefix: str) -> bool:
     patterns = [pattern for pattern in algorithm.trainable.patterns if pattern.startswith(prefix)]
     names = [f"{prefix}any", *(pattern.replace("*", "any") for pattern in patterns)]
     return any(algorithm.is_trainable(name, 0, 0) for name in names)
-
-
-def _is_split(part: nn.Module) -> bool:
-    return isinstance(getattr(part, "extractor", None), nn.Module) and isinstance(
-        getattr(part, "classifier", None), nn.Module
-    )

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy
 from fedmoe_pl.algorithms.shared.requirements import check_sparse
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
@@ -48,10 +48,7 @@ class SharedExperts(Algorithm, ABC):
     negative log-likelihood, over all experts.
 
     Args:
-        experts_per_client: number of experts that a client trains.
-
-    Raises:
-        MisconfigurationException: if ``experts_per_client`` is below 1.
+        experts_per_client: number of experts that a client trains, at least 1; all if there are fewer.
     """
 
     needs = ("classes",)
@@ -71,12 +68,9 @@ class SharedExperts(Algorithm, ABC):
         return scores.argsort(descending=True, stable=True)
 
     def check(self, module: LightningModule) -> None:
-        """Refuses models without a trained gate, and too few experts."""
+        """Refuses models without a trained gate."""
         super().check(module)
-        sparse = check_sparse(self, module, lambda gate: not isinstance(gate, FixedGate), "a gate that is trained")
-        if self.experts_per_client > len(sparse.experts):
-            allowed = f"at most the number of experts, {len(sparse.experts)}"
-            raise InvalidArgumentError(self, "experts_per_client", self.experts_per_client, allowed)
+        check_sparse(self, module, lambda gate: not isinstance(gate, FixedGate), "a gate that is trained")
 
     def client_request(self, client_id: int, state: Tree) -> Tree:
         """The experts that the client wants; nothing in its first round."""
@@ -111,7 +105,7 @@ class SharedExperts(Algorithm, ABC):
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The gate, the experts that have a weight, and these weights: each above 0, and at most all samples."""
         experts = {expert_of(name) for name in of_module(update.sent)}
-        shapes = {name: shape for name, shape in self.shapes_of_shared(initial).items() if expert_of(name) in experts}
+        shapes = {name: shape for name, shape in shapes_of_shared(self, initial).items() if expert_of(name) in experts}
         shapes |= {f"{_WEIGHT}{expert}": () for expert in experts if expert is not None}
         if problem := problem_of_shapes(update.sent, shapes):
             return problem
