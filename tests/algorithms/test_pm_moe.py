@@ -119,10 +119,6 @@ def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):
 
 REFUSED = {
     "PMMoE: model is a PersonalizedMoE, but must be a PooledMoE.": [fedper(), pm_moe(model=None)],
-    "because PMMoE starts from an earlier phase, and none of [FedAvg] fits.": [
-        Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly()),
-        pm_moe(start=None),
-    ],
     "PooledMoE: num_experts is 4, but must be num_clients, 3.": [fedper(rounds=1), pm_moe(model=pooled(4))],
     "start is 'FedPer', but must be a phase that trains local_expert.classifier.* and does not share it": [
         Phase("FedPer", FedAvg("local_expert.*"), gate=LocalOnly()),
