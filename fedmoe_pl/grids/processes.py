@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ import yaml
 
 from fedmoe_pl.grids.cells import Cell, cut_run, finished_run
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
-from fedmoe_pl.rounds.interruption import Interruption
+from fedmoe_pl.rounds.interruption import Interruption, raising
 
 _POLL = 0.1  # seconds between two looks at the processes
 _SECONDS_TO_END = 15.0  # after a signal; a run needs at most ten
@@ -47,7 +45,7 @@ def run_cells(cells: Sequence[Cell], grid: Grid) -> list[Cell]:
         else:
             print(f"{title} is finished: {run}", flush=True)
     running, failed = list[_Process](), list[Cell]()
-    with _signals():
+    with raising(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         try:
             while waiting or running:
                 free = [slot for slot in range(grid.parallel) if slot not in [each.slot for each in running]]
@@ -147,25 +145,6 @@ def _end(running: Sequence[_Process]) -> None:
         if each.process.poll() is None:
             os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """In this context, Ctrl-C, SIGTERM and the end of the terminal raise :class:`Interruption`."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    usual = (signal.SIG_DFL, signal.default_int_handler)
-    before = {signum: handler for signum in signals if (handler := signal.getsignal(signum)) in usual}
-    try:
-        for signum in before:
-            signal.signal(signum, _raise)
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _raise(signum: int, frame: FrameType | None) -> None:
-    raise Interruption(signum)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

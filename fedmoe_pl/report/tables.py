@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,11 +95,9 @@ class Table(NamedTuple):
 
     def latex(self) -> str:
         r"""The table in LaTeX, which needs ``\usepackage{booktabs}``."""
-        escaped = (
-            [re.sub(r"[\\~^±&%$#_{}<>]", lambda match: _LATEX[match[0]], cell) for cell in line]
-            for line in (self.header, *self.rows)
-        )
-        header, *rows = (" & ".join(line) + r" \\" for line in escaped)
+        escapes = str.maketrans(_LATEX)
+        lines = (self.header, *self.rows)
+        header, *rows = (" & ".join(cell.translate(escapes) for cell in line) + r" \\" for line in lines)
         begin = rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}"
         return "\n".join([begin, r"\toprule", header, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", ""])
 

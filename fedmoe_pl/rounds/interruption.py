@@ -63,26 +63,34 @@ def _handled() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    with raising(signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if SLURMEnvironment.detect() else [])) as handled:
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        watch = threading.Thread(target=_watch, args=(read, handled), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(woken)
+            os.write(write, _END)  # closing is not enough: forked processes, which read samples, have it open as well
+            watch.join()
+            os.close(write)
+            os.close(read)
+
+
+@contextmanager
+def raising(*signals: signal.Signals) -> Iterator[list[signal.Signals]]:
+    """In this context, a signal that is neither ignored nor handled by the user raises :class:`Interruption`."""
     usual = (signal.SIG_DFL, signal.default_int_handler)
-    signals = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if SLURMEnvironment.detect() else [])]
     before = {signum: handler for signum in signals if (handler := signal.getsignal(signum)) in usual}
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    watch = threading.Thread(target=_watch, args=(read, [*before]), daemon=True)
-    watch.start()
     try:
         for signum in before:
             signal.signal(signum, _raise)
-        yield
+        yield [*before]
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        signal.set_wakeup_fd(woken)
-        os.write(write, _END)  # to close it is not enough: forked processes, which read samples, have it open as well
-        watch.join()
-        os.close(write)
-        os.close(read)
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:

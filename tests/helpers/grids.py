@@ -83,12 +83,7 @@ for phase in federation["phases"]:
 
 
 def write_grid(folder: Path, **changes) -> list[str]:
-    """Writes a grid of two seeds with its configuration, and returns the arguments that name it.
-
-    Args:
-        folder: the folder of the files, and of the grid's runs.
-        changes: keys of the grid that are others.
-    """
+    """Writes a grid of two seeds, with changed keys, and its configuration; returns the arguments that name it."""
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     grid = {"configs": ["tiny.yaml"], "values": {"seed_everything": [0, 1]}, "folder": str(folder / "runs")}
     (folder / "grid.yaml").write_text(yaml.safe_dump(grid | changes))
@@ -123,9 +118,7 @@ def _merged(before, after):
 def pretended_fit(kind: str, folder: Path):
     """Makes the command of a process that writes a run's files at once.
 
-    Args:
-        kind: "ends"; "fails", with seed 0; or "hangs", with seed 1, until it is continued.
-        folder: a folder for the script.
+    The kind is "ends"; "fails", with seed 0; or "hangs", with seed 1, until it is continued.
     """
     script = folder / "fit.py"
     script.write_text(_SCRIPT)

@@ -6,23 +6,15 @@ _WITHOUT_END = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 
 
 class Page(HTMLParser):
-    """The elements, ids, addresses and tables of an HTML page.
-
-    Attributes:
-        tables: for each table by its class, or its number, the rows as lists of texts.
-        addresses: everything that a browser might load or follow.
-        ids: all ids.
-        unclosed: elements that are not closed.
-        text: all texts outside of tables, joined.
-    """
+    """What is in an HTML page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tables: dict[str, list[list[str]]] = {}
-        self.addresses: list[str] = []
+        self.tables: dict[str, list[list[str]]] = {}  # by its class or its number
+        self.addresses: list[str] = []  # that a browser might load or follow
         self.ids: list[str] = []
         self.unclosed: list[str] = []
-        self.text = ""
+        self.text = ""  # outside of tables
         self._table: list[list[str]] | None = None
         self._in_cell = False
         self.feed(text)

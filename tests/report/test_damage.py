@@ -1,35 +1,32 @@
-"""A rounds.csv whose end is missing is refused, and no file that a run has written at any moment is."""
+"""A damaged rounds.csv is refused, and no file that a run has written at any moment is."""
 
 import shutil
 from dataclasses import replace
 
 import pytest
 from helpers.runs import Kill, data, federation, model, phases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.cli import main
-from fedmoe_pl.report.runs import read_run
+from fedmoe_pl.report.runs import find_runs, read_run
 
-CUT = {
-    "in half": lambda text: text[: len(text) // 2],
-    "in its last number": lambda text: text[:-2],
-    "before its last row": lambda text: text[: text[:-1].rfind("\n") + 1],
-    "after the first half of its rows": lambda text: "\n".join([*text.splitlines()[: text.count("\n") // 2], ""]),
-    "after its header": lambda text: text.splitlines()[0] + "\n",
-    "to nothing": lambda text: "",
+DAMAGES = {
+    "cut off in half": lambda text: text[: len(text) // 2],
+    "cut off in its last number": lambda text: text[:-2],
+    "without its last row": lambda text: text[: text[:-1].rfind("\n") + 1],
+    "with the first half of its rows": lambda text: "\n".join([*text.splitlines()[: text.count("\n") // 2], ""]),
+    "with its header": lambda text: text.splitlines()[0] + "\n",
+    "empty": lambda text: "",
+    "with a word in place of a number": lambda text: text.replace(",0.", ",zero", 1),
 }
 
 
-@pytest.mark.parametrize("where", CUT)
-def test_a_file_cut_off_is_refused_in_one_line_that_names_it(where, copied, tmp_path, capsys):
-    folder = copied("cut")
-    path = folder / "rounds.csv"
-    path.write_text(CUT[where](path.read_text()))
-    with pytest.raises(SystemExit):
-        main(["report", str(folder)])
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert f"RUN has the file '{path}', which is " in line
-    assert not list(tmp_path.rglob("*.html"))
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_by_its_path(damage, copied):
+    path = copied("damaged") / "rounds.csv"
+    path.write_text(DAMAGES[damage](path.read_text()))
+    with pytest.raises(MisconfigurationException, match=f"RUN has the file '{path}', which is "):
+        find_runs([path.parent])
 
 
 class Reads(FederationCallback):
