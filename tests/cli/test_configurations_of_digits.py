@@ -6,7 +6,6 @@ from helpers.configurations import CONFIGURATIONS, QUICKSTART, REPOSITORY, needs
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.cli import main
 
 DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
 
@@ -35,26 +34,3 @@ def test_the_zoo_has_a_phase_of_every_algorithm():
     used = {(each["class_path"] if isinstance(each, dict) else each).split(".")[-1] for each in algorithms_of(path)}
     public = {name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), Algorithm)}
     assert used == public
-
-
-@pytest.mark.slow  # the pages' commands run it, too: tests/test_readme.py
-def test_the_quickstart_runs_repeats_itself_and_serves_newcomers(tmp_path, capfd):
-    (path,) = (path for path in DIGITS if str(path) == QUICKSTART)
-    run = run_short(path, tmp_path, capfd)
-    assert {"checkpoints", "clients"} <= {file.name for file in run.iterdir()}
-    resolved = str(run / "config.yaml")
-    main(["fit", "--config", resolved])
-    assert (run.parent / "version_1/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
-    newcomers = [
-        "--data.init_args.num_clients",
-        "3",
-        "--data.init_args.partition_seed",
-        "5",
-        "--federation.logger",
-        "false",
-    ]
-    main(["personalize", "--config", resolved, *newcomers])
-    table = capfd.readouterr().out
-    assert "over all 3 clients" in table and "FedAvg: global expert, after aggregation, given checkpoint" in table
-    checkpoints = {path.parent.name for path in (run.parent / "new_clients/version_0/clients").rglob("*.ckpt")}
-    assert checkpoints == {phase["name"] for phase in yaml.safe_load(path.read_text())["federation"]["phases"]}

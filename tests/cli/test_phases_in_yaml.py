@@ -137,6 +137,9 @@ def test_one_client_is_not_all_of_them_however_a_configuration_says_it(tmp_path)
     main(["fit", "--config", over])
     (resolved,) = (tmp_path / "other").rglob("config.yaml")
     assert numbers_of("--config", str(resolved)) == NUMBERS
+    main(["fit", "--config", str(resolved)])
+    first, repeated = (path.read_bytes() for path in (tmp_path / "other").rglob("clients.csv"))
+    assert first == repeated
 
 
 def test_one_batch_is_not_all_batches(tmp_path):
