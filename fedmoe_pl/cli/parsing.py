@@ -95,7 +95,7 @@ class ListAction(ActionTypeHint):
             return super()._check_type(value, append, None if isinstance(items, list) and not append else cfg, mode)
         except TypeError:
             items = items if isinstance(items, list) else [items] if append else []
-            of_item = ActionTypeHint(typehint=_type_of_items(self._typehint))(option_strings=[], dest="item")
+            of_item: Any = ActionTypeHint(typehint=_type_of_items(self._typehint))(option_strings=[], dest="item")
             for index, item in enumerate(items):
                 with _naming(f"{self.dest}{place_in(items, index, self.dest)}"):
                     of_item._check_type(item)
