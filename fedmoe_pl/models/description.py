@@ -37,7 +37,7 @@ def hyperparameters_of(module: nn.Module, arguments: Mapping[str, Any]) -> dict[
 
 
 def describe(value: Any, configured: Any = None) -> Any:
-    """A description of a value, as a configuration would have it.
+    """A description of a value, as a configuration would have it; of a function, its import path.
 
     Modules of this package and of torch keep their arguments as attributes; others may have saved hyperparameters, or
     have no arguments. Of a module that does neither, the description is the one in the configuration, if there is one.
@@ -56,6 +56,8 @@ def describe(value: Any, configured: Any = None) -> Any:
         return [describe(part, other) for part, other in zip(value, others, strict=True)]
     if isinstance(value, dict):
         return {name: describe(part) for name, part in value.items()}
+    if inspect.isfunction(value) and value.__name__.isidentifier() and "<locals>" not in value.__qualname__:
+        return _class_path(value)
     if not isinstance(value, nn.Module):
         raise UndescribedError
     if _CONFIGURED in vars(value):

@@ -106,7 +106,7 @@ def test_a_loss_is_a_class_or_a_function_and_metrics_have_names(loss, tmp_path, 
     files = [str(REPOSITORY / "configs/diabetes.yaml"), yaml.safe_dump(changes, default_flow_style=True)]
     federation, model, _ = objects_of([word for file in files for word in ("--config", file)])
     assert isinstance(federation.metrics["f1"], MulticlassF1Score) and {*federation.metrics} == {"rmse", "f1"}
-    assert model.criterion.function.__name__ == "half" if "half" in loss else isinstance(model.criterion, nn.HuberLoss)
+    assert model.criterion.__name__ == "half" if "half" in loss else isinstance(model.criterion, nn.HuberLoss)
     assert model.loss_of(torch.ones(2, 1), torch.zeros(2)).dim() == 0
 
 

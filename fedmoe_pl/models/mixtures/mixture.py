@@ -20,16 +20,7 @@ from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
-from fedmoe_pl.models.mixtures.tasks import (
-    SIGMOIDS,
-    Loss,
-    Task,
-    aligned,
-    ignored_class,
-    loss_argument,
-    task_and_criterion,
-    usual_loss,
-)
+from fedmoe_pl.models.mixtures.tasks import SIGMOIDS, Loss, Task, aligned, checked_task, ignored_class, usual_loss
 from fedmoe_pl.trees import copy_module
 
 Batch = tuple[Tensor, Tensor]
@@ -59,7 +50,7 @@ class MixtureOfExperts(LightningModule, ABC):
 
     Attributes:
         task: what is predicted.
-        criterion: the loss, as a module; None for the usual one.
+        criterion: the loss; None for the usual one.
         gate: weighs the experts.
         gate_width: number of experts that the gate weighs; None if a subclass does not set it.
         has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
@@ -96,7 +87,8 @@ class MixtureOfExperts(LightningModule, ABC):
         self.gate_lr = gate_lr
         self.channels_last = channels_last
         self.task: Task
-        self.task, self.criterion = task_and_criterion(self, task, loss)
+        self.task = checked_task(self, task, loss)
+        self.criterion = loss
 
     @abstractmethod
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,7 +301,7 @@ class MixtureOfExperts(LightningModule, ABC):
         """An argument of the constructor; those of this package's classes are attributes."""
         if name not in _kept_arguments(type(self)):
             return self._saved_arguments().get(name)
-        return loss_argument(self.criterion) if name == "loss" else getattr(self, name)  # `loss` itself is a method
+        return getattr(self, "criterion" if name == "loss" else name)  # ``loss`` itself is a method
 
 
 def _is_own(kind: type) -> bool:

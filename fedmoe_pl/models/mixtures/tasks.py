@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import isfunction
 from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
@@ -32,24 +31,12 @@ _OF_LOSSES: dict[type, tuple[Task, ...]] = {
 }
 
 
-class FunctionLoss(nn.Module):
-    """A function from outputs and targets to the mean loss, as a module."""
-
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The function's value."""
-        return self.function(outputs, targets)
-
-
-def task_and_criterion(owner: object, task: Task | None, loss: Loss | None) -> tuple[Task, nn.Module | None]:
-    """The task, and the loss as a module, None for the usual one; each may follow from the other."""
+def checked_task(owner: object, task: Task | None, loss: Loss | None) -> Task:
+    """The task, which may follow from the loss."""
     if task is not None:
         check_choice(owner, "task", task, get_args(Task))
     if loss is None:
-        return task or "multiclass", None
+        return task or "multiclass"
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") in ("none", "sum"):
         allowed, reason = "one that gives the mean over the samples", f"its reduction is '{loss.reduction}'"
         raise InvalidArgumentError(owner, "loss", loss, allowed, reason)
@@ -58,7 +45,7 @@ def task_and_criterion(owner: object, task: Task | None, loss: Loss | None) -> t
         name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", repr(loss))
         allowed = " or ".join(of_loss or get_args(Task))
         raise InvalidArgumentError(owner, "task", task, allowed, f"the loss is {name}")
-    return task or of_loss[0], loss if isinstance(loss, nn.Module) else FunctionLoss(loss)
+    return task or of_loss[0]
 
 
 def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal["mean", "none"]) -> Tensor:
@@ -98,7 +85,7 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
     return outputs.shape == targets.shape
 
 
-def range_problem(task: Task, criterion: nn.Module | None, outputs: Tensor, targets: Tensor) -> str | None:
+def range_problem(task: Task, criterion: Loss | None, outputs: Tensor, targets: Tensor) -> str | None:
     """What is wrong with the values of targets; None if nothing is, or only a loss of the user's could tell."""
     is_usual = criterion is None or type(criterion) in _OF_LOSSES
     if task == "multiclass":
@@ -112,17 +99,6 @@ def range_problem(task: Task, criterion: nn.Module | None, outputs: Tensor, targ
     return f"the value {wrong[0].item():g}; {allowed}" if wrong.numel() else None
 
 
-def ignored_class(criterion: nn.Module | None) -> int:
+def ignored_class(criterion: Loss | None) -> int:
     """The target of samples or pixels that do not count: that of the loss, if it has one, or that of cross-entropy."""
     return getattr(criterion, "ignore_index", -100)
-
-
-def loss_argument(criterion: nn.Module | None) -> Any:
-    """A loss as an argument: the import path of a function, a function that has none, or a module."""
-    if not isinstance(criterion, FunctionLoss):
-        return criterion
-    function = criterion.function
-    is_importable = (
-        isfunction(function) and function.__name__.isidentifier() and "<locals>" not in function.__qualname__
-    )
-    return f"{function.__module__}.{function.__qualname__}" if is_importable else function
