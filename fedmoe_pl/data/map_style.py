@@ -125,7 +125,8 @@ class _Reader:
     def __init__(self, data: MapStyleData, training: bool) -> None:
         is_same = training or data.eval_dataset is None
         self.data = data
-        self.first = data.train_dataset if is_same else data.eval_dataset
+        self.first: Any = data.train_dataset if is_same else data.eval_dataset
+        self.second: Any = data.test_dataset
         self.collate_fn = data.collate_fn if training else data.eval_collate_fn or data.collate_fn
         self._loader: DataLoader | None = None
         self._requests: list[tuple[list[int], int]] = []  # the loader's sampler: what it reads in its next iteration
@@ -142,7 +143,7 @@ class _Reader:
         read_many = getattr(self.first, "__getitems__", None)
         if read_many is not None and max(indices) < n:
             return read_many(list(indices))
-        return [self.first[index] if index < n else self.data.test_dataset[index - n] for index in indices]
+        return [self.first[index] if index < n else self.second[index - n] for index in indices]
 
     def read(self, requests: list[tuple[list[int], int]]) -> Iterator[Any]:
         """Reads batches, each given the indices of its samples and its seed."""

@@ -171,7 +171,7 @@ class FromDataModule(FederatedDataModule):
         return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
 
     def _loader(self, name: str) -> DataLoader:
-        loader = getattr(self.datamodule, name)()
+        loader: Any = getattr(self.datamodule, name)()
         return loader[0] if isinstance(loader, (list, tuple)) and len(loader) == 1 else loader
 
 

@@ -173,7 +173,7 @@ class Pathological(LabelPartitioner):
                 shares = rng.uniform(0.4, 0.6, len(holders))
             else:
                 shares = rng.dirichlet(np.full(len(holders), self.concentration))
-            counts[holders, c] = cut(available[c], shares / shares.sum())
+            counts[holders, c] = cut(int(available[c]), shares / shares.sum())
         return deal(labels, counts, rng)
 
 
