@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, assert_same_bits, blobs, phase, run, tensors
-from helpers.architectures import HIDDEN, SIZES, pair, train_bare
+from helpers import Expert, blobs, phase, run, tensors
+from helpers.architectures import SIZES, pair, train_bare
 from helpers.backends import assert_agree, local_training
 from helpers.data import refused_argument
 from helpers.models import plain_trainer, samples, trainer
@@ -93,22 +93,6 @@ def test_a_client_s_module_computes_its_own_architecture_also_its_parts():
 def test_an_expert_of_another_number_of_outputs_is_refused_wherever_it_is_in_the_list(classes):
     experts = [SmallMLP(num_classes=number) for number in classes]
     assert refused_argument(lambda: PersonalizedMoE(SmallMLP(), experts)) == "local_expert"
-
-
-@plain_trainer
-@pytest.mark.parametrize("own", [None, 0, 1])
-def test_a_checkpoint_builds_all_architectures_again_or_a_client_s_own(tmp_path, own):
-    module = PersonalizedMoE(SmallMLP(), [SmallMLP(hidden_features=width) for width in HIDDEN])
-    if own is not None:
-        module.keep_architecture(own)
-    fitted = trainer(tmp_path, max_epochs=0)
-    fitted.fit(module, DataLoader(TensorDataset(torch.zeros(4, 64), torch.arange(4))))
-    fitted.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "model.ckpt").eval()
-    assert_same_bits(loaded.state_dict(), module.state_dict())
-    assert [*loaded.local_expert.present] == ([0, 1] if own is None else [own])
-    x = torch.randn(3, 64)
-    assert torch.equal(loaded(x), module.eval()(x))
 
 
 class Flat(nn.Module):

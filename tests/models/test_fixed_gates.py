@@ -7,7 +7,6 @@ import torch
 from helpers import mixture, sparse_mixture
 from helpers.data import refused_argument
 from helpers.models import samples
-from lightning.pytorch import Trainer
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg
@@ -115,22 +114,6 @@ def test_a_gate_moved_to_a_mixture_of_another_width_takes_that_one(gate):
         module.check_parts()
         assert moved.weights == weights_of(gate, width)
     assert in_phase.gate is not moved
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # lightning 2.6
-@pytest.mark.parametrize(
-    ("name", "gate"),
-    [("personalized", GlobalOnly), ("clustered", LocalOnly), ("representation", EqualWeights), ("own", EqualWeights)],
-)
-def test_a_checkpoint_rebuilds_the_mixture_with_its_fixed_gate(tmp_path, name, gate):
-    x, (make, width) = torch.randn(4, 5), MIXTURES[name]
-    module = replaced(make(), gate()).eval()
-    trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "mixture.ckpt", weights_only=True)
-    loaded = type(module).load_from_checkpoint(tmp_path / "mixture.ckpt", weights_only=True).eval()
-    assert type(loaded.gate) is gate and loaded.gate.weights == weights_of(gate, width)
-    assert torch.equal(loaded(x), module(x))
 
 
 @pytest.mark.parametrize("gate", FIXED)

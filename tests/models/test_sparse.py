@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Embedding, assert_same_bits, blobs, momentum_sgd, phase, run, small_expert, sparse_mixture, tensors
-from lightning.pytorch import Trainer
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -152,30 +151,6 @@ def test_a_client_with_fewer_experts_keeps_the_first_ones_under_their_names():
         name for name in whole if name.startswith(("experts.1.", "experts.2.", "gate.proxies.1.", "gate.proxies.2."))
     }
     assert module.client_architecture(1) == 1
-
-
-def test_a_checkpoint_rebuilds_the_mixture(tmp_path):
-    module = SparseMoE(ConvBlock(1, 2, 16), ConvExpert(2, image_size=6, channels=3, hidden=4), [2, 1])
-    trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = SparseMoE.load_from_checkpoint(tmp_path / "model.ckpt")
-    assert_same_bits(tensors(loaded), tensors(module))
-    assert loaded.num_experts == [2, 1]
-
-
-def test_a_checkpoint_rebuilds_a_mixture_with_mixture_weights_and_mixed_probabilities(tmp_path):
-    parts = ConvBlock(1, 2, 16), ConvExpert(2, image_size=6, channels=3, hidden=4)
-    module = SparseMoE(*parts, num_experts=3, gate=MixtureWeights(), mixing="probabilities").eval()
-    module.gate.weights.copy_(torch.tensor([0.5, 0.2, 0.3]))
-    trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "model.ckpt")
-    loaded, x = SparseMoE.load_from_checkpoint(tmp_path / "model.ckpt").eval(), torch.randn(4, 1, 16, 16)
-    assert torch.equal(loaded(x), module(x))
-    outputs = [expert(module.embedding(x)).softmax(1) for expert in module.experts]
-    expected = 0.5 * outputs[0] + 0.2 * outputs[1] + 0.3 * outputs[2]
-    torch.testing.assert_close(module(x).exp(), expected)
 
 
 def test_experts_that_get_whole_batches_may_have_batch_normalization():

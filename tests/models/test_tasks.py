@@ -14,7 +14,6 @@ from fedmoe_pl.models import (
     LocalOnly,
     PersonalizedMoE,
     SmallFCN,
-    SmallMLP,
     SparseMoE,
 )
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
@@ -174,26 +173,6 @@ def test_a_plain_trainer_logs_no_accuracy_of_values(tmp_path):
     assert {*fitted.callback_metrics} == {
         *("train_loss", "train_gate/global_expert", "validation_loss", "validation_gate/global_expert"),
     }
-
-
-@plain_trainer
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [
-        ({"task": "regression"}, None),
-        ({"loss": nn.HuberLoss(delta=0.5)}, nn.HuberLoss),
-        ({"task": "regression", "loss": half_squared_error}, None),
-    ],
-)
-def test_a_checkpoint_has_task_and_loss(arguments, kind, tmp_path):
-    fitted, module = trainer(tmp_path, max_epochs=0), PersonalizedMoE(SmallMLP(5, 4, 1), **arguments)
-    fitted.fit(module, DataLoader(TensorDataset(X, X[:, :1]), 3))
-    fitted.save_checkpoint(path := tmp_path / "module.ckpt")
-    loaded = PersonalizedMoE.load_from_checkpoint(path)
-    assert loaded.task == module.task
-    scores, y = torch.randn(6, 1), torch.rand(6, 1)
-    assert torch.equal(loaded.loss_of(scores, y), module.loss_of(scores, y))
-    assert kind is None or isinstance(loaded.criterion, kind)
 
 
 def test_pixels_may_be_bytes_and_be_left_out():
