@@ -6,12 +6,7 @@ from helpers import map_style
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
-from fedmoe_pl.data import (
-    FederatedDataModule,
-    FromDataModule,
-    FromDatasets,
-    PredefinedIndices,
-)
+from fedmoe_pl.data import FederatedDataModule, FromDataModule, FromDatasets, PredefinedIndices
 
 OWN_YAML = """
 seed_everything: 0

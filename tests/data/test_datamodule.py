@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import Own, set_up, vectors
+from helpers.models import trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule, Trainer
 
 from fedmoe_pl.checkpoints.resume import fingerprint
 from fedmoe_pl.data import IID, Digits, Dirichlet, RandomCrop
+from fedmoe_pl.models import PersonalizedMoE, SmallMLP
 
 
 @given(st.integers(1, 12), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
@@ -89,54 +90,17 @@ def test_natural_clients_are_the_default_and_own_their_test_samples():
     assert [len(part) for part in dealt.test_samples] == [0, 0]
 
 
-class Linear(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 10)
-        self.seen = {"train": 0, "val": 0, "test": 0}
-
-    def loss(self, batch, part):
-        x, y = batch
-        self.seen[part] += len(x)
-        return torch.nn.functional.cross_entropy(self.layer(x.flatten(1)), y)
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch, "train")
-
-    def validation_step(self, batch, batch_idx):
-        self.log("validation", self.loss(batch, "val"))
-
-    def test_step(self, batch, batch_idx):
-        self.log("test", self.loss(batch, "test"))
-
-    def predict_step(self, batch, batch_idx):
-        return self.layer(batch[0].flatten(1)).argmax(1)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 # PyTorch deprecates what lightning 2.6.6 uses
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 def test_a_plain_trainer_takes_the_data_module_without_a_warning(tmp_path):
     data = Digits(num_clients=4, validation_fraction=0.25, augmentation=[RandomCrop(1)])
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    module = Linear()
-    trainer.fit(module, data)
-    trainer.test(module, data, verbose=False)
-    predictions = trainer.predict(module, data)
-    assert predictions is not None
-    assert module.seen["train"] == sum(map(len, data.train_samples))
-    assert module.seen["val"] > sum(map(len, data.validation_samples)) > 0  # Lightning's sanity check comes first
-    assert sum(map(len, predictions)) == module.seen["test"] == len(data.global_test)
+    plain, module = trainer(tmp_path, max_epochs=1), PersonalizedMoE(SmallMLP())
+    plain.fit(module, data)
+    assert plain.num_training_batches == -(-sum(map(len, data.train_samples)) // data.batch_size)
+    assert plain.num_val_batches == [-(-sum(map(len, data.validation_samples)) // data.batch_size)]
+    plain.test(module, data, verbose=False)
+    predictions = plain.predict(module, data)
+    assert sum(len(batch["logits"]) for batch in predictions) == len(data.global_test)
 
 
 def test_there_is_no_validation_loader_without_validation_samples():

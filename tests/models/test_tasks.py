@@ -7,15 +7,7 @@ from helpers.models import plain_trainer, samples, trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import (
-    ClusteredMoE,
-    FeatureGate,
-    LinearGate,
-    LocalOnly,
-    PersonalizedMoE,
-    SmallFCN,
-    SparseMoE,
-)
+from fedmoe_pl.models import ClusteredMoE, FeatureGate, LinearGate, LocalOnly, PersonalizedMoE, SmallFCN, SparseMoE
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.models.mixtures.tasks import fits, preds_and_target
