@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
@@ -107,6 +107,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         rotations: list[int] | None = None,
     ) -> None:
         super().__init__()
+        check_at_least(self, "batch_size", batch_size, 1)
         for name, fraction, most in (
             ("test_fraction", test_fraction, 1.0),
             ("validation_fraction", validation_fraction, 1 - test_fraction),

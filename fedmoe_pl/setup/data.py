@@ -33,8 +33,11 @@ def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) 
     if isinstance(datamodule, LightningDataModule):
         hint = f", such as FromDataModule({type(datamodule).__name__}(...), num_clients=10), which deals its samples"
     check_kind("Federation", "datamodule", datamodule, FederatedDataModule, hint)
-    datamodule.prepare_data()
-    datamodule.deal()
+    try:
+        datamodule.prepare_data()
+        datamodule.deal()
+    except OSError as error:  # such as a missing file
+        raise MisconfigurationException(f"{type(datamodule).__name__} cannot be read: {error}.") from error
     samples = _opted_in_everywhere(datamodule, phases, seed)
     if not datamodule.is_set_up:
         datamodule.learn_from = samples

@@ -26,6 +26,7 @@ from fedmoe_pl.data import (
     Pathological,
     PredefinedIndices,
     RandomCrop,
+    Shards,
     TwoClasses,
 )
 
@@ -55,6 +56,8 @@ def of_ten(partitioner, num_clients, labels=TEN):
         # both clients want the one sample of class 0
         ("samples_per_client", of_ten(MajorityClasses(1.0, None, "product"), 2, np.array([0, 1, 1, 1]))),
         ("balance", lambda: TwoClasses(500, 1.0)),
+        ("shards_per_client", of_ten(Shards(10**9), 50)),
+        ("batch_size", lambda: Digits(batch_size=0)),
         ("balance", lambda: TwoClasses(4, 0.01)),
         ("the number of classes of a client", of_ten(TwoClasses(2), 2, TEN % 1)),
         ("the number of classes of a client", of_ten(Pathological(2), 2, TEN % 1)),

@@ -132,6 +132,9 @@ class Shards(LabelPartitioner):
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples."""
         num_shards = num_clients * self.shards_per_client
+        if num_shards > len(labels):
+            allowed = f"at most {len(labels) // num_clients}, the number of samples per client"
+            raise InvalidArgumentError(self, "shards_per_client", self.shards_per_client, allowed)
         shards = np.array_split(np.argsort(labels, kind="stable"), num_shards)
         by_client = rng.permutation(num_shards).reshape(num_clients, -1)
         return [np.concatenate([shards[shard] for shard in of_client]) for of_client in by_client]
