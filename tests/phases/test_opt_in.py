@@ -209,7 +209,7 @@ def test_statistics_of_samples_that_opt_out_are_refused(tmp_path):
     algorithm = OptInFedAvg("global_expert.*", opt_out_data=0.4)
     data = image_data(images())
     data.setup()
-    message = "TensorData: normalization was computed from samples that opt out, because setup was called before"
+    message = "TensorData: normalization: it was computed from samples that opt out, because setup was called before"
     with pytest.raises(MisconfigurationException, match=message):
         trained(data, algorithm, tmp_path)
     given = image_data(images(), mean=(0.5, 0.5), std=(0.2, 0.2))
