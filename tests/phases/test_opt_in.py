@@ -220,7 +220,9 @@ def test_statistics_of_samples_that_opt_out_are_refused(tmp_path):
     texts = text_data(tmp_path / "data")
     texts.setup()
     assert texts.vocabulary == expected_vocabulary(rows, range(60))
-    with pytest.raises(MisconfigurationException, match=r"AGNews: vocabulary was computed from .* leave setup to the"):
+    with pytest.raises(
+        MisconfigurationException, match=r"AGNews: vocabulary: it was computed from .* leave setup to the"
+    ):
         trained_texts(texts, algorithm, tmp_path)
 
 

@@ -171,8 +171,9 @@ class FromDataModule(FederatedDataModule):
         return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
 
     def _loader(self, name: str) -> DataLoader:
-        loader: Any = getattr(self.datamodule, name)()
-        return loader[0] if isinstance(loader, (list, tuple)) and len(loader) == 1 else loader
+        loaders: Any = getattr(self.datamodule, name)()
+        (loader,) = loaders if isinstance(loaders, (list, tuple)) else (loaders,)
+        return loader
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:
