@@ -71,7 +71,7 @@ class Algorithm:
         gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
-        opt_out: clients and samples that influence nothing that leaves a client; none by default.
+        opt_out: clients and samples that influence nothing that leaves a client, an ``OptOut``; none by default.
         needs: what it needs; a phase that lacks some of it is refused before any training.
 
             * ``all_clients``: that all clients train in every round.

@@ -1,7 +1,5 @@
 """Adaptive Expert Models: fine-tuned clusters, the ensemble and the mixture."""
 
-import csv
-
 import pytest
 import torch
 from helpers import (
@@ -32,9 +30,7 @@ from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, Fine
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks import ClusterMonitor
 from fedmoe_pl.callbacks.clusters import cluster_figure
-from fedmoe_pl.data import Digits, MajorityClasses
-from fedmoe_pl.evaluation.accuracies import predict
-from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
+from fedmoe_pl.models import ConstantGate, NetworkGate
 from fedmoe_pl.trees import copy_module, load_tree
 
 
@@ -152,19 +148,6 @@ def test_local_may_come_after_the_clusters(tmp_path):
         torch.testing.assert_close(*states, rtol=1e-10, atol=1e-12)
 
 
-def test_experts_are_trained_with_the_gate_where_asked_for(tmp_path):
-    phases = all_phases()
-    phases[-1].algorithm = ClusterMixture("*")
-    federation = run(phases, clustered(), blobs(), tmp_path)
-    kept = federation.run.states["mixture"].clients[0]
-    assert {".".join(name.split(".")[:2]) for name in kept if name.startswith("global_experts")} == {
-        "global_experts.0",
-        "global_experts.1",
-        "global_experts.2",
-    }
-    assert set(cluster(federation.run.states["IFCA"].server, 1)) <= set(kept)
-
-
 @pytest.mark.parametrize("frozen_train_mode", [False, True])
 def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen_train_mode):
     """Without dropout, the gate would get the same weights; a bare loop repeats what the clients draw."""
@@ -224,24 +207,3 @@ def test_tensorboard_shows_the_cluster_of_each_client_beside_its_samples(by_clie
     assert drawn == ({"IFCA": (best, 3)} if by_client else {})
     pictures = EventAccumulator(str(federation.run_dir / "IFCA")).Reload().Tags()["images"]
     assert pictures == ["picked/all_rounds", "picked/by_client"][: 1 + by_client]
-
-
-def test_a_client_s_checkpoint_is_a_clustered_mixture_of_its_own(tmp_path):
-    data = Digits(num_clients=3, partitioner=MajorityClasses(1.0, 40), batch_size=20)
-    phases = [
-        phase("Local", Local("local_expert.*"), gate=only(2, 3)),
-        Phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0, 3), start="Local"),
-        Phase("Ensemble", ClusterMixture(), gate=ConstantGate([0.25, 0.25, 0.5]), mixing="logits", max_epochs=0),
-    ]
-    torch.manual_seed(0)
-    module = ClusteredMoE(SmallMLP(hidden_features=8), 2, SmallMLP(hidden_features=6), optimizer=momentum_sgd)
-    federation = run(phases, module, data, tmp_path, enable_checkpointing=True)
-    for name in ("IFCA", "Ensemble"):
-        loaded = ClusteredMoE.load_from_checkpoint(federation.run_dir / f"clients/{name}/client_001.ckpt").eval()
-        expected = federation.client_module(name, 1)
-        assert_same_bits(loaded.state_dict(), expected.state_dict())
-        scores, _ = predict(loaded, data, data.global_test)
-        assert torch.equal(scores, predict(expected, data, data.global_test)[0])
-        assert loaded.mixing == expected.mixing
-    with open(federation.run_dir / "summary.csv") as file:
-        assert [row["model"] for row in csv.DictReader(file)] == ["global expert", "mixture"]

@@ -16,7 +16,6 @@ from helpers import (
     tensors,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl import Algorithm, Phase, algorithms
@@ -27,7 +26,6 @@ from fedmoe_pl.algorithms import (
     FineTuning,
     Local,
     PFLMoE,
-    Scaffold,
 )
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
@@ -103,42 +101,6 @@ def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_do
         for client in range(3):
             assert_same_bits(dict(again.run.states[name].clients[client]), dict(whole.run.states[name].clients[client]))
             assert whole.run.states[name].clients[client]["book/rounds"].item() == rounds
-
-
-class WithControl(LightningModule):
-    """A user's module with a part named as SCAFFOLD's control variates begin."""
-
-    def __init__(self, part):
-        super().__init__()
-        torch.manual_seed(0)
-        self.part = part
-        setattr(self, part, nn.Linear(5, 3).double())
-
-    def forward(self, x):
-        return getattr(self, self.part)(x)
-
-    def loss(self, batch):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1]), {}
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)[0]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_a_part_of_the_model_may_be_named_control_under_scaffold(tmp_path):
-    found = []
-    for part in ("control", "layer"):
-        federation = run([Phase("it", Scaffold(), rounds=3)], WithControl(part), blobs(SIZES), tmp_path / part)
-        assert set(federation.run.states["it"].server) == {
-            *(f"{part}.weight", f"{part}.bias", f"control/{part}.weight", f"control/{part}.bias")
-        }
-        found.append(
-            {name.replace(f"{part}.", ""): tensor for name, tensor in federation.run.states["it"].server.items()}
-        )
-    assert_same_bits(*found)
-    assert found[0]["control/weight"].any()
 
 
 @pytest.mark.filterwarnings("ignore:.* have each trained for themselves")  # FedAvg shares them
@@ -298,25 +260,6 @@ def test_another_seed_round_or_client_shuffles_and_drops_differently(tmp_path):
     federation = run([phase("Local", Local())], model, datamodule, tmp_path)
     first, second = (federation.client_module("Local", client).state_dict() for client in (0, 1))
     assert any(not torch.equal(first[name], second[name]) for name in first)
-
-
-def test_the_same_seed_gives_a_whole_run_of_the_same_bits_and_another_seed_another_run(tmp_path):
-    def whole(seed):
-        model, datamodule = mixture(FeatureGate(6), Expert(dropout=0.5)), blobs((9, 12, 7, 8))
-        phases = [
-            phase("FedAvg", FedAvg(), rounds=3, clients_per_round=2, gate=ConstantGate(1)),
-            phase("Expert", FineTuning(gate_fraction=0.25)),
-            phase("Gate", PFLMoE()),
-        ]
-        federation = run(phases, model, datamodule, tmp_path, seed=seed)
-        return [federation.client_module("Gate", client).state_dict() for client in range(4)]
-
-    first = whole(0)
-    torch.manual_seed(99)  # what ran before is of no consequence
-    for client, (again, other) in enumerate(zip(whole(0), whole(1), strict=True)):
-        assert_same_bits(again, first[client])
-        for part in ("global_expert.extractor.1", "local_expert.classifier.1", "gate.linear"):
-            assert not torch.equal(other[f"{part}.weight"], first[client][f"{part}.weight"])
 
 
 def test_algorithms_that_read_the_number_of_rounds_say_so():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, TensorData, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
-from helpers.prototypes import SIZES, personalized, without_a_class
+from helpers.prototypes import SIZES, without_a_class
 
 from fedmoe_pl.algorithms import FD, Local
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
@@ -111,17 +111,3 @@ def test_backends_agree_without_targets_and_with_some(algorithm, outputs):
 
 def test_backends_agree_on_clients_of_two_architectures():
     assert_agree(local_training(of_two_architectures(), FromGivenOutputs("local_expert"), without_a_class(FEW)), 1e-10)
-
-
-def test_newcomers_learn_from_all_of_the_federation_s_clients(tmp_path):
-    """Their ids are those of clients whose outputs are in the means; their own outputs never are."""
-    first, later = personalized(FD(weight=0.7), mixture, tmp_path)
-    server, data = first.run.states["it"].server, later.run.datamodule
-    targets = {label: server[MEAN][label] for label in range(3) if server[COUNT][label]}
-    for client in (0, 1):
-        own = mixture().global_expert
-        for round in range(2):
-            batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
-            distill(own, batches, targets, 0.7, "probabilities")
-        trained = later.client_module("it", client).global_expert
-        torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)

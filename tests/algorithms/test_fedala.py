@@ -201,11 +201,3 @@ def test_backends_and_workers_agree(whole, tmp_path):
     torch.testing.assert_close(states[1].server, states[0].server, rtol=1e-9, atol=1e-11)
     for client in range(3):
         torch.testing.assert_close(states[1].clients[client], states[0].clients[client], rtol=1e-7, atol=1e-9)
-
-
-def test_a_newcomer_has_no_local_model_and_takes_the_global_one(tmp_path):
-    federation = fitted(tmp_path)
-    server = federation.run.states["FedALA"].server
-    federation.personalize(model(), blobs(sizes=(9, 6), batch_size=BATCH))
-    for client in (0, 1):
-        assert_same_bits(tensors(federation.client_module("FedALA", client), "global_expert."), server)

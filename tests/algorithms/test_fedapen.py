@@ -135,13 +135,6 @@ def test_a_learning_rate_of_0_leaves_the_weights_equal(tmp_path):
     assert {used_weight(fed, client) for client in range(3)} == {0.5}
 
 
-def test_only_the_shared_model_leaves_a_client(tmp_path):
-    fed = run([Phase("it", FedAPEN(), rounds=2)], pair(gate=MixtureWeights()), blobs(SIZES), tmp_path)
-    values = sum(tensor.numel() for tensor in tensors(pair(), "global_expert.").values())
-    for way in ("up", "down"):
-        assert [row[f"bytes_{way}"] for row in fed.run.rows] == [round * 3 * values * 8 for round in (1, 2)]
-
-
 def test_the_backends_agree():
     data = blobs((13, 8, 11, 9), dtype=torch.float32)
     assert_agree(local_training(pair(torch.float32, gate=MixtureWeights()), FedAPEN(), data), 1e-4)

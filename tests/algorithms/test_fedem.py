@@ -107,15 +107,6 @@ def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step
     assert batches == 2 * 2 * 16 / 4, "two rounds of two epochs of the larger client"
 
 
-def test_samples_without_a_label_do_not_count():
-    training, x, y = local_training(learners(), FedEM(), blobs()), torch.randn(6, 5).double(), torch.arange(6) % 3
-    module, server = copy.deepcopy(training.module), FedEM().server_init(training.module)
-    _, constants, _ = begin_client(training, module, server, 0, {}, 0)
-    expected = FedEM().client_loss(module, (x[:4], y[:4]), constants)[0]
-    y[4:] = -100
-    torch.testing.assert_close(FedEM().client_loss(module, (x, y), constants)[0], expected)
-
-
 def test_both_backends_agree():
     assert_agree(local_training(learners(optimizer=momentum), FedEM(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 

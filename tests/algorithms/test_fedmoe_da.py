@@ -156,29 +156,6 @@ def test_one_expert_and_no_others_is_fedper_on_the_dense_network(tmp_path):
         torch.testing.assert_close(tensors(found.expert), tensors(expected[1]), rtol=1e-12, atol=1e-12)
 
 
-def test_all_others_and_equal_gates_are_the_plain_mean_of_all_experts(tmp_path):
-    """Gates are equal and not trained, so that every cosine is 1, and the first exchange leaves one mean."""
-    module = sparse_mixture(2)
-    for proxy in module.gate.proxies:
-        nn.init.constant_(proxy.weight, 1.0)
-    algorithm = FedMoEDA("all", interval=1, trainable=["embedding.*", "experts.*"])
-    one = run([phase("DA", algorithm, rounds=1)], copy.deepcopy(module), blobs(), tmp_path / "one")
-    assert not torch.equal(*(one.run.states["DA"].clients[client]["experts.0.0.weight"] for client in (0, 1)))
-    kept = one.run.states["DA"].clients
-    state = one.run.states["DA"].server
-    after = {client: own for client, (own, _) in exchanged(algorithm, state | latest_as_before(state), kept, 1).items()}
-    mean = sum(kept[client][f"experts.{index}.0.weight"] for client in range(N) for index in range(2)) / (2 * N)
-    for client in range(N):
-        for index in range(2):
-            torch.testing.assert_close(after[client][f"experts.{index}.0.weight"], mean, rtol=1e-12, atol=1e-12)
-
-
-def latest_as_before(server):
-    return {
-        name.replace("aggregation/", "aggregation_before/"): server[name] for name in server if "aggregation/" in name
-    }
-
-
 def traffic(tmp_path, algorithm, num_experts, rounds, **kwargs):
     federation = run([phase("DA", algorithm, rounds=rounds)], sparse_mixture(num_experts), blobs(), tmp_path, **kwargs)
     return federation.run.states["DA"].traffic
@@ -250,14 +227,6 @@ def test_clients_start_from_the_same_gate_and_experts_unless_they_draw_their_own
         assert torch.equal(first[name], second[name]) == same
     if shared_init:
         assert_same_bits(first, tensors(sparse_mixture(2)))
-
-
-def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="SparseMoE: mixing is 'probabilities', but must be logits"):
-        run([phase("Local", Local(), mixing="probabilities")], sparse_mixture(), blobs(), tmp_path)
-    wrong = phase("Local", Local(), gate=ConstantGate(1.0))
-    with pytest.raises(MisconfigurationException, match="must be one that weighs 3 experts"):
-        run([wrong], sparse_mixture(3), blobs(), tmp_path)
 
 
 def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):

@@ -157,13 +157,6 @@ def test_what_leaves_and_reaches_a_client_is_what_the_paper_says(tmp_path):
     assert state.traffic["bytes_down"] == 3 * (8 * (2 * size + CLASSES * FEATURES) + CLASSES)
 
 
-def test_the_classifier_is_trained_first_and_then_the_extractor():
-    algorithm = FedPAC()
-    for epoch, prefix in ((0, CLASSIFIER), (1, EXTRACTOR), (2, EXTRACTOR)):
-        trained = {name for name in model().state_dict() if algorithm.is_trainable(name, 0, epoch)}
-        assert trained == {name for name in model().state_dict() if name.startswith(prefix)}
-
-
 class FromGivenPrototypes(FedPAC):
     def server_init(self, module):
         mean = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

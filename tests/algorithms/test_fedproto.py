@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers import Expert, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
-from helpers.prototypes import OWN_CLASSES, SIZES, personalized, without_a_class
+from helpers.prototypes import OWN_CLASSES, SIZES, without_a_class
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedProto
@@ -156,16 +156,3 @@ def test_backends_agree_without_prototypes_and_with_some(algorithm):
 
 def test_backends_agree_on_clients_of_two_architectures():
     assert_agree(local_training(of_two_architectures(), FedProto("local_expert"), without_a_class(FEW)), 1e-10)
-
-
-def test_newcomers_train_with_the_federation_s_prototypes(tmp_path):
-    first, later = personalized(FedProto(weight=0.7), mixture, tmp_path)
-    server, data = first.run.states["it"].server, later.run.datamodule
-    assert_same_bits(later.run.states["it"].server, server)
-    for client in (0, 1):
-        own = mixture().global_expert
-        for round in range(2):
-            batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
-            train_with_prototypes(own, batches, dict(enumerate(server[MEAN])), 0.7)
-        trained = later.client_module("it", client).global_expert
-        torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)

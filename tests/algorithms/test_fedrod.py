@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
-from helpers.prototypes import SIZES, personalized, without_a_class
+from helpers.prototypes import SIZES, without_a_class
 
 from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import FedRoD, Local
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.trees import subtree
 
 GENERIC, HEAD = "global_expert.", "local_expert.classifier."
 
@@ -136,15 +135,3 @@ def test_backends_agree():
     for round in (0, 1):
         data = without_a_class(FEW, batch_size=10)
         assert_agree(local_training(mixture(), FedRoD(), data, rounds=2), 1e-10, round=round)
-
-
-def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
-    first, later = personalized(FedRoD(), mixture, tmp_path)
-    server = first.run.states["it"].server
-    for client in (0, 1):
-        module = later.client_module("it", client)
-        assert_same_bits(tensors(module.global_expert), subtree(server, GENERIC))
-        assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
-        moved = module.local_expert.classifier[1].weight - module.global_expert.classifier[1].weight
-        assert 1e-3 < moved.abs().max() < 2
-    assert {*later.run.states["it"].clients} == {0, 1}

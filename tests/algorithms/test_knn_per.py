@@ -122,13 +122,3 @@ def test_all_neighbors_with_a_wide_kernel_are_the_histogram_of_the_labels(tmp_pa
 def test_a_narrow_kernel_does_not_lose_the_nearest_neighbor(tmp_path):
     run = fitted(tmp_path, KNNPer(k=3, weight=1.0, scale=1e-9))
     assert torch.isfinite(run.run.client_predictor("kNN-Per", 0)(blobs(SIZES).x)).all()
-
-
-def test_newcomers_look_among_their_own_samples(whole, tmp_path):
-    later, data = federation(tmp_path, phases(KNNPer(k=1, weight=1.0))), blobs((9, 6))
-    results = later.personalize(mixture(), data, str(whole.run_dir / "checkpoints/last.ckpt"))
-    assert len(results["kNN-Per"].clients) == 2
-    for client in range(2):
-        samples = data.train_samples[client]
-        scores = later.run.client_predictor("kNN-Per", client)(data.x[samples])
-        assert torch.equal(scores.argmax(1), data.y[samples])

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from helpers import TensorData, assert_same_bits, blobs, mixture, sparse_mixture, tensors
 from helpers.clusters import clustered, only
 from helpers.runs import federation
-from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -23,7 +22,6 @@ from fedmoe_pl.algorithms import (
     Local,
     PFLMoE,
 )
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly
 
 SIZES = (23, 8, 1)
@@ -177,27 +175,6 @@ def test_later_rounds_of_the_phase_change_nothing(whole, tmp_path):
     run = fitted(tmp_path, fedavg(), prior(rounds=3))
     for client in range(3):
         assert_same_bits(run.run.states["prior"].clients[client], whole.run.states["prior"].clients[client])
-
-
-@pytest.mark.parametrize("backend", [StackedBackend, TwoInThisProcess])
-def test_every_backend_has_the_same_bits(tmp_path, backend):
-    data = blobs((23, 8, 7), validation_fraction=0.4)
-    runs = [
-        fitted(tmp_path / str(index), fedavg(1), prior(LabelPrior("auto")), data=data, backend=each)
-        for index, each in enumerate((TrainerBackend(), backend()))
-    ]
-    for client in range(3):
-        assert_same_bits(*(run.run.states["prior"].clients[client] for run in runs))
-
-
-def test_newcomers_use_their_own_class_shares(whole, tmp_path):
-    later, data = federation(tmp_path, [fedavg(), prior()]), blobs((9, 6))
-    results = later.personalize(mixture(), data, str(whole.run_dir / "checkpoints/last.ckpt"))
-    assert len(results["prior"].clients) == 2
-    federated = whole.client_module("FedAvg", 0)(data.x)
-    for client in range(2):
-        expected = federated + log_shares(data, client)
-        torch.testing.assert_close(later.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
 
 
 def test_it_needs_a_federated_model_that_is_not_corrected_yet(tmp_path):

@@ -1,13 +1,9 @@
 """Clients that train alone, against closed forms."""
 
-import pytest
 import torch
 from helpers import (
     OneWeight,
     PureOneWeight,
-    assert_same_bits,
-    blobs,
-    mixture,
     phase,
     quadratic,
     run,
@@ -15,8 +11,7 @@ from helpers import (
 )
 from helpers.quadratics import MINIMA, REMAINS, STEPS
 
-from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.algorithms import Local
 
 
 def test_local_clients_each_reach_their_own_closed_form_from_the_same_start(tmp_path):
@@ -53,16 +48,3 @@ def test_a_method_that_a_users_module_holds_as_an_attribute_is_that_of_the_clien
     federation = run([phase("Local", Local())], WithMethod(), two_quadratics(), tmp_path, STEPS)
     weight = federation.client_module("Local", 1).weight.detach()
     torch.testing.assert_close(weight, MINIMA[1] - REMAINS[1] * MINIMA[1], rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("before", [[], [phase("FedAvg", FedAvg(), rounds=2)]])
-def test_local_starts_all_clients_from_the_initial_model_whatever_was_federated_before(tmp_path, before):
-    datamodule, model = blobs(), mixture(ConstantGate(0))
-    untrained = run([*before, phase("Local", Local(), max_epochs=0)], model, datamodule, tmp_path)
-    trained = run([*before, phase("Local", Local())], model, datamodule, tmp_path)
-    alone = run([phase("Local", Local())], model, datamodule, tmp_path)
-    for client in range(3):
-        assert_same_bits(untrained.client_module("Local", client).state_dict(), model.state_dict())
-        after = trained.client_module("Local", client)
-        assert_same_bits(after.state_dict(), alone.client_module("Local", client).state_dict())
-        assert not torch.equal(after.local_expert.classifier[1].weight, model.local_expert.classifier[1].weight)

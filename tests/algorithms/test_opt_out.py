@@ -19,7 +19,6 @@ from helpers import (
     tensors,
     train_by_hand,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -27,7 +26,6 @@ from fedmoe_pl.algorithms import FedAvg, FineTuning, OptInFedAvg, SpecialistMixt
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
-from fedmoe_pl.phases.cohort import phase_cohort
 from fedmoe_pl.phases.phase import Phase
 
 MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
@@ -67,22 +65,6 @@ def test_floor_of_the_share_of_clients_opts_out_whatever_the_round_and_other_see
             0, torch.tensor(OptInFedAvg(opt_out_clients=0.3).opt_out.participants(range(10), seed)), 0
         )
     assert out.sum() == 1500 and (out - 150).abs().max() < 5 * (500 * 0.3 * 0.7) ** 0.5, "every client as likely"
-
-
-def test_a_round_has_as_many_clients_as_if_all_took_part_and_none_that_opts_out():
-    federated = phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=0.4)
-    opted_in = set(federated.algorithm.opt_out.participants(range(10), 7))
-    cohorts = [phase_cohort(federated, 10, 7, round) for round in range(40)]
-    assert {len(cohort) for cohort in cohorts} == {4}, "0.4 of ten clients, not of the five that take part"
-    assert set().union(*cohorts) == opted_in and len(opted_in) == 5
-    federated.clients_per_round = None
-    assert set(phase_cohort(federated, 10, 7, 0)) == opted_in
-
-
-def test_more_clients_per_round_than_take_part_are_refused_before_training(tmp_path):
-    phases = [phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=6)]
-    with pytest.raises(MisconfigurationException, match="at most 5, the clients that take part"):
-        run(phases, mixture(), blobs(SIZES), tmp_path)
 
 
 def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
@@ -258,22 +240,3 @@ def test_validation_loss_is_the_mean_loss_of_the_mixture_by_hand(tmp_path):
             assert module.mixing == mixing
             expected = loss_by_hand(module, mixing, datamodule.x[samples], datamodule.y[samples])
             assert evaluated.validation_loss == pytest.approx(expected.item(), rel=1e-10)
-
-
-def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path):
-    gates = []
-    for rounds, epochs in ((1, 0), (2, 0), (2, 1)):
-        phases = [*three_phases()[:2], phase("Mixture", SpecialistMixture(), rounds=rounds, max_epochs=epochs)]
-        federation = run(phases, mixture(gate()), blobs(SIZES), tmp_path / f"{rounds}{epochs}")
-        gates.append([tensors(federation.client_module("Mixture", client), "gate.") for client in range(10)])
-    assert len({own["gate.network.weight"].sum().item() for own in gates[0]}) == 10
-    for client in range(10):
-        assert_same_bits(gates[1][client], gates[0][client])
-        fresh = gate()
-        client_generator(0, client, 4)  # seeds what the gate draws from
-        fresh.reset_parameters()
-        assert_same_bits(gates[0][client], {f"gate.{name}": tensor for name, tensor in fresh.state_dict().items()})
-    assert not torch.equal(gates[2][0]["gate.network.weight"], gates[1][0]["gate.network.weight"])
-
-
-# Texts

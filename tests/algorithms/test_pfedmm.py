@@ -3,11 +3,10 @@
 from functools import partial
 
 import torch
-from helpers import assert_same_bits, blobs, phase, run, tensors
+from helpers import assert_same_bits, blobs, phase, run
 from helpers.backends import UNEQUAL, assert_agree, local_training
 from helpers.mixtures_of_learners import RATE, backbone, equal_learners, learners, rounds_by_hand
 
-from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedEM, PFedMM
 from fedmoe_pl.models import EqualWeights
 
@@ -53,16 +52,3 @@ def test_with_equal_heads_the_backbone_takes_a_step_of_fedavg_times_m_and_a_head
 def test_both_backends_agree():
     model = learners(embedding=backbone(), optimizer=momentum)
     assert_agree(local_training(model, PFedMM(), blobs(UNEQUAL, batch_size=10)), 1e-10)
-
-
-def test_a_newcomer_estimates_its_weights_only(tmp_path):
-    arguments = {"enable_progress_bar": False, "logger": False}
-    phases = [Phase("pFedMM", PFedMM(), rounds=2)]
-    federation = Federation(phases, default_root_dir=str(tmp_path), **arguments)
-    federation.fit(learners(embedding=backbone()), blobs())
-    later = Federation(phases, default_root_dir=str(tmp_path / "later"), **arguments)
-    path = str(federation.run_dir / "checkpoints/last.ckpt")
-    later.personalize(learners(embedding=backbone()), blobs(sizes=(9, 6)), path, rounds=3)
-    module = later.client_module("pFedMM", 1)
-    assert_same_bits(tensors(module, ("experts.", "embedding.")), federation.run.states["pFedMM"].server)
-    assert (module.gate.weights - 1 / 3).abs().max() > 1e-4

@@ -6,25 +6,13 @@ import torch.nn.functional as F
 from helpers import blobs, client_generator, run, tensors
 from helpers.backends import assert_agree, local_training, train
 from helpers.pfedmoe import model, narrow
-from helpers.runs import assert_same, federation
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Client, Evaluate, Phase, Select
+from fedmoe_pl import Client, Evaluate, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.models import ConstantGate, RepresentationMoE
+from fedmoe_pl.models import ConstantGate
 from fedmoe_pl.models.gates.network import SwitchNormGate
 from fedmoe_pl.trees import subtree
-
-
-def test_another_mixing_and_sharing_of_private_parts_are_refused(tmp_path):
-    phase = Phase("p", PFedMoE(), mixing="probabilities")
-    with pytest.raises(MisconfigurationException, match="mixing is 'probabilities', but must be logits"):
-        federation(tmp_path, [phase]).fit(model(dtype=torch.float32), blobs(dtype=torch.float32))
-    with pytest.raises(MisconfigurationException, match="clients of architecture 0 do not have"):
-        phases = [Phase("p", FedAvg("*_experts.1.*"))]
-        federation(tmp_path, phases).fit(model(dtype=torch.float32), blobs(dtype=torch.float32))
-
 
 SIZES = (13, 8, 11, 9)
 
@@ -170,38 +158,3 @@ def test_a_second_round_agrees_where_clients_come_back_with_copies_of_their_own(
         results.append({client: tree for group in groups for client, tree in group.clients.items()})
     for client in range(6):
         torch.testing.assert_close(results[0][client], results[1][client], rtol=1e-9, atol=1e-9)
-
-
-def phases() -> list[Phase]:
-    torch.manual_seed(1)
-    return [
-        Phase("Standalone", Local(), gate=ConstantGate(0), rounds=2),
-        Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=3, select=Select("global_test")),
-    ]
-
-
-def data(**kwargs):
-    return blobs((13, 8, 11, 9, 12), dtype=torch.float32, **kwargs)
-
-
-def fit(path, ckpt_path=None, seed=3, **kwargs):
-    fed = federation(path, phases(), **kwargs)
-    fed.fit(model(SwitchNormGate(5, 4), torch.float32), data(), ckpt_path=ckpt_path)
-    return fed
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("whole"), trainer={"accelerator": "cpu", "devices": 1})
-
-
-def test_a_clients_checkpoint_holds_its_architecture_alone_and_loads_without_arguments(whole):
-    x = torch.randn(6, 5)
-    for client in range(5):
-        path = whole.run_dir / f"clients/pFedMoE/client_{client:03d}.ckpt"
-        module = RepresentationMoE.load_from_checkpoint(path).eval()
-        expected = whole.client_module("pFedMoE", client)
-        assert_same(dict(module.state_dict()), dict(expected.state_dict()))
-        assert torch.equal(module(x), expected(x))
-        present = {name.split(".")[1] for name in module.state_dict() if name.startswith("local_experts.")}
-        assert present == {str(client % 3)}

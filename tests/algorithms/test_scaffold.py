@@ -9,7 +9,6 @@ from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
 
 from fedmoe_pl.algorithms import Scaffold
 from fedmoe_pl.phases.cohort import sample_cohort
-from fedmoe_pl.phases.phase import Phase
 
 
 def simulate_scaffold(rounds, cohorts, server_lr, decay=1.0):
@@ -90,17 +89,6 @@ def test_scaffold_with_two_epochs_of_several_batches_counts_every_step(tmp_path)
     name = "global_expert.classifier.1.weight"
     moved = state.server[name] - model.state_dict()[name]
     torch.testing.assert_close(state.server["control/" + name], -moved / (4 * RATE), rtol=1e-10, atol=1e-14)
-
-
-def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
-    federation = run(
-        [Phase("Scaffold", Scaffold(), rounds=2)],
-        mixture(optimizer=partial(torch.optim.SGD, lr=0.1)),
-        blobs(),
-        tmp_path,
-    )
-    accuracies = {client.global_test for client in federation.results["Scaffold"].clients}
-    assert len(accuracies) == 1 and federation.run.states["Scaffold"].clients
 
 
 def test_scaffold_takes_its_parameters_from_a_checkpoint_of_lightning_and_controls_of_zero(tmp_path):
