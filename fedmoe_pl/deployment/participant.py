@@ -210,10 +210,8 @@ class Participant:
         return {**self._initial_server, **message.tensors}
 
     def _request(self, message: Message) -> Message:
-        ask = self._training.algorithm.client_request
-        if ask is None:
-            raise BadMessageError(f"clients ask for nothing in phase '{self._phase}'")
-        return Message("requested", tensors=ask(self.client, self._own.read(message)))
+        ask, state = self._training.algorithm.client_request, self._own.read(message)
+        return Message("requested", tensors={} if ask is None else ask(self.client, state))
 
     def _train(self, message: Message) -> Message:
         assert self._plan is not None

@@ -14,7 +14,7 @@ from fedmoe_pl.backends.traffic import WEIGHT
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment import Participant
 
-REFUSED = ("FedJETs", "PMMoE")
+REFUSED = ("PMMoE",)
 OF_ROUNDS = ("request", "train", "exchange")
 WAYS = {"down": "down", "between_clients": "down", "requests": "up", "up": "up"}
 """Through the server of a deployment, by the directions of the ledger."""
