@@ -363,7 +363,8 @@ class Federation:
     def _make_run(self, model: LightningModule, datamodule: FederatedDataModule, **changes: Any) -> Run:
         """Makes a run with these settings, except for some ``changes``, and all its checks."""
         self._run = None  # frees what it holds on a GPU
-        settings = {"folder": self.runs} | {name: getattr(self, name) for name in _SETTINGS_OF_RUN} | changes
+        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS_OF_RUN}
+        settings |= {"folder": self.runs, **changes}
         set_up(datamodule, settings["phases"], self.seed)
         settings["configuration"] = configuration(self, model, datamodule)
         devices = check_trainer(settings["trainer"])

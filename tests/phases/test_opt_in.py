@@ -215,14 +215,10 @@ def test_statistics_of_samples_that_opt_out_are_refused(tmp_path):
     given = image_data(images(), mean=(0.5, 0.5), std=(0.2, 0.2))
     given.setup()
     trained(given, algorithm, tmp_path)
-
-    rows = write_texts(tmp_path / "data")
+    write_texts(tmp_path / "data")
     texts = text_data(tmp_path / "data")
     texts.setup()
-    assert texts.vocabulary == expected_vocabulary(rows, range(60))
-    with pytest.raises(
-        MisconfigurationException, match=r"AGNews: vocabulary: it was computed from .* leave setup to the"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"AGNews: vocabulary: it was computed from .*; leave setup to"):
         trained_texts(texts, algorithm, tmp_path)
 
 
