@@ -63,26 +63,22 @@ class Growth(FederationCallback):
 
 
 def main() -> None:
-    """Train once for each store."""
+    """Train once."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=1500)
-    parser.add_argument("--stores", nargs="+", default=["memory", "disk"])
     parser.add_argument("--logger", action="store_true", help="with TensorBoard")
     options = parser.parse_args()
     torch.set_num_threads(1)
     shown = [WINDOW, *(rounds for rounds in (500, 1500) if rounds < options.rounds), options.rounds]
-    for store in options.stores:
-        print(f"store {store}\n" + "".join(f"{column:>12}" for column in COLUMNS), flush=True)
-        torch.manual_seed(0)
-        with tempfile.TemporaryDirectory() as folder:
-            phase = Phase("FedAvg", FedAvg("global_expert.*"), rounds=options.rounds, gate=ConstantGate(0.5))
-            settings = {"logger": options.logger, "default_root_dir": str(Path(folder)), "enable_progress_bar": False}
-            Federation(
-                [phase], {"accelerator": "cpu", "devices": 1}, callbacks=[Growth(shown)], store=store, **settings
-            ).fit(
-                PersonalizedMoE(SmallMLP(hidden_features=8), optimizer=partial(torch.optim.SGD, lr=0.01)),
-                Digits(num_clients=5, partitioner=IID(), batch_size=400),
-            )
+    print("".join(f"{column:>12}" for column in COLUMNS), flush=True)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        phase = Phase("FedAvg", FedAvg("global_expert.*"), rounds=options.rounds, gate=ConstantGate(0.5))
+        settings = {"logger": options.logger, "default_root_dir": str(Path(folder)), "enable_progress_bar": False}
+        Federation([phase], {"accelerator": "cpu", "devices": 1}, callbacks=[Growth(shown)], **settings).fit(
+            PersonalizedMoE(SmallMLP(hidden_features=8), optimizer=partial(torch.optim.SGD, lr=0.01)),
+            Digits(num_clients=5, partitioner=IID(), batch_size=400),
+        )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Rounds(FederationCallback):
         self.on_round_start(run, phase, 0)
 
 
-def train(folder: Path, store: Any, workers: int) -> None:
+def train(folder: Path, workers: int) -> None:
     """Begins the run in a folder, or continues it."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -76,7 +76,6 @@ def train(folder: Path, store: Any, workers: int) -> None:
         default_root_dir=str(folder),
         name=NAME,
         enable_progress_bar=False,
-        store=store,
     )
     begun = any(folder.rglob("*.ckpt"))
     model = PersonalizedMoE(SmallMLP(hidden_features=16), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
@@ -164,11 +163,11 @@ def same(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
-def measure(store: str, workers: int, kills: int, rng: random.Random, folder: Path) -> None:
+def measure(workers: int, kills: int, rng: random.Random, folder: Path) -> None:
     """Kill until there have been so many kills, and the last run has ended; print a line."""
     expected, done, runs, lost = folder / "whole", 0, 0, 0
     expected.mkdir()
-    process = forked(train, expected, "memory", 1)
+    process = forked(train, expected, 1)
     if os.waitpid(process, 0)[1]:
         sys.exit("the run fails without kills, too: set KILLS_LOG to see how")
     whole, differing, failed = content(expected), 0, 0
@@ -178,7 +177,7 @@ def measure(store: str, workers: int, kills: int, rng: random.Random, folder: Pa
         runs += 1
         while True:
             before = noted(path)
-            process = forked(train, path, store, workers)
+            process = forked(train, path, workers)
             if not killed_at(process, path, rng.uniform(0, 1.5) if done < kills else 1e9):
                 failed += not (path / NAME / "version_0/summary.csv").is_file()
                 break
@@ -187,23 +186,21 @@ def measure(store: str, workers: int, kills: int, rng: random.Random, folder: Pa
             if before and after:
                 lost = max(lost, max(before) - after[0])
         differing += not same(content(path), whole)
-    print(f"{store:>8}{workers:>9}{done:>7}{runs:>6}{differing + failed:>11}{lost:>6}", flush=True)
+    print(f"{workers:>9}{done:>7}{runs:>6}{differing + failed:>11}{lost:>6}", flush=True)
 
 
 def main() -> None:
-    """Measure each store."""
+    """Kill, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="of each store")
+    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--stores", nargs="+", default=["memory", "disk"])
     parser.add_argument("--spawn", action="store_true")
     options = parser.parse_args()
     if not options.spawn:
         set_start_method("fork")
-    print("   store  workers  kills  runs  differing  lost", flush=True)
-    for store in options.stores:
-        with tempfile.TemporaryDirectory() as folder:
-            measure(store, options.workers, options.kills, random.Random(0), Path(folder))
+    print("  workers  kills  runs  differing  lost", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options.workers, options.kills, random.Random(0), Path(folder))
 
 
 if __name__ == "__main__":

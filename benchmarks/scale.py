@@ -78,7 +78,7 @@ class Clock(FederationCallback):
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Note the end, after the checkpoint."""
         self.seconds.append(time.perf_counter() - self.starts[-1])
-        self.checkpoint = (run.folder / "checkpoints/last.ckpt").stat().st_size
+        self.checkpoint = sum(path.stat().st_size for path in (run.folder / "checkpoints").glob("last.ckpt"))
 
 
 def measure_rounds(clients: int, store: str, rounds: int) -> None:
@@ -98,7 +98,7 @@ def measure_rounds(clients: int, store: str, rounds: int) -> None:
             logger=False,
             default_root_dir=folder,
             enable_progress_bar=False,
-            store="disk" if store == "disk" else "memory",
+            enable_checkpointing=store == "files",
         )
         before = memory("VmRSS")
         reset_peak_memory()
@@ -131,7 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--only", nargs=2, metavar=("CLIENTS", "STORE"), help="one line of the first table")
+    parser.add_argument(
+        "--only",
+        nargs=2,
+        metavar=("CLIENTS", "STORE"),
+        help="one line of the first table; a store is files or, without checkpoints, memory",
+    )
     parser.add_argument("--partition", nargs=2, metavar=("NAME", "HELD_OUT"), help="one line of the second table")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -145,7 +150,7 @@ def main() -> None:
         return
     command = [sys.executable, __file__, "--rounds", str(options.rounds)]
     print("".join(f"{column:>14}" for column in ROUNDS), flush=True)
-    for store in ("memory", "disk"):
+    for store in ("files", "memory"):
         for clients in options.clients:
             subprocess.run([*command, "--only", str(clients), store], check=True)
     print("\n" + "".join(f"{column:>14}" for column in PARTITIONS), flush=True)

@@ -59,12 +59,12 @@ def main() -> None:
         trainer={"max_epochs": 2, "accelerator": "cpu"},
         name="tumours",
     )
-    results = federation.fit(
-        Classifier(), FromDatasets(train, test, num_clients=6, partitioner=Dirichlet(0.5), test_fraction=0.25)
-    )
+    data = FromDatasets(train, test, num_clients=6, partitioner=Dirichlet(0.5), test_fraction=0.25)
+    results = federation.fit(Classifier(), data)
     print("held-out samples:", results["fine-tuned"].spread("local_test"))
 
-    checkpoint = federation.run_dir / "clients" / "fine-tuned" / "client_003.ckpt"
+    checkpoint = federation.run_dir / "client_003.ckpt"
+    federation.export(Classifier(), data, method="fine-tuned", client=3, format="lightning", output=str(checkpoint))
     module = Classifier.load_from_checkpoint(checkpoint)
     print("classes of three tumours:", module(test.tensors[0][:3]).argmax(dim=1).tolist())
 

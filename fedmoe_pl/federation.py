@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,9 +19,9 @@ from fedmoe_pl.checkpoints.client_store import Store
 from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, is_path_below, plain
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
-from fedmoe_pl.commands.export import export_client
+from fedmoe_pl.commands.export import export_clients
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
@@ -65,9 +64,9 @@ class Federation:
         logger: True for TensorBoard, False for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
         name: name of the folder in it for this experiment's runs.
-        enable_checkpointing: write a checkpoint after every round, and the clients' models at the end of a phase.
+        enable_checkpointing: write a checkpoint after every round, and what clients keep to files; else all of it is in
+            memory, and lost with the process.
         enable_progress_bar: show the progress bar.
-        store: where the tensors that clients keep are held between rounds: ``memory``, or ``disk``, a file per client.
         seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
         evaluation_cohort_size: how many clients are evaluated, drawn at random once for all phases; None for all.
             A phase's ``select`` counts those among them that take part in it. ``personalize`` evaluates all new
@@ -96,7 +95,6 @@ class Federation:
         name: str = "federation",
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
-        store: Literal["memory", "disk"] = "memory",
         seed: int = 0,
         evaluation_cohort_size: int | None = None,
         failures: ClientFailures = _SKIP,
@@ -107,9 +105,6 @@ class Federation:
         check_phases(phases, evaluate_every_n_rounds)
         if name and not is_path_below(name):
             raise InvalidArgumentError(self, "name", name, "that of a folder below default_root_dir, without '..'")
-        check_choice(self, "store", store, ("memory", "disk"))
-        if store == "disk" and not enable_checkpointing:
-            raise InvalidArgumentError(self, "store", store, "'memory' without enable_checkpointing")
         check_at_least(self, "evaluation_cohort_size", evaluation_cohort_size, 1)
         check_at_least(self, "seed", seed, 0, highest=None)
         self.failures = failures
@@ -119,11 +114,10 @@ class Federation:
         self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = plain(evaluate_every_n_rounds)
         self.evaluation_cohort_size = plain(evaluation_cohort_size)
-        self.callbacks = with_defaults(callbacks or [], enable_progress_bar, enable_checkpointing)
+        self.callbacks = with_defaults(callbacks or [], enable_progress_bar)
         self.logger = logger
         self.runs = Path(default_root_dir) / name
         self.enable_checkpointing = enable_checkpointing
-        self.store = store
         self.seed = plain(seed)
         self.hparams: dict[str, Any] = {}
         self.command = ""
@@ -230,8 +224,8 @@ class Federation:
     def export(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, **choices: Any
     ) -> None:
-        """Writes a client's model, with its gate, to a file for use without this package; see ``export_client``."""
-        print(export_client(self._resume(model, datamodule, ckpt_path), **choices))
+        """Writes clients' models, with their gates, to files; see ``export_clients``."""
+        print(export_clients(self._resume(model, datamodule, ckpt_path), **choices))
 
     def serve(
         self,
@@ -331,7 +325,7 @@ class Federation:
         datamodule: FederatedDataModule,
         ckpt_path: str | None,
         allowed: list[str],
-        make_store: Callable[[Run], Store] | None = None,
+        make_store: Callable[[Run], Store] = store_of,
         **attributes: Any,
     ) -> dict[str, Evaluation]:
         """Runs all phases, from a checkpoint if there is one."""
@@ -377,10 +371,9 @@ class Federation:
         runs: Path | None,
         command: str | None = None,
         checkpoint: Path | None = None,
-        make_store: Callable[[Run], Store] | None = None,
+        make_store: Callable[[Run], Store] = store_of,
     ) -> dict[str, Evaluation]:
         """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
-        make_store = make_store or partial(store_of, self.store)
         with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, make_store, self.logger):
             fit(run)
         return run.results

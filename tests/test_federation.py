@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def test_every_client_s_checkpoint_loads_as_a_lightning_module(tmp_path):
-    run = federation(tmp_path)
+    run = federation(tmp_path, callbacks=[ClientCheckpoint()])
     run.fit(model(), data())
     x = data().x[:7]
     for method, file in (("PFL-MF", "client_002.ckpt"), ("FedAvg", "all_clients.ckpt")):

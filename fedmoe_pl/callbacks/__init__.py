@@ -30,14 +30,11 @@ __all__ = [
 ]
 
 
-def with_defaults(
-    callbacks: list[FederationCallback], enable_progress_bar: bool, enable_checkpointing: bool
-) -> list[FederationCallback]:
+def with_defaults(callbacks: list[FederationCallback], enable_progress_bar: bool) -> list[FederationCallback]:
     """The default callbacks, then the user's, each of which replaces a default of the same class."""
     defaults = [
         *([ProgressBar()] if enable_progress_bar else []),
         *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ClusterMonitor(), ResultFiles()),
-        *([ClientCheckpoint()] if enable_checkpointing else []),
     ]
     replaced = {type(callback) for callback in callbacks}
     return [*(callback for callback in defaults if type(callback) not in replaced), *callbacks]

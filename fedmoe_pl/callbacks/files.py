@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
-from lightning import __version__
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.parsing import clean_namespace
-
-from fedmoe_pl.algorithms.algorithm import EvaluationPoint, chooses_model
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.commands.lightning import write_lightning
 from fedmoe_pl.data import partition_rows
-from fedmoe_pl.evaluation.clients import has_own_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.gate_weights import gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
-from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -87,15 +79,14 @@ class ResultFiles(FederationCallback):
 
 
 class ClientCheckpoint(FederationCallback):
-    """Writes the model of every client of every method as a Lightning checkpoint.
+    """Writes the model of every client of every method as a Lightning checkpoint at the end of its phase.
 
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
-    all have the same model is written once, as ``all_clients.ckpt``. The arguments of PyTorch's and this package's
-    modules are known, and those of all classes that a configuration names; of your own classes in Python, what they
-    gave to ``save_hyperparameters()``. Pass others to ``load_from_checkpoint``.
+    all have the same model is written once, as ``all_clients.ckpt``. Each file holds a whole model; at any later time,
+    ``fedmoe export --format lightning`` writes the same for the clients that are asked for.
 
     Args:
-        methods: names of the methods to write; None for all. Many clients with large models need much disk space.
+        methods: names of the methods to write; None for all.
     """
 
     def __init__(self, methods: list[str] | None = None) -> None:
@@ -112,30 +103,6 @@ class ClientCheckpoint(FederationCallback):
         """Writes the clients' models of an evaluated phase."""
         if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
-        for evaluation_point in phase.evaluation_points:
-            self._write_models(run, phase, evaluation_point)
-
-    def _write_models(self, run: Run, phase: Phase, evaluation_point: EvaluationPoint) -> None:
-        method = phase.method(evaluation_point)
-        folder = run.folder / "clients" / method
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = run.states[phase.name].clients.values()
-        personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, evaluation_point) for tree in kept)
-        clients = range(run.datamodule.num_clients if personalized else 1)
-        for client, module in zip(clients, run.client_modules(method, clients), strict=True):
-            torch.save(
-                _checkpoint(module), folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt")
-            )
-
-
-def _checkpoint(module: LightningModule) -> dict[str, Any]:
-    """What ``Trainer.save_checkpoint`` writes of a module; from a configuration, with the arguments in it."""
-    key, hyperparameters = module.CHECKPOINT_HYPER_PARAMS_KEY, dict(module.hparams)
-    clean_namespace(hyperparameters)
-    checkpoint = {"pytorch-lightning_version": __version__, "state_dict": module.state_dict(), key: hyperparameters}
-    if arguments := configured_arguments(module):
-        checkpoint[key] = hyperparameters_of(module, arguments)
-    elif hyperparameters:  # the name of the constructor's argument that holds all of them, if there is one
-        checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(module, "_hparams_name", None)
-    module.on_save_checkpoint(checkpoint)
-    return checkpoint
+        for method in map(phase.method, phase.evaluation_points):
+            folder = run.folder / "clients" / method
+            write_lightning(run, method, {client: folder / f"client_{client:03d}.ckpt" for client in run.clients})

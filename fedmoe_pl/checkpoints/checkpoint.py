@@ -1,4 +1,4 @@
-"""Checkpoints of a federation: tensors and plain values only, readable with ``weights_only=True``."""
+"""Checkpoints of a federation: JSON files, which refer to tensors in files that change only if the tensors do."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import json
 import os
 import shutil
 import time
+import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checkpoints.client_state import RemoteStates, StatesOnDisk
+from fedmoe_pl.checkpoints.client_state import ClientFiles, RemoteStates, StatesOnDisk
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.writing import DamagedFileError, load, load_any, replacing, save, unwritable
+from fedmoe_pl.checkpoints.tensor_files import TensorFiles
+from fedmoe_pl.checkpoints.writing import DamagedFileError, needed, read_sealed, replacing, unwritable, write_json
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.trees import Tree
 
@@ -27,7 +30,9 @@ FILE = "checkpoints/last.ckpt"
 CLIENT_STATES = "checkpoints/clients"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
-_FORMAT = 7  # the version of the checkpoint format
+_FORMAT = 8  # the version of the checkpoint format
+_OF_ANOTHER_VERSION = f"which another version of this package wrote; this one reads format {_FORMAT}"
+_TENSORS = "tensors"  # the folder of their files, beside the checkpoints
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
 _KEYS = {"seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows"}
@@ -48,45 +53,50 @@ class SavedRows:
     checksum: int = 0
 
 
-@dataclass
 class CheckpointWriter:
     """Writes the checkpoints of a run.
 
-    Attributes:
-        saved_rows: the rows that are in the file beside the checkpoint.
-        flushed: when a checkpoint was last flushed to the disk, in seconds of ``time.monotonic``.
+    Args:
+        path: the last checkpoint; the one before is ``previous.ckpt``.
     """
 
-    saved_rows: SavedRows = field(default_factory=SavedRows)
-    flushed: float = field(default_factory=time.monotonic)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors = TensorFiles(path.parent / _TENSORS)
+        self.saved_rows = SavedRows()
+        self.finished: dict[str, list[int]] = {}  # the files of tensors that each finished phase refers to
+        self.files: set[int] = set()  # those of the last checkpoint
+        self._flushed = time.monotonic()
 
     def write(
-        self,
-        path: Path,
-        models: dict[str, Tree],
-        states: dict[str, PhaseState],
-        rows: list[dict[str, Any]],
-        **of_run: Any,
+        self, models: dict[str, Tree], states: dict[str, PhaseState], rows: list[dict[str, Any]], **of_run: Any
     ) -> None:
         """Writes a checkpoint; the old one becomes ``previous.ckpt``. A kill at any moment leaves two whole files.
 
-        Finished phases are in their own files (:func:`save_finished`), so that later rounds do not write them again,
+        Finished phases are in their own files (:meth:`write_finished`), so that later rounds do not write them again,
         and so are the rows. ``of_run`` are the run's seed and data (``resume.identify``) and its ``configuration``.
         """
-        self.saved_rows = append_rows(path.parents[1] / ROWS, rows, self.saved_rows)
-        phases = {
-            name: None if state.finished and finished_path(path, name).is_file() else _content(state)
-            for name, state in states.items()
-        }
-        content = {"fedmoe_pl": _FORMAT, "versions": versions(), **of_run}
-        content |= {"models": models, "phases": phases, "rows": asdict(self.saved_rows)}
-        with replacing(path) as temporary:
-            save(content, temporary)
-            if time.monotonic() - self.flushed >= _SECONDS_BETWEEN_FLUSHES:
-                os.sync()  # one call for all files, which are many with a store on disk
-                self.flushed = time.monotonic()
-            if path.is_file():
-                copy_checkpoint(path, path.with_name(PREVIOUS))
+        self.saved_rows = append_rows(self.path.parents[1] / ROWS, rows, self.saved_rows)
+        staying = {file for files in self.finished.values() for file in files}
+        phases = {name: self.finished.get(name) or _content(state) for name, state in states.items()}
+        content, files = self.tensors.write({"models": models, "phases": phases}, staying)
+        content |= {"fedmoe_pl": _FORMAT, "versions": versions(), **of_run, "rows": asdict(self.saved_rows)}
+        with replacing(self.path) as temporary:
+            write_json(temporary, {**content, "files": [*(files | staying)]})
+            if time.monotonic() - self._flushed >= _SECONDS_BETWEEN_FLUSHES:
+                os.sync()  # one call for all files, which are many where clients keep tensors
+                self._flushed = time.monotonic()
+            if self.path.is_file():
+                copy_checkpoint(self.path, self.path.with_name(PREVIOUS))
+        self.tensors.keep(files | staying, self.files)
+        self.files = files | staying
+
+    def write_finished(self, name: str, state: PhaseState) -> None:
+        """Writes a finished phase to its own file, before the checkpoint that leaves it out."""
+        content, files = self.tensors.write({"phases": {name: _content(state)}}, self.files)
+        with replacing(finished_path(self.path, name)) as temporary:
+            write_json(temporary, {"phase": name, "state": content["phases"][name]})
+        self.finished[name] = [*files]
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) -> SavedRows:
@@ -107,12 +117,6 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) ->
     except OSError as error:
         raise unwritable(path, error) from error
     return SavedRows(len(rows), saved.size + len(lines), zlib.crc32(lines, saved.checksum))
-
-
-def save_finished(path: Path, name: str, state: PhaseState) -> None:
-    """Writes a finished phase to its own file, before the checkpoint that leaves it out."""
-    with replacing(finished_path(path, name)) as temporary:
-        save({"phase": name, "state": _content(state)}, temporary)
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
@@ -149,6 +153,8 @@ def _content(state: PhaseState) -> dict[str, Any]:
             content[name] = {"phases": kept.phases, "versions": kept.versions}
         elif isinstance(kept, RemoteStates):
             content[name] = {"files": kept.files}
+        else:
+            content[name] = {"trees": kept}
     content["evaluations"] = [
         {**vars(evaluation), "clients": [vars(client) for client in evaluation.clients]}
         for evaluation in state.evaluations
@@ -156,66 +162,84 @@ def _content(state: PhaseState) -> dict[str, Any]:
     return content
 
 
-def _state(path: Path, content: dict[str, Any]) -> PhaseState:
-    """The state from its content in the checkpoint at ``path``; the inverse of ``_content``."""
+def _state(files: ClientFiles, content: dict[str, Any]) -> PhaseState:
+    """The state from its content; the inverse of ``_content``."""
     for name in ("clients", "best_clients"):
-        if "versions" in (kept := content[name]):
-            content[name] = StatesOnDisk(path.parent / Path(CLIENT_STATES).name, kept["phases"], kept["versions"])
+        kept = content[name]
+        if "versions" in kept:
+            content[name] = StatesOnDisk(files, [(phase, names) for phase, names in kept["phases"]], kept["versions"])
         elif "files" in kept:
-            content[name] = RemoteStates(kept["files"])
+            of_clients = {int(client): [*map(tuple, of_client)] for client, of_client in kept["files"].items()}
+            content[name] = RemoteStates(of_clients)
+        else:
+            content[name] = {int(client): tree for client, tree in kept["trees"].items()}
     for index, evaluation in enumerate(content["evaluations"]):
         clients = [ClientEvaluation(**client) for client in evaluation.pop("clients")]
         content["evaluations"][index] = Evaluation(**evaluation, clients=clients)
     return PhaseState(**content)
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint of a federation, whose ``phases`` become states by name, or one of Lightning."""
+def load_checkpoint(path: str | Path, writer: CheckpointWriter | None = None) -> dict[str, Any]:
+    """Reads a checkpoint of a federation, whose ``phases`` become states by name, or one of Lightning.
+
+    The next checkpoint of a ``writer`` then refers to the files that this one refers to.
+    """
     path = Path(path)
     try:
-        return _load(path)
+        return _load(path, writer or CheckpointWriter(path))
     except DamagedFileError as error:
         raise MisconfigurationException(f"ckpt_path is '{path}', {error}{_offer(path)}.") from error
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
     """The same; the texts of exceptions follow the path."""
     if not path.is_file():
         raise DamagedFileError("but there is no such file")
     try:
-        content, sealed = load_any(path)
-    except DamagedFileError as error:
-        raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
-    if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
-        raise DamagedFileError("which is not a checkpoint of a federation or of Lightning")
-    if "fedmoe_pl" not in content:
-        return content
-    if content["fedmoe_pl"] == _FORMAT and not sealed:
-        raise DamagedFileError("which has no checksum, so that it is not as a run wrote it")
+        data = read_sealed(path)
+    except DamagedFileError:
+        return _load_lightning(path)
     try:
-        if content["fedmoe_pl"] != _FORMAT or _KEYS - content.keys():
+        if (content := json.loads(data))["fedmoe_pl"] != _FORMAT or _KEYS - content.keys():
             raise KeyError
-        states = {name: _load_finished(path, name) if it is None else it for name, it in content["phases"].items()}
-        content["phases"] = {name: _state(path, state) for name, state in states.items()}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DamagedFileError(
-            f"which another version of this package wrote; this one reads format {_FORMAT}"
-        ) from error
+        content = json.loads(data, object_hook=writer.tensors.read)
+        del content["crc32"]
+        writer.saved_rows, writer.files = SavedRows(**content["rows"]), {*content.pop("files")}
+        files = ClientFiles(path.parent / Path(CLIENT_STATES).name)
+        for name, state in content["phases"].items():
+            if isinstance(state, list):
+                writer.finished[name], state = state, _load_finished(path, name, writer)
+            content["phases"][name] = _state(files, state)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(_OF_ANOTHER_VERSION) from error
     return content
 
 
-def _load_finished(path: Path, name: str) -> dict[str, Any]:
-    finished = finished_path(path, name)
-    if not finished.is_file():
-        raise DamagedFileError(
-            f"which needs '{finished}', but there is no such file; it must be {FILE} in the folder of its run"
-        )
+def _load_lightning(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint of Lightning; ``torch.load`` does not verify the checksums of its archive."""
     try:
-        content = load(finished)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise DamagedFileError(f"its '{damaged}' is")
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # of other bytes, torch.load may raise anything, such as a KeyError
+        raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
+    if isinstance(content, dict) and "fedmoe_pl" in content:  # an older one was an archive, too
+        raise DamagedFileError(_OF_ANOTHER_VERSION)
+    if not isinstance(content, dict) or "state_dict" not in content:
+        raise DamagedFileError("which is not a checkpoint of a federation or of Lightning")
+    return content
+
+
+def _load_finished(path: Path, name: str, writer: CheckpointWriter) -> dict[str, Any]:
+    finished = finished_path(path, name)
+    try:
+        content = json.loads(read_sealed(finished), object_hook=writer.tensors.read)
+        if content["phase"] != name:
+            raise needed(finished)
     except DamagedFileError as error:
-        raise DamagedFileError(f"which needs '{finished}', but that is damaged") from error
-    if content["phase"] != name:
-        raise DamagedFileError(f"which needs '{finished}', but that is of '{content['phase']}'")
+        raise needed(finished) from error
     return content["state"]
 
 
@@ -231,9 +255,9 @@ def _offer(path: Path) -> str:
     return f"; the checkpoint before it is whole: go on with ckpt_path '{previous}'"
 
 
-def load_federation(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of a federation."""
-    content = load_checkpoint(path)
+def load_federation(path: Path, writer: CheckpointWriter | None = None) -> dict[str, Any]:
+    """Reads a checkpoint of a federation, see :func:`load_checkpoint`."""
+    content = load_checkpoint(path, writer)
     if "phases" not in content:
         raise MisconfigurationException(f"ckpt_path is '{path}', but must be the checkpoint of a federation.")
     return content

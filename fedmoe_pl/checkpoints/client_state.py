@@ -2,74 +2,118 @@
 
 from __future__ import annotations
 
-import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.checkpoints.writing import DamagedFileError, load, replacing, save
+from fedmoe_pl.checkpoints.writing import DamagedFileError, plain, read_tensors, replacing, write_tensors
 from fedmoe_pl.trees import Tree
 
 EXCHANGED = 10**9
 """Added to the round in the names of files that are written after an exchange."""
 Names = Mapping[str, str]
 """The name of each tensor that is used, with its name in the file; they differ where a part starts as a copy."""
+_CACHED = 2**28  # bytes; the system's own cache of files holds what is larger
+
+
+class ClientFiles:
+    """The files of what clients keep, with those that were used last in memory; no file is ever written again.
+
+    Args:
+        folder: the folder of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._cached: OrderedDict[Path, Tree] = OrderedDict()
+        self._size = 0
+
+    def write(self, phase: str, client: int, round: int, tree: Tree) -> None:
+        """Writes what a client keeps after a round, counted from 1."""
+        path = self.path(phase, client, round)
+        # the file's own values: views would hold in memory what they belong to
+        self._remember(path, write_tree(path, tree, phase=phase, client=client, round=round))
+
+    def read(self, phase: str, client: int, round: int) -> Tree:
+        """What :meth:`write` wrote; its tensors must not be changed."""
+        path = self.path(phase, client, round)
+        if path not in self._cached:
+            self._remember(path, read_tree(path, phase=phase, client=client, round=round))
+        self._cached.move_to_end(path)
+        return self._cached[path]
+
+    def path(self, phase: str, client: int, round: int) -> Path:
+        """The file of what a client kept after a round."""
+        return self.folder / phase / f"{client}_{round}.safetensors"
+
+    def remove(self, path: Path) -> None:
+        """Removes a file."""
+        path.unlink(missing_ok=True)
+        self._size -= _size(self._cached.pop(path, {}))
+
+    def _remember(self, path: Path, tree: Tree) -> None:
+        self._size += _size(tree) - _size(self._cached.pop(path, {}))
+        self._cached[path] = tree
+        while self._size > _CACHED and len(self._cached) > 1:
+            self._size -= _size(self._cached.popitem(last=False)[1])
+
+
+def _size(tree: Tree) -> int:
+    return sum(tensor.nbytes for tensor in tree.values())
 
 
 class StatesOnDisk(Mapping[int, Tree]):
-    """The tensors that clients keep, by client; every access reads the client's file.
+    """The tensors that clients keep, by client, in files; those of a later phase replace tensors of earlier ones.
 
-    The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
+    The mapping and its files never change. A round makes a new mapping (``FileStore.updated``), so that the best round
     and later phases can share the old one.
 
     Args:
-        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
+        files: holds a file for every tree that a client kept.
         phases: the phases whose files are used, each with the tensors to use; None for all.
-        versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
-            round is -1 for a client that keeps nothing.
+        versions: the round, counted from 1, of each client's file of each phase, shape (num_clients, phases); -1 for
+            none.
     """
 
-    def __init__(self, folder: Path, phases: Sequence[tuple[str, Names | None]], versions: Tensor) -> None:
-        self.folder = folder
+    def __init__(self, files: ClientFiles, phases: Sequence[tuple[str, Names | None]], versions: Tensor) -> None:
+        self.files = files
         self.phases = phases
         self.versions = versions
 
     def __getitem__(self, client: int) -> Tree:
-        path = self.path(client)
-        if path is None:
+        if client not in self:
             raise KeyError(client)
-        index, round = self.versions[client].tolist()
-        phase, names = self.phases[index]
-        return read_tree(path, names, phase=phase, client=client, round=round)
+        tree: Tree = {}
+        for (phase, names), round in zip(self.phases, self.versions[client].tolist(), strict=True):
+            if round >= 0:
+                kept = self.files.read(phase, client, round)
+                tree |= kept if names is None else selected(kept, names)
+        return tree
 
     def __contains__(self, client: object) -> bool:
-        return isinstance(client, int) and self.path(client) is not None
+        return client in range(len(self.versions)) and bool((self.versions[client] >= 0).any())
 
     def __iter__(self) -> Iterator[int]:
-        return iter((self.versions[:, 1] >= 0).nonzero().flatten().tolist())
+        return iter((self.versions >= 0).any(1).nonzero().flatten().tolist())
 
     def __len__(self) -> int:
-        return int((self.versions[:, 1] >= 0).sum())
+        return int((self.versions >= 0).any(1).sum())
 
-    def path(self, client: int) -> Path | None:
-        """The file of the tensors that a client keeps; None if it keeps nothing."""
+    def paths(self, client: int) -> list[Path]:
+        """The files of the tensors that a client keeps."""
         if not 0 <= client < len(self.versions):
-            return None
-        phase, round = self.versions[client].tolist()
-        return self.folder / self.phases[phase][0] / file_name(client, round) if round >= 0 else None
-
-    def files(self, phase: str) -> dict[int, Path]:
-        """The files of a phase that are referred to, by client."""
-        paths = {client: self.path(client) for client in self}
-        return {client: path for client, path in paths.items() if path is not None and path.parent.name == phase}
+            return []
+        rounds = zip(self.phases, self.versions[client].tolist(), strict=True)
+        return [self.files.path(phase, client, round) for (phase, _), round in rounds if round >= 0]
 
     def only(self, names: Names) -> StatesOnDisk:
         """The same files, restricted to these tensors."""
         phases = [(phase, _composed(names, shown)) for phase, shown in self.phases]
-        return StatesOnDisk(self.folder, phases, self.versions)
+        return StatesOnDisk(self.files, phases, self.versions)
 
 
 File = tuple[str, int, Names | None]
@@ -112,20 +156,22 @@ def check_states(*mappings: Mapping[int, Tree]) -> None:
     """Checks that all files are there, without reading them."""
     for kept in mappings:
         if isinstance(kept, StatesOnDisk):
-            files = [file_names(kept.folder / phase) for phase, _ in kept.phases]
-            for client, (phase, round) in enumerate(kept.versions.tolist()):
-                if round >= 0 and file_name(client, round) not in files[phase]:
-                    raise _unreadable(kept.folder / kept.phases[phase][0] / file_name(client, round), client)
+            there = {path for phase, _ in kept.phases for path in (kept.files.folder / phase).glob("*")}
+            for client in kept:
+                for path in kept.paths(client):
+                    if path not in there:
+                        raise _unreadable(path, client)
 
 
 def only(kept: Mapping[int, Tree], names: Names) -> Mapping[int, Tree]:
     """These tensors of those that clients keep, by their new names."""
     if isinstance(kept, StatesOnDisk | RemoteStates):
         return kept.only(names)
-    return {client: _selected(tree, names) for client, tree in kept.items()}
+    return {client: selected(tree, names) for client, tree in kept.items()}
 
 
-def _selected(tree: Tree, names: Names) -> Tree:
+def selected(tree: Tree, names: Names) -> Tree:
+    """These tensors, by their new names."""
     return {name: tree[old] for name, old in names.items() if old in tree}
 
 
@@ -139,67 +185,39 @@ def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
     return {} if isinstance(kept, RemoteStates) else kept
 
 
-class JoinedStates(Mapping[int, Tree]):
-    """The tensors that clients kept in several phases, with different names in each; read when they are accessed.
-
-    Args:
-        mappings: the tensors of each phase, by client.
-    """
-
-    def __init__(self, mappings: Sequence[Mapping[int, Tree]]) -> None:
-        self.mappings = mappings
-
-    def __getitem__(self, client: int) -> Tree:
-        trees = [kept[client] for kept in self.mappings if client in kept]
-        if not trees:
-            raise KeyError(client)
-        return {name: tensor for tree in trees for name, tensor in tree.items()}
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted({client for kept in self.mappings for client in kept}))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
-    """The tensors that clients kept in several phases, with different names in each; a single mapping stays itself."""
+    """The tensors that clients kept in several phases, with different names in each; all are of one kind."""
     filled = [kept for kept in mappings if len(kept)]
-    return filled[0] if len(filled) == 1 else JoinedStates(filled)
+    on_disk = [kept for kept in filled if isinstance(kept, StatesOnDisk)]
+    if on_disk:
+        phases = [phase for kept in on_disk for phase in kept.phases]
+        return StatesOnDisk(on_disk[0].files, phases, torch.cat([kept.versions for kept in on_disk], dim=1))
+    clients = sorted({client for kept in filled for client in kept})
+    if remote := [kept for kept in filled if isinstance(kept, RemoteStates)]:
+        return RemoteStates(
+            {client: [file for kept in remote for file in kept.files.get(client, [])] for client in clients}
+        )
+    return {client: {n: t for kept in filled for n, t in kept.get(client, {}).items()} for client in clients}
 
 
-def file_name(client: int, round: int) -> str:
-    """The name of the file with what a client kept after a round."""
-    return f"{client}_{round}.pt"
-
-
-def file_names(folder: Path) -> set[str]:
-    """The names of all files in a folder; none if it is missing."""
-    return set(os.listdir(folder)) if folder.is_dir() else set()
-
-
-def write_tree(path: Path, tree: Tree, **owner: Any) -> None:
-    """Writes a file of tensors, with what it says about itself, so that no other is taken for it."""
-    # clones, because a view would be written with the whole tensor that it belongs to
-    tensors = {name: tensor.clone() for name, tensor in tree.items()}
+def write_tree(path: Path, tree: Tree, **owner: object) -> Tree:
+    """Writes a file of tensors, which says whose they are, so that no other is taken for it; returns its tensors."""
+    tree = {name: plain(tensor) for name, tensor in tree.items()}
     with replacing(path) as temporary:
-        save({**owner, "tensors": tensors}, temporary)
+        write_tensors(temporary, tree, **owner)
+    return tree
 
 
-def read_tree(path: Path, names: Names | None, **owner: Any) -> Tree:
-    """Reads what :func:`write_tree` wrote: the tensors with these names, None for all."""
+def read_tree(path: Path, **owner: object) -> Tree:
+    """Reads what :func:`write_tree` wrote."""
     try:
-        content = load(path)
+        return read_tensors(path, **owner)
     except DamagedFileError as error:
         raise _unreadable(path, owner["client"]) from error
-    if not isinstance(content, dict) or {name: content.get(name) for name in owner} != owner:
-        raise _unreadable(path, owner["client"])
-    tree = content["tensors"]
-    return tree if names is None else _selected(tree, names)
 
 
-def _unreadable(path: Path, client: int) -> MisconfigurationException:
+def _unreadable(path: Path, client: object) -> MisconfigurationException:
     return MisconfigurationException(
-        f"Federation: store is 'disk', but '{path}', which holds what client {client} keeps, is missing, damaged or "
-        "another client's; it must be as the run wrote it."
+        f"Federation: '{path}', which holds what client {client} keeps, is missing, damaged or another client's; it "
+        "must be as the run wrote it."
     )

@@ -1,4 +1,4 @@
-"""Stores the tensors that clients keep between rounds, in memory or on disk."""
+"""Stores the tensors that clients keep between rounds: in files or, without checkpoints, in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fedmoe_pl.checkpoints.client_state import StatesOnDisk, file_name, file_names, write_tree
+from fedmoe_pl.checkpoints.client_state import ClientFiles, StatesOnDisk
+from fedmoe_pl.checkpoints.tensor_files import same_bits
 from fedmoe_pl.trees import Tree
 
 
@@ -51,8 +52,8 @@ class MemoryStore(Store):
         return dict(kept)
 
 
-class DiskStore(Store):
-    """Writes a file per client, so that memory and checkpoints do not grow with the tensors that clients keep.
+class FileStore(Store):
+    """Writes a file per client, so that a round costs what its clients keep, whatever the others do.
 
     Every round writes new files, each complete or not at all. Whenever the process is killed, the checkpoint on disk
     refers to the right files, and so does the one before it: files that only this one needs go a checkpoint later.
@@ -63,41 +64,49 @@ class DiskStore(Store):
     """
 
     def __init__(self, folder: Path, num_clients: int) -> None:
-        self.folder = folder
+        self.files = ClientFiles(folder)
         self.num_clients = num_clients
+        self._begun: dict[str, StatesOnDisk] = {}  # what clients keep as a phase begins, or goes on
         self._replaced: list[tuple[int, Path]] = []
         self._previous: list[StatesOnDisk] = []  # what the checkpoint before the next one refers to
 
-    def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, int]:
-        """Writes the files; returns the round of each client's file, -1 if the client keeps nothing."""
-        written = {}
+    def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, list[int]]:
+        """Writes what files of earlier phases do not have; returns the row of ``versions`` of each client."""
+        rows, begun = {}, self._begun[phase]
         for client, tree in trees.items():
-            written[client] = round if tree else -1
-            if tree:
-                path = self.folder / phase / file_name(client, round)
-                write_tree(path, tree, phase=phase, client=client, round=round)
-        return written
+            earlier, inherited = begun.versions[client].tolist(), begun.get(client, {})
+            if not inherited.keys() <= tree.keys():  # their files would bring back what it does not keep any longer
+                earlier, inherited = [-1] * len(earlier), {}
+            own = {
+                name: tensor
+                for name, tensor in tree.items()
+                if name not in inherited or not same_bits(tensor, inherited[name])
+            }
+            if own:
+                self.files.write(phase, client, round, own)
+            rows[client] = [*earlier, round if own else -1]
+        return rows
 
-    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, int]) -> StatesOnDisk:
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, list[int]]) -> StatesOnDisk:
         """Refers to the new files."""
         assert isinstance(kept, StatesOnDisk) and kept.phases[-1] == (phase, None), "the phase began with `adopt`"
-        files = [(client, kept.path(client)) for client in written]
-        self._replaced += [(client, path) for client, path in files if path is not None and path.parent.name == phase]
         versions = kept.versions.clone()
-        clients = torch.tensor([*written], dtype=torch.int64)
-        versions[clients, 0] = len(kept.phases) - 1
-        versions[clients, 1] = torch.tensor([*written.values()], dtype=torch.int64)
-        return StatesOnDisk(self.folder, kept.phases, versions)
+        for client, row in written.items():
+            self._replaced += [(client, path) for path in kept.paths(client) if path.parent.name == phase]
+            versions[client] = torch.tensor(row)
+        return StatesOnDisk(self.files, kept.phases, versions)
 
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> StatesOnDisk:
         """Refers to the same files if they are in this store's folder, else writes new ones."""
-        if not (isinstance(kept, StatesOnDisk) and kept.folder == self.folder):
-            nothing = torch.tensor([0, -1]).repeat(self.num_clients, 1)
-            return self.updated(
-                phase, StatesOnDisk(self.folder, [(phase, None)], nothing), self.write(phase, round, kept)
-            )
-        phases = kept.phases if kept.phases[-1] == (phase, None) else [*kept.phases, (phase, None)]
-        adopted = StatesOnDisk(self.folder, phases, kept.versions)
+        is_own = isinstance(kept, StatesOnDisk) and kept.files.folder == self.files.folder
+        nothing = torch.full((self.num_clients, 1), -1)
+        phases, versions = (kept.phases, kept.versions) if is_own else ([], nothing[:, :0])
+        if (phase, None) not in phases[-1:]:
+            phases, versions = [*phases, (phase, None)], torch.cat((versions, nothing), dim=1)
+        adopted = StatesOnDisk(self.files, phases, versions)
+        self._begun[phase] = StatesOnDisk(self.files, phases[:-1], versions[:, :-1])
+        if not is_own:
+            return self.updated(phase, adopted, self.write(phase, round, kept))
         self._previous.append(adopted)
         return adopted
 
@@ -106,19 +115,22 @@ class DiskStore(Store):
         on_disk = [kept for kept in needed if isinstance(kept, StatesOnDisk)]
         still_needed = []
         for client, path in self._replaced:
-            if any(kept.path(client) == path for kept in (*on_disk, *self._previous)):
+            if any(path in kept.paths(client) for kept in (*on_disk, *self._previous)):
                 still_needed.append((client, path))
             else:
-                path.unlink(missing_ok=True)
+                self.files.remove(path)
         self._replaced, self._previous = still_needed, on_disk
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
         """Removes all files of the phase that neither checkpoint refers to, including those left by a kill."""
-        assert isinstance(kept, StatesOnDisk), "the phase began with `adopt`"
-        needed = {path.name for path in kept.files(phase).values()}
-        before = {path.name: (client, path) for other in self._previous for client, path in other.files(phase).items()}
-        for name in file_names(self.folder / phase) - needed - before.keys():
-            (self.folder / phase / name).unlink()
+        needed, *before = (
+            {(client, path) for client in one for path in one.paths(client) if path.parent.name == phase}
+            for one in (kept, *self._previous)
+            if isinstance(one, StatesOnDisk)
+        )
+        of_previous = set().union(*before)
+        for path in {*(self.files.folder / phase).glob("*")} - {path for _, path in needed | of_previous}:
+            self.files.remove(path)
         of_other_phases = [(client, path) for client, path in self._replaced if path.parent.name != phase]
-        self._replaced = [*of_other_phases, *(item for name, item in before.items() if name not in needed)]
+        self._replaced = [*of_other_phases, *(of_previous - needed)]
         self._previous = []  # the checkpoint of the result is the next one's previous one

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fedmoe_pl.checkpoints.checkpoint import (
     FILE,
     CheckpointWriter,
-    SavedRows,
     is_of_run,
     load_checkpoint,
     rows_of,
@@ -42,7 +41,8 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
     It must have the phases so far, and the seed and data of ``identity`` (:func:`identify`).
     """
     rounds = {phase.name: phase.rounds for phase in phases}
-    content = load_checkpoint(path)
+    writer = CheckpointWriter(path.with_name(Path(FILE).name))
+    content = load_checkpoint(path, writer)
     states: dict[str, PhaseState] = content.get("phases", {})
     key = f"ckpt_path is '{path}'"
     if "phases" not in content or not is_of_run(path):
@@ -66,7 +66,6 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
                 f"finished cannot have more or fewer: let a new phase start from it (start: {name})."
             )
         check_states(state.clients, state.best_clients)
-    writer = CheckpointWriter(SavedRows(**content["rows"]))
     return {**content, "rows": rows_of(path, content), "writer": writer}
 
 
@@ -113,7 +112,8 @@ def _listed(versions: dict[str, str]) -> str:
 
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
     """The seed, partition, image normalization and vocabulary of a run, by which another run's are told apart."""
-    read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
+    normalization = datamodule.normalization and [*datamodule.normalization]  # as JSON gives it back
+    read = {"normalization": normalization, "vocabulary": datamodule.vocabulary}
     return {"seed": seed, **read, "partition": fingerprint(datamodule)}
 
 

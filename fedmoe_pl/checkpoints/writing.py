@@ -1,11 +1,10 @@
-"""Files that are written whole or not at all, and files of tensors whose damage is noticed."""
+"""Files that are written whole or not at all, and whose damage is noticed: JSON, and tensors as safetensors."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
-import struct
-import zipfile
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,14 +13,25 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_of
+from safetensors.torch import save as bytes_of
 
-_SEAL = b"fedmoe_pl crc32 "
-_SEAL_SIZE = len(_SEAL) + 8
-_CHUNK = 2**20
+from fedmoe_pl.trees import Tree
+
+_SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')
+_BLANK = {"crc32": "00000000"}
 
 
 class DamagedFileError(Exception):
     """A file is not as it was written, or not one of this package's."""
+
+
+def needed(path: Path) -> DamagedFileError:
+    """The exception for a file without which a checkpoint cannot be read; its text follows the checkpoint's path."""
+    return DamagedFileError(
+        f"which needs '{path}', but that is missing, damaged or another's; a checkpoint must stay in its run's folder"
+    )
 
 
 @contextmanager
@@ -57,84 +67,55 @@ def cannot_be_made(folder: Path, error: OSError) -> MisconfigurationException:
     )
 
 
-def save(content: Any, path: Path) -> None:
-    """Writes tensors and plain values as ``torch.save`` does, with a checksum of the whole file as its last bytes.
-
-    ``torch.load`` and zip tools read the file as any other: the checksum is the comment of the zip archive. It notices
-    accidents, such as a flipped bit; whoever can change the file can also write another checksum.
-    """
-    with _Checksummed(io.FileIO(path, "w")) as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # on a full disk, PyTorch fails again when it ends the archive
-                raise error.__context__ from None
-            raise
-        seal = _SEAL + b"%08x" % file.checksum
-        file.seek(-2, os.SEEK_END)  # an archive without a comment ends with the comment's length, 0, in two bytes
-        file.write(struct.pack("<H", len(seal)) + seal)
-
-
-def load(path: Path) -> Any:
-    """Reads what :func:`save` wrote."""
-    if not is_sealed(path):
-        raise DamagedFileError(f"'{path}' has no checksum.")
-    return _load(path)
-
-
-def load_any(path: Path) -> tuple[Any, bool]:
-    """The same for files without this checksum, too, such as checkpoints of Lightning; and whether there is one.
-
-    Without it, the checksums of the archive are verified.
-    """
-    if is_sealed(path):
-        return _load(path), True
+def read_sealed(path: Path) -> bytes:
+    """The content of a file, if it is as it was written."""
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()
-            if damaged is not None:
-                raise DamagedFileError(f"'{path}' has a damaged '{damaged}'.")
-    except (OSError, RuntimeError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-        raise DamagedFileError(f"'{path}' cannot be read.") from error
-    return _load(path), False
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # of other bytes, torch.load may raise anything, such as a KeyError
-        raise DamagedFileError(f"'{path}' cannot be read.") from error
-
-
-def is_sealed(path: Path) -> bool:
-    """Whether the file has the checksum that :func:`save` writes."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END) - _SEAL_SIZE
-            file.seek(max(size, 0))
-            seal = file.read()
-            if size < 2 or not seal.startswith(_SEAL):
-                return False
-            file.seek(0)
-            checksum, left = 0, size - 2
-            while left:
-                data = file.read(min(left, _CHUNK))
-                checksum, left = zlib.crc32(data, checksum), left - len(data)
-            length = file.read(2)
+        data = path.read_bytes()
     except OSError as error:
         raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
-    # torch.save wrote the length 0
-    if seal != _SEAL + b"%08x" % zlib.crc32(b"\0\0", checksum) or length != struct.pack("<H", _SEAL_SIZE):
+    seal = _SEAL.search(data)
+    if seal is None:
+        raise DamagedFileError(f"'{path}' has no checksum.")
+    checksum = zlib.crc32(_BLANK["crc32"].encode(), zlib.crc32(data[: seal.start(1)]))
+    if zlib.crc32(memoryview(data)[seal.end(1) :], checksum) != int(seal[1], 16):
         raise DamagedFileError(f"'{path}' is not as it was written.")
-    return True
+    return data
 
 
-class _Checksummed(io.BufferedWriter):
-    """A file that knows the checksum of what was written to it."""
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes plain values as JSON, with a checksum of the whole file; floats keep all their digits, also nan."""
+    _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode())
 
-    checksum = 0
 
-    def write(self, data: Any) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
-        return super().write(data)
+def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
+    """Writes :func:`plain` tensors as safetensors; the metadata has a checksum of the file, and says whose they are.
+
+    A checksum notices accidents, such as a flipped bit; whoever can change the file can also write another checksum.
+    """
+    whose = {name: str(value) for name, value in owner.items()}
+    _write(path, bytes_of(tensors, {**_BLANK, **whose}))
+
+
+def read_tensors(path: Path, **owner: object) -> Tree:
+    """Reads what :func:`write_tensors` wrote for the same owner."""
+    data = read_sealed(path)
+    try:
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        if any(metadata.get(name) != str(value) for name, value in owner.items()):
+            raise DamagedFileError(f"'{path}' has the tensors of another owner.")
+        return tensors_of(data)
+    except (SafetensorError, ValueError, KeyError) as error:  # sealed by somebody else
+        raise DamagedFileError(f"'{path}' has no tensors.") from error
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor alone in its memory: a view would be written with, or refused for, what it belongs to."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _write(path: Path, data: bytes) -> None:
+    seal = _SEAL.search(data)
+    assert seal is not None, "the first key of both formats"
+    with path.open("wb") as file:
+        for part in (data[: seal.start(1)], b"%08x" % zlib.crc32(data), memoryview(data)[seal.end(1) :]):
+            file.write(part)

@@ -1,4 +1,4 @@
-"""Exports a client's model for use without this package, and checks it on real samples."""
+"""Exports clients' models: for use without this package, checked on real samples, or as checkpoints of Lightning."""
 
 from __future__ import annotations
 
@@ -17,31 +17,39 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.commands.lightning import write_lightning
 from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.run import Run
 
-Format = Literal["onnx", "torch_export"]
-SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
+Format = Literal["onnx", "torch_export", "lightning"]
+SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt"}
 _SAMPLES = 256  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def export_client(run: Run, method: str, client: int = 0, format: Format = "onnx", output: str | None = None) -> str:
-    """Writes a client's model, with its gate, to one file, and compares its outputs with the module's.
+def export_clients(
+    run: Run,
+    method: str,
+    client: int | Literal["all"] = 0,
+    format: Format = "onnx",
+    output: str | None = None,
+) -> str:
+    """Writes a client's model, with its gate, to one file; or those of all clients.
 
-    The exported model has the input ``x``, a batch of any size, and the outputs ``scores`` (B, C) and, if it has a
-    trained gate, ``gate_weights`` (B, experts). It is checked on the client's own samples: on a batch of at most 256,
-    and on the first sample alone.
+    For use without this package, the model has the input ``x``, a batch of any size, and the outputs ``scores`` (B, C)
+    and, if it has a trained gate, ``gate_weights`` (B, experts). Its outputs are compared with the module's on the
+    client's own samples: on a batch of at most 256, and on the first sample alone.
 
     Args:
         run: a run from a checkpoint.
         method: a row of the table.
-        client: the client's id.
-        format: ``onnx``, checked with onnxruntime, or ``torch_export``, a file for ``torch.export.load``.
-        output: the file; None for ``exported/<method>/client_<id>`` in the run's folder.
+        client: the client's id, or ``all``.
+        format: ``onnx``, checked with onnxruntime; ``torch_export``, a file for ``torch.export.load``; or
+            ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model.
+        output: the file or, for all clients, the folder; None for ``exported/<method>`` in the run's folder.
 
     Returns:
         What was written, and how far the outputs are from the module's.
@@ -50,15 +58,25 @@ def export_client(run: Run, method: str, client: int = 0, format: Format = "onnx
         MisconfigurationException: if an argument is wrong, the model cannot be exported, or the exported one computes
             something else.
     """
-    if run.only_client not in (None, client):
+    clients = [*run.clients] if client == "all" else [client]
+    if run.only_client not in (None, *clients):
         raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
     check_choice("Federation", "format", format, get_args(Format))
-    algorithm = run.phase_and_point(method, client)[0].algorithm
-    if algorithm.predictor is not None or not run.datamodule.has_pairs:
+    algorithm = run.phase_and_point(method, clients[0])[0].algorithm
+    if format != "lightning" and (algorithm.predictor is not None or not run.datamodule.has_pairs):
         allowed = "one whose model maps a tensor to scores"
         because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
-    path = Path(output or run.folder / "exported" / method / f"client_{client:03d}{SUFFIXES[format]}")
+    folder = run.folder / "exported" / method if output is None else Path(output)
+    paths = {each: folder / f"client_{each:03d}{SUFFIXES[format]}" for each in clients}
+    if output is not None and client != "all":
+        paths = {clients[0]: folder}
+    if format == "lightning":
+        return "\n".join(f"{method}: {path}" for path in write_lightning(run, method, paths))
+    return "\n".join(_export(run, method, each, format, path) for each, path in paths.items())
+
+
+def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:
     module, x = _Outputs(run.client_module(method, client)).eval(), _samples(run, client)
     content, difference = _exported(module, x, method, format)
     if not difference <= _TOLERANCE:
@@ -66,9 +84,8 @@ def export_client(run: Run, method: str, client: int = 0, format: Format = "onnx
         raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
-    names = " and ".join(module.names)
     return (
-        f"Client {client} of {method}: {path} ({len(content):,} bytes; {names} for x)\n"
+        f"Client {client} of {method}: {path} ({len(content):,} bytes; {' and '.join(module.names)} for x)\n"
         f"On {len(x)} of its samples, the outputs differ by at most {difference:.1e} from the module's."
     )
 

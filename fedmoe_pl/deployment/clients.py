@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
-from fedmoe_pl.checkpoints.client_state import File, JoinedStates, RemoteStates
+from fedmoe_pl.checkpoints.client_state import File, RemoteStates
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.messages import (
     ANSWERS,
@@ -194,6 +194,4 @@ def one_line(text: str) -> str:
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:
     """The files of a client that a mapping refers to."""
-    if isinstance(kept, JoinedStates):
-        return [file for part in kept.mappings for file in files_of(part, client)]
     return kept.files.get(client, []) if isinstance(kept, RemoteStates) else []

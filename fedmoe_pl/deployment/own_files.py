@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES
-from fedmoe_pl.checkpoints.client_state import File, Names, RemoteStates, read_tree, write_tree
+from fedmoe_pl.checkpoints.client_state import File, Names, RemoteStates, read_tree, selected, write_tree
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.clients import files_of
 from fedmoe_pl.deployment.messages import BadMessageError, Message
@@ -108,19 +108,20 @@ class _OwnFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.number}_{self.round}_{self.before}.pt"
+        return f"{self.number}_{self.round}_{self.before}.safetensors"
 
 
 def _files(folder: Path) -> dict[int, _OwnFile]:
     """The files of a phase, by number."""
-    files = (_OwnFile(*map(int, path.stem.split("_"))) for path in folder.glob("*_*_*.pt"))
+    files = (_OwnFile(*map(int, path.stem.split("_"))) for path in folder.glob("*_*_*.safetensors"))
     return {file.number: file for file in files}
 
 
 def read_own(folder: Path, phase: str, client: int, number: int, names: Names | None) -> Tree:
     """Reads a client's own file, see ``read_tree``; ``number`` is the one that the client gave it."""
     file = _files(folder / phase).get(number, _OwnFile(number, 0, 0))
-    return read_tree(folder / phase / file.name, names, phase=phase, client=client, number=number)
+    tree = read_tree(folder / phase / file.name, phase=phase, client=client, number=number)
+    return tree if names is None else selected(tree, names)
 
 
 def _usable(run: Run, phase: Phase) -> list[tuple[str, Names | None]]:

@@ -19,7 +19,7 @@ from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.client import given_to_others
-from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
+from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
@@ -165,7 +165,8 @@ class Participant:
         own.write(self._files)
         checkpoint = self._files / FILE
         self.run.folder = self._files
-        self.run.states = load_federation(checkpoint)["phases"] if checkpoint.is_file() else {}
+        self.run.writer = CheckpointWriter(checkpoint)
+        self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}
         return Message(PREPARED)
 
     def _begin(self, message: Message) -> Message:

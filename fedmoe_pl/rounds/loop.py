@@ -13,7 +13,6 @@ from fedmoe_pl.backends import (
     one_thread,
 )
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
-from fedmoe_pl.checkpoints.checkpoint import FILE, save_finished
 from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
@@ -67,9 +66,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
     for evaluation_point in phase.evaluation_points:
         run.loggers.close(phase.method(evaluation_point))
-    if run.enable_checkpointing:
-        save_finished(run.folder / FILE, phase.name, state)
-    run.save()
+    run.save(finished=phase.name)
     run.store.remove_rest(phase.name, state.clients)
     log_epsilon(phase, state)
 

@@ -95,7 +95,7 @@ class Run:
         plans: how the clients of each phase are trained, by phase name, until the phase begins.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
-        writer: writes the checkpoints.
+        writer: writes the checkpoints, from the first one on.
         failures: what happens when clients fail.
         metrics: what is evaluated beside accuracy, by name.
         evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
@@ -124,7 +124,7 @@ class Run:
     plans: dict[str, Plan] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    writer: CheckpointWriter = field(default_factory=CheckpointWriter)
+    writer: CheckpointWriter | None = None
     evaluation_cohort_size: int | None = None
     failures: ClientFailures = field(default_factory=ClientFailures)
     metrics: dict[str, Metric] = field(default_factory=dict)
@@ -289,9 +289,16 @@ class Run:
             metrics=self.metrics,
         )
 
-    def save(self) -> None:
-        """Writes the checkpoint, unless checkpoints are disabled, after all that was logged of the rounds in it."""
-        if self.enable_checkpointing:
-            self.loggers.flush()
-            of_run = {**self.identity, "configuration": self.configuration}
-            self.writer.write(self.folder / FILE, self.initial, self.states, self.rows, **of_run)
+    def save(self, finished: str | None = None) -> None:
+        """Writes the checkpoint, unless checkpoints are disabled, after all that was logged of the rounds in it.
+
+        A phase that is ``finished`` now is written to a file of its own.
+        """
+        if not self.enable_checkpointing:
+            return
+        self.loggers.flush()
+        if self.writer is None:
+            self.writer = CheckpointWriter(self.folder / FILE)
+        if finished is not None:
+            self.writer.write_finished(finished, self.states[finished])
+        self.writer.write(self.initial, self.states, self.rows, **self.identity, configuration=self.configuration)

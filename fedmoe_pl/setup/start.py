@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, next_folder
-from fedmoe_pl.checkpoints.client_store import DiskStore, MemoryStore, Store
+from fedmoe_pl.checkpoints.client_store import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
@@ -175,7 +175,7 @@ def _open_files(
         copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
     run.store = make_store(run)
     for name, state in run.states.items():
-        if not state.finished:  # a resumed run may have had the other store
+        if not state.finished:
             state.clients = run.store.adopt(name, state.round, state.clients)
             if state.best_round:
                 state.best_clients = run.store.adopt(name, state.best_round, state.best_clients)
@@ -186,9 +186,11 @@ def _open_files(
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
 
 
-def store_of(kind: str, run: Run) -> Store:
-    """A store of this process, ``memory`` or ``disk``."""
-    return MemoryStore() if kind == "memory" else DiskStore(run.folder / CLIENT_STATES, run.datamodule.num_clients)
+def store_of(run: Run) -> Store:
+    """A store of this process."""
+    if not run.enable_checkpointing:
+        return MemoryStore()
+    return FileStore(run.folder / CLIENT_STATES, run.datamodule.num_clients)
 
 
 def _make_folder(runs: Path) -> Path:

@@ -56,8 +56,8 @@ ONES = torch.ones(3, dtype=torch.float64)
 EXPECTED_SAMPLES = sum(size**2 for size in SIZES) / sum(SIZES)  # the mean of n, weighted by n
 
 
-@pytest.mark.parametrize(("store", "every_batch"), [("memory", False), ("disk", True)])
-def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_loaded(store, every_batch, tmp_path):
+@pytest.mark.parametrize("every_batch", [False, True])
+def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_loaded(every_batch, tmp_path):
     plain, counted = (
         run(
             [Phase("it", algorithm, rounds=3)],
@@ -65,8 +65,7 @@ def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_
             blobs(SIZES),
             tmp_path / type(algorithm).__name__,
             every_batch=every_batch,
-            store=store,
-            enable_checkpointing=True,
+            enable_checkpointing=every_batch,
         )
         for algorithm in (FedAvg("global_expert.*"), Bookkeeping("global_expert.*"))
     )

@@ -39,7 +39,7 @@ def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_also_in_workers_
         return run
 
     whole = fitted("whole", callbacks=[count], backend=TrainerBackend())
-    arguments = {"store": "disk", "backend": TwoInThisProcess()}
+    arguments = {"backend": TwoInThisProcess()}
     with pytest.raises(KeyboardInterrupt):
         fitted("killed", callbacks=[Kill("on_client_end", count.number - 1)], **arguments)
     resumed = fitted("killed", "last", **arguments)

@@ -229,37 +229,35 @@ def test_clients_start_from_the_same_gate_and_experts_unless_they_draw_their_own
         assert_same_bits(first, tensors(sparse_mixture(2)))
 
 
-def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):
+def fitted(path, callbacks=None, ckpt_path=None, **kwargs):
     phases = [
         Phase("DA", FedMoEDA(2, interval=2), rounds=4, select=Select("reweighted_test"), max_epochs=1),
         Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), max_epochs=0),
     ]
-    arguments = {"logger": False, "enable_progress_bar": False, "store": store, "callbacks": callbacks, **kwargs}
+    arguments = {"logger": False, "enable_progress_bar": False, "callbacks": callbacks, **kwargs}
     federation = Federation(phases, default_root_dir=str(path), **{"trainer": {"accelerator": "cpu"}, **arguments})
     federation.fit(sparse_mixture([3, 2]), blobs(), ckpt_path=ckpt_path)
     return federation
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict[str, Federation]:
-    """A run that nothing stopped, with its logs, for each store."""
-    return {store: fitted(tmp_path_factory.mktemp(store), store, logger=True) for store in ("memory", "disk")}
+def whole(tmp_path_factory) -> Federation:
+    """A run that nothing stopped, with its logs."""
+    return fitted(tmp_path_factory.mktemp("whole"), logger=True)
 
 
 def test_experts_that_are_alike_have_no_weight_of_a_global_expert(whole):
-    federation = whole["memory"]
-    clients = federation.results["DA"].clients
+    clients = whole.results["DA"].clients
     assert [client.gate_weights.shape[1] for client in clients] == [3, 2, 3]
     assert all(math.isnan(client.mean_gate_weight) for client in clients)
-    assert federation.results["DA"].model == "mixture"
-    federation.predict(sparse_mixture([3, 2]), blobs())
-    rows = (federation.run_dir / "predictions.csv").read_text().splitlines()
+    assert whole.results["DA"].model == "mixture"
+    whole.predict(sparse_mixture([3, 2]), blobs())
+    rows = (whole.run_dir / "predictions.csv").read_text().splitlines()
     assert all(row.endswith(",") for row in rows[1:]), "no gate weight"
 
 
 def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(whole):
-    federation = whole["memory"]
-    log = EventAccumulator(str(federation.run_dir / "DA"))
+    log = EventAccumulator(str(whole.run_dir / "DA"))
     log.Reload()
     assert sorted(log.Tags()["images"]) == ["used_experts/averaged_with", "used_experts/by_client"]
     assert [image.step for image in log.Images("used_experts/averaged_with")] == [1, 4]
@@ -272,9 +270,8 @@ def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(
 
 def test_the_use_of_experts_is_a_curve_for_each(whole):
     """The share of the clients' own samples that their gates send to it: of those that have it, the mean."""
-    federation = whole["memory"]
-    log = EventAccumulator(str(federation.run_dir / "DA")).Reload()
-    clients = federation.results["DA"].clients
+    log = EventAccumulator(str(whole.run_dir / "DA")).Reload()
+    clients = whole.results["DA"].clients
     for expert in range(3):
         chosen = [c.gate_weights.argmax(dim=1) == expert for c in clients if c.gate_weights.shape[1] > expert]
         (*_, last) = log.Scalars(f"used_experts/expert_{expert}")

@@ -195,11 +195,10 @@ def test_one_client_per_round_keeps_its_own_classifier(tmp_path):
     assert_same_bits(subtree(state.server, f"classifiers/{client}."), subtree(kept, CLASSIFIER))
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_later_phase_starts_from_the_combined_classifiers(store, tmp_path):
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_later_phase_starts_from_the_combined_classifiers(in_files, tmp_path):
     phases = [it(rounds=3, clients_per_round=2), phase("later", Local(), max_epochs=0, start="it")]
-    checkpoints = store == "disk"
-    fed = run(phases, model(), without_a_class(), tmp_path, store=store, enable_checkpointing=checkpoints)
+    fed = run(phases, model(), without_a_class(), tmp_path, enable_checkpointing=in_files)
     for client in range(3):
         before, after = (tensors(fed.client_module(name, client).global_expert) for name in ("it", "later"))
         assert_same_bits(after, before)

@@ -111,7 +111,7 @@ def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batc
 def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_the_other(tmp_path):
     """Interleaved PFL-MoE in rounds of one epoch is then plain Adam over the epochs of each part, also after a kill."""
     adam = partial(torch.optim.Adam, lr=0.01)
-    arguments = {"enable_checkpointing": True, "store": "disk", "backend": AutoBackend()}
+    arguments = {"enable_checkpointing": True, "backend": AutoBackend()}
 
     def phases(rounds):
         first = phase("FedAvg", FedAvg(), max_epochs=0)
@@ -133,9 +133,7 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
             callbacks=[Kill("on_round_start", 4)],
             **arguments,
         )
-    again = Federation(
-        phases(4), {"max_epochs": 2}, default_root_dir=str(tmp_path / "killed"), logger=False, store="disk"
-    )
+    again = Federation(phases(4), {"max_epochs": 2}, default_root_dir=str(tmp_path / "killed"), logger=False)
     again.fit(mixture(LinearGate(5)), blobs(), ckpt_path="last")
     for client in range(3):
         assert_same(dict(again.run.states["it"].clients[client]), dict(whole.run.states["it"].clients[client]))

@@ -15,9 +15,10 @@ from torch import nn
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.callbacks.files import _checkpoint
+from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli import main
+from fedmoe_pl.commands.lightning import lightning_checkpoint
 from fedmoe_pl.models import Gate, NetworkGate
 
 
@@ -61,13 +62,13 @@ class OwnMixture(PersonalizedMoE):
 
 def written(module, path):
     """The checkpoint of a module, as the callback writes it."""
-    torch.save(_checkpoint(module), path)
+    torch.save(lightning_checkpoint(module), path)
     return path
 
 
 def test_clients_models_are_those_that_the_checkpoints_have(tmp_path):
     phases = [phase("Local", Local(), evaluate=True), phase("FedAvg", FedAvg(), evaluate=True)]
-    finished = run(phases, Own(hidden=16, lr=0.25), data(), tmp_path, max_epochs=1, enable_checkpointing=True)
+    finished = run(phases, Own(hidden=16, lr=0.25), data(), tmp_path, max_epochs=1, callbacks=[ClientCheckpoint()])
     for method, file in {"Local": "client_001.ckpt", "FedAvg": "all_clients.ckpt"}.items():
         loaded = Own.load_from_checkpoint(finished.run_dir / "clients" / method / file).eval()
         assert dict(loaded.hparams) == {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": None}
@@ -242,7 +243,7 @@ def node(name: str, **arguments) -> dict:
 def fitted(configuration: dict, module: str, code: str, folder, monkeypatch):
     """The checkpoints that the command line writes, by phase, and the user's module."""
     (folder / f"{module}.py").write_text(code)
-    configuration["federation"] |= {"logger": False, "enable_progress_bar": False}
+    configuration["federation"] |= {"logger": False, "enable_progress_bar": False, "callbacks": ["ClientCheckpoint"]}
     (folder / "own.yaml").write_text(yaml.safe_dump(configuration))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder

@@ -118,9 +118,7 @@ def test_harmless_changes_are_accepted_and_change_no_bit(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path, phases(rounds=3), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
     settings = {"trainer": {"accelerator": "cpu", "devices": 1, "enable_model_summary": False}, "name": "other"}
-    changed = federation(
-        tmp_path, [*later, Phase("new", Local())], store="disk", backend=TrainerBackend(), callbacks=[], **settings
-    )
+    changed = federation(tmp_path, [*later, Phase("new", Local())], backend=TrainerBackend(), callbacks=[], **settings)
     path = str(tmp_path / "federation/version_0/checkpoints/last.ckpt")
     changed.fit(other_model(), data(), ckpt_path=path)
     for name, state in whole.run.states.items():

@@ -1,5 +1,6 @@
 """A run that was stopped anywhere ends with the bits of one that was not."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
+from fedmoe_pl.checkpoints.writing import write_json
 from fedmoe_pl.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,7 +91,8 @@ def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
         federation(whole.runs.parent, seed=1).fit(model(), data(), ckpt_path="last")
     with pytest.raises(MisconfigurationException, match="holds the phases"):
         federation(whole.runs.parent, phases()[:1]).fit(model(), data(), ckpt_path="last")
-    of_client = whole.run_dir / "clients/FedAvg/all_clients.ckpt"
+    of_client = tmp_path / "lightning.ckpt"
+    torch.save({"state_dict": model().state_dict()}, of_client)
     with pytest.raises(MisconfigurationException, match=r"but must be checkpoints/last\.ckpt"):
         federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(of_client))
     with pytest.raises(MisconfigurationException, match=r"no run in .* has a checkpoint"):
@@ -109,17 +112,22 @@ def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(whole, tmp_path)
         federation(whole.runs.parent, changed).fit(model(), data(), ckpt_path="last")
     moved = tmp_path / "moved.ckpt"
     moved.write_bytes((whole.run_dir / "checkpoints/last.ckpt").read_bytes())
-    with pytest.raises(MisconfigurationException, match=r"it must be checkpoints/last\.ckpt in the folder of its run"):
+    with pytest.raises(MisconfigurationException, match=r"needs .*; a checkpoint must stay in its run's folder"):
         federation(tmp_path).fit(model(), data(), ckpt_path=str(moved))
 
 
 def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
-    content = torch.load(whole.run_dir / "checkpoints/last.ckpt", weights_only=True)
+    """Older ones were archives."""
+    content = json.loads((whole.run_dir / "checkpoints/last.ckpt").read_bytes())
     old = tmp_path / "version_0/checkpoints/last.ckpt"
     old.parent.mkdir(parents=True)
-    torch.save({**content, "fedmoe_pl": 1}, old)
-    with pytest.raises(MisconfigurationException, match="which another version of this package wrote"):
-        federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
+    for write in (
+        lambda: torch.save({"fedmoe_pl": 7}, old),
+        lambda: write_json(old, {**content, "fedmoe_pl": 9, "crc32": "0" * 8}),
+    ):
+        write()
+        with pytest.raises(MisconfigurationException, match="which another version of this package wrote"):
+            federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
 
 
 def test_two_runs_that_are_set_up_at_the_same_time_have_folders_of_their_own(tmp_path):

@@ -43,7 +43,7 @@ def test_a_user_s_own_module_is_an_expert_by_its_class_path(quickstart, tmp_path
     phases = quickstart["federation"]["phases"]
     quickstart["federation"]["phases"] = [phase for phase in phases if phase["name"] in ("Local", "FedAvg")]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(quickstart))
-    main(["fit", "--config", str(tmp_path / "mine.yaml")])
+    main(["fit", "--config", str(tmp_path / "mine.yaml"), "--federation.callbacks", "[ClientCheckpoint]"])
     (checkpoint,) = tmp_path.rglob("all_clients.ckpt")
     state = torch.load(checkpoint, weights_only=True)["state_dict"]
     assert state["global_expert.1.weight"].shape == (9, 64)

@@ -35,7 +35,7 @@ CONFIGURATION = """
 model: {class_path: my_project.model.MyModel, init_args: {width: 7}}
 data: {class_path: Digits, init_args: {num_clients: 2, partitioner: IID, batch_size: 300}}
 trainer: {accelerator: cpu}
-federation: {phases: [{name: FedAvg, algorithm: FedAvg}], logger: false}
+federation: {phases: [{name: FedAvg, algorithm: FedAvg}], logger: false, callbacks: [ClientCheckpoint]}
 """
 
 

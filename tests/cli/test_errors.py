@@ -34,7 +34,6 @@ REFUSED = {
     ],
     f"{OPTIMIZER}.lr is 'abc', but must be float or Tensor.": [f"--{OPTIMIZER}.lr", "abc"],
     f"{OPTIMIZER}.lrr is not an argument of SGD; did you mean lr?": [f"--{OPTIMIZER}.lrr", "0.1"],
-    "federation.store is 'cloud', but must be 'memory' or 'disk'.": ["--federation.store", "cloud"],
     "federation.backend is 'Stacked', but must be Backend or 'auto'; did you mean StackedBackend?": (
         ["--federation.backend", "Stacked"]
     ),
@@ -152,7 +151,7 @@ SMALL = {
     "model": {"class_path": "a.A", "init_args": {"gate": GATE}},
     "data": {"class_path": "a.Digits", "init_args": {"num_clients": None, "mean": [0.5]}},
     "trainer": {"gradient_clip_val": 50, "callbacks": None},
-    "federation": {"phases": PHASES, "store": "cloud", "callbacks": None},
+    "federation": {"phases": PHASES, "name": "../runs", "callbacks": None},
     "ckpt_path": "none.ckpt",
 }
 
@@ -170,7 +169,7 @@ SMALL = {
             "federation.phases.C.algorithm.init_args.gate_fraction",
         ),
         ("Digits", "mean", [0.5], "data.init_args.mean"),
-        ("Federation", "store", "cloud", "federation.store"),
+        ("Federation", "name", "../runs", "federation.name"),
         ("Phase 'B'", "gradient_clip_val", 50, "trainer.gradient_clip_val"),  # of all phases
         ("Federation", "callbacks", None, "federation.callbacks"),
         ("Dirichlet", "alpha", -1.0, "alpha"),  # nowhere

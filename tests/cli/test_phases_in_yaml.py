@@ -13,6 +13,7 @@ from torchmetrics.classification import MulticlassF1Score
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, NearestNeighborMixing, UnderAttack
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.cli import FederationCLI, main
 from fedmoe_pl.cli.commands import configured, objects_of
 from fedmoe_pl.models import SmallMLP
@@ -20,6 +21,9 @@ from fedmoe_pl.models import SmallMLP
 
 def of_class(name: str, **arguments) -> dict:
     return {"class_path": name, "init_args": arguments}
+
+
+SETTINGS = {"logger": False, "enable_progress_bar": False}
 
 
 def written(folder, phases: list[dict], seed: int = 0, **sections) -> str:
@@ -30,7 +34,7 @@ def written(folder, phases: list[dict], seed: int = 0, **sections) -> str:
         "model": of_class("PersonalizedMoE", global_expert="SmallMLP"),
         "data": of_class("Digits", num_clients=4, partitioner=of_class("Dirichlet", alpha=0.5), batch_size=100),
         "trainer": {"accelerator": "cpu", "max_epochs": 1},
-        "federation": {"logger": False, "enable_progress_bar": False, "default_root_dir": str(folder)},
+        "federation": {**SETTINGS, "default_root_dir": str(folder)},
         **sections,
     }
     content["federation"]["phases"] = phases
@@ -177,7 +181,12 @@ class Wrapped(PersonalizedMoE):
 def files_of_models(folder, *models: dict) -> dict[str, Path]:
     """The checkpoint of each phase's model, by the phase's name; the first is also the run's."""
     phases = [{"name": str(index), "algorithm": "FedAvg", "model": model} for index, model in enumerate(models)]
-    fitted(folder, phases, model=models[0])
+    fitted(
+        folder,
+        phases,
+        model=models[0],
+        federation={**SETTINGS, "callbacks": ["ClientCheckpoint"], "default_root_dir": str(folder)},
+    )
     return {path.parent.name: path for path in folder.rglob("all_clients.ckpt")}
 
 
@@ -185,7 +194,7 @@ def test_each_module_has_its_own_hyperparameters_and_trains_with_its_own_rate(tm
     rates = {"0": (8, 0.0), "1": (4, 0.5), "2": (4, 0.25)}
     models = [of_class(f"{__name__}.Net", width=width, lr=lr) for width, lr in rates.values()]
     paths = files_of_models(tmp_path, *models)
-    before = torch.load(next(tmp_path.rglob("last.ckpt")))["models"]
+    before = load_checkpoint(next(tmp_path.rglob("last.ckpt")))["models"]
     for phase, (width, lr) in rates.items():
         module = Net.load_from_checkpoint(paths[phase])
         assert (module.hparams.width, module.hparams.lr, module.net[1].out_features) == (width, lr, width)

@@ -7,7 +7,7 @@ import torch
 from helpers import run
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
-from helpers.runs import data, federation, model, phases
+from helpers.runs import WithDropout, assert_same, data, federation, model, phases
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -66,6 +66,21 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
     assert not (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").exists()
 
 
+def test_lightning_loads_the_models_of_one_client_or_of_all(fed, tmp_path, capsys):
+    exported(fed, method="PFL-MF", client="all", format="lightning")
+    exported(fed, method="FedAvg", client="all", format="lightning", output=str(tmp_path))
+    exported(fed, method="FedAvg", client=1, format="lightning", output=str(tmp_path / "own.ckpt"))
+    folder = fed.run_dir / "exported/PFL-MF"
+    files = {folder / f"client_{client:03d}.ckpt": ("PFL-MF", client) for client in range(3)}
+    files |= {tmp_path / "all_clients.ckpt": ("FedAvg", 0), tmp_path / "own.ckpt": ("FedAvg", 1)}
+    assert capsys.readouterr().out.splitlines() == [f"{method}: {path}" for path, (method, _) in files.items()]
+    assert {*folder.glob("*.ckpt"), *tmp_path.iterdir()} == {*files}
+    for path, (method, client) in files.items():
+        experts = {name: WithDropout() for name in ("global_expert", "local_expert")}
+        loaded = PersonalizedMoE.load_from_checkpoint(path, **experts).eval()
+        assert_same(dict(loaded.state_dict()), dict(fed.client_module(method, client).state_dict()))
+
+
 def test_a_gate_whose_width_the_data_set_is_exported(tmp_path):
     fed = federation(tmp_path, [*phases()[:-1], Phase("PFL-MF", PFLMoE(), gate=LinearGate())])
     fed.fit(model(), data())
@@ -79,7 +94,7 @@ def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):
     phases[-1].evaluate = True
     fed = run(phases, method.model(), data_of_methods(), tmp_path)
     with pytest.raises(InvalidArgumentError, match="KNNPer predicts with more than a model"):
-        export.export_client(fed.run, "kNN-Per", 0, "torch_export")
+        export.export_clients(fed.run, "kNN-Per", 0, "torch_export")
 
 
 class Branching(LightningModule):

@@ -326,7 +326,7 @@ def test_personalizing_twice_gives_the_same_models_twice(tmp_path):
 
 
 def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
-    run = federation(tmp_path, [fedavg(FEDPER, rounds=2)], store="disk")
+    run = federation(tmp_path, [fedavg(FEDPER, rounds=2)])
     run.fit(mixture(optimizer=sgd), blobs())
     shutil.rmtree(run.run_dir / "checkpoints/clients")
     later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])

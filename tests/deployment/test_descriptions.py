@@ -139,7 +139,7 @@ def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_t
     with pytest.raises(MisconfigurationException, match=r"^client \d: FedPer: start is missing"):
         deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert "update" not in {message.kind for _, message in transport.heard}
-    assert not [*tmp_path.glob("client*/**/*.pt")]
+    assert not [*tmp_path.glob("client*/**/*.safetensors")]
 
 
 def test_one_client_alone_cannot_end_the_server(tmp_path):

@@ -182,7 +182,7 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     deployed.wait_until(lambda: deployed.rows()[-1]["failed"] > 0)
     deployed.join(1)
     away = len(deployed.rows())
-    kept = f"client 1/killed/client_1/*/{CLIENT_STATES}/FedPer/*.pt"
+    kept = f"client 1/killed/client_1/*/{CLIENT_STATES}/FedPer/*.safetensors"
     deployed.wait_until(lambda: any(int(path.stem.split("_")[1]) >= away for path in deployed.folder.glob(kept)))
     rounds = [row["round"] for row in deployed.rows()]
     assert rounds == [*range(1, len(rounds) + 1)], "no round is lost or repeated"

@@ -157,7 +157,7 @@ def test_odd_messages_from_a_server(seed, heard, tmp_path):
             assert answer.kind in ANSWERS
             assert not [name for name in answer.tensors for private in method.private if fnmatchcase(name, private)]
         assert time.process_time() - start < 1
-        before, kept = kept, {path: path.read_bytes() for path in tmp_path.rglob("*_*_*.pt")}
+        before, kept = kept, {path: path.read_bytes() for path in tmp_path.rglob("*_*_*.safetensors")}
         assert before.items() <= kept.items()
     assert [path.name for path in tmp_path.iterdir()] == ["client 0"]
     *_, last = (client.answer(Message.from_bytes(content)) for content in messages[:6])

@@ -64,7 +64,7 @@ def deployed_client(method, tmp_path):
 
 def files_of(tmp_path, client=CLIENT):
     """The content of all files that a client keeps of a run, by path."""
-    return {path: path.read_bytes() for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/*/*.pt")}
+    return {path: path.read_bytes() for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/*/*.safetensors")}
 
 
 def newest(tmp_path, phase):

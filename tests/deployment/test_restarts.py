@@ -102,7 +102,7 @@ def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
     deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
     kept = deployed.run.states["FedPer"].clients.files
     for client in range(5):
-        files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/FedPer/*.pt")]
+        files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/FedPer/*.safetensors")]
         numbers = sorted(int(name.partition("_")[0]) for name in files)
         assert kept[client][0][1] == numbers[-1] and len(files) <= 4, files
 
@@ -110,7 +110,7 @@ def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
 def test_clients_of_another_run_keep_their_files(tmp_path):
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
     first = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    before = {path: path.read_bytes() for path in tmp_path.glob("client*/**/*.pt")}
+    before = {path: path.read_bytes() for path in tmp_path.glob("client*/**/*.safetensors")}
     deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert before and all(path.read_bytes() == content for path, content in before.items())
     assert kept_by(tmp_path, first, "MF", 0)
@@ -255,7 +255,7 @@ def test_a_client_makes_no_paths_of_what_is_no_file_of_the_run(values, reason, t
     except BadMessageError as error:
         found = str(error)
     assert re.search(reason, found)
-    assert not [*tmp_path.rglob("*_*_*.pt")]
+    assert not [*tmp_path.rglob("*_*_*.safetensors")]
 
 
 def refusal(tmp_path, method=METHOD, of_clients=METHOD, datamodule=None, **kwargs):

@@ -67,9 +67,9 @@ def test_no_other_user_of_the_machine_reads_what_a_client_keeps(tmp_path):
     try:
         with private(folder):
             (folder / "kept").mkdir()
-            (folder / "kept/0_1.pt").touch()
+            (folder / "kept/0_1.safetensors").touch()
         assert [path.stat().st_mode & 0o777 for path in (folder, folder / "kept")] == [0o700, 0o700]
-        assert (folder / "kept/0_1.pt").stat().st_mode & 0o777 == 0o600
+        assert (folder / "kept/0_1.safetensors").stat().st_mode & 0o777 == 0o600
         (tmp_path / "of_others").touch()
         assert (tmp_path / "of_others").stat().st_mode & 0o777 == 0o644
     finally:

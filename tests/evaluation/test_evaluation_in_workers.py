@@ -43,8 +43,7 @@ def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(t
     both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate=Evaluate(after="both"))
     own = [*phases(), both, Phase("own", PFedMoE("global_expert.*"), rounds=2)]
     workers, alone = (
-        federation(tmp_path / type(each).__name__, own, backend=each, store="disk")
-        for each in (backend, TrainerBackend())
+        federation(tmp_path / type(each).__name__, own, backend=each) for each in (backend, TrainerBackend())
     )
     results = workers.fit(model(), data())
     assert_same(results, alone.fit(model(), data()))

@@ -68,7 +68,7 @@ def shortened(config: dict, folder: Path) -> dict:
     if not _is_here(config):
         _use_made_up_arrays(config, folder)
         # large models take long to write
-        federation |= {"enable_checkpointing": False, "logger": False, "store": "memory"}
+        federation |= {"enable_checkpointing": False, "logger": False}
     else:
         data["batch_size"] = 100  # few steps
     if "num_clients" in data or not _is_here(config):  # otherwise the samples know their clients

@@ -1,5 +1,6 @@
 """A short run of PFL-MoE and its baselines, what stops it, and how two of them are compared."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -59,7 +60,8 @@ def data(**kwargs):
 
 
 def assert_same(a, b):
-    """Equal to the last bit, through dicts, lists, dataclasses and tensors."""
+    """Equal to the last bit, through dicts, lists, dataclasses and tensors; files of clients are read."""
+    a, b = (dict(each) if isinstance(each, Mapping) else each for each in (a, b))
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b)

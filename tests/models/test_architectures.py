@@ -124,6 +124,7 @@ federation:
   logger: false
   default_root_dir: {folder}
   enable_progress_bar: false
+  callbacks: [ClientCheckpoint]
   phases:
   - {{name: FedAvg, algorithm: {{class_path: FedAvg, init_args: {{shared: global_expert.*}}}}, gate: EqualWeights}}
 """)

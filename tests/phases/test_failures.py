@@ -89,9 +89,8 @@ def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, he
     assert all(not torch.equal(state.clients[1][name], healthy.clients[1][name]) for name in healthy.clients[1])
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_run_that_goes_on_after_failures_has_the_same_bits(store, tmp_path):
-    failing, settings = {0: [1], 1: [2], 3: [0, 3]}, {"store": store, "failures": ClientFailures(dropout=0.2)}
+def test_a_run_that_goes_on_after_failures_has_the_same_bits(tmp_path):
+    failing, settings = {0: [1], 1: [2], 3: [0, 3]}, {"failures": ClientFailures(dropout=0.2)}
     whole = unlucky(tmp_path / "whole", "raise", failing, 4, **settings)
     stopped = unlucky(tmp_path / "both", "raise", failing, 4, callbacks=[Kill("on_round_start", 4)], **settings)
     resumed = unlucky(tmp_path / "both", "raise", failing, 4, **settings)

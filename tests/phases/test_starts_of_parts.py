@@ -125,19 +125,19 @@ def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_pa
             assert_same_bits(tensors(module, "local_expert."), tensors(run.client_module("Local", client), "local_exp"))
 
 
-def test_two_phases_whose_clients_both_keep_tensors_meet_in_either_store(tmp_path):
-    def both(store):
+def test_two_phases_whose_clients_both_keep_tensors_meet_in_memory_and_in_files(tmp_path):
+    def both(in_files):
         return fitted(
-            tmp_path / store,
+            tmp_path / str(in_files),
             [
                 fedper(),
                 Phase("Local", Local("global_expert.*"), gate=GlobalOnly()),
                 Phase("Mixture", SpecialistMixture(), start={"local_expert": "FedPer", "global_expert": "Local"}),
             ],
-            store=store,
+            enable_checkpointing=in_files,
         )
 
-    runs = [both(store) for store in ("memory", "disk")]
+    runs = [both(in_files) for in_files in (False, True)]
     assert isinstance(runs[1].run.states["Mixture"].clients, StatesOnDisk)
     for client in range(3):
         modules = [run.client_module("Mixture", client).state_dict() for run in runs]
@@ -148,14 +148,13 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_either_store(tmp_pat
         assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].clients[client])
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize(
     "evaluation_point", [("on_client_end", 14), ("on_phase_end", 2)]
 )  # a client of the mixture; before it
-def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole, tmp_path, store, evaluation_point):
+def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole, tmp_path, evaluation_point):
     with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, callbacks=[Kill(*evaluation_point)], store=store)
-    resumed = fitted(tmp_path, ckpt_path="last", store=store)
+        fitted(tmp_path, callbacks=[Kill(*evaluation_point)])
+    resumed = fitted(tmp_path, ckpt_path="last")
     states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["Mixture"] for run in (resumed, whole)]
     assert_same(dict(states[0].clients), dict(states[1].clients))
     assert_same({**vars(states[0]), "clients": None}, {**vars(states[1]), "clients": None})

@@ -58,10 +58,11 @@ def test_a_run_in_progress_can_be_read_at_any_time_also_after_a_kill(every, tmp_
         with pytest.raises(KeyboardInterrupt):
             fit(stop, ckpt_path=ckpt_path)
     checkpoints = tmp_path / "federation/version_0/checkpoints"
-    shutil.copy(checkpoints / "last.ckpt", checkpoints / "old.ckpt")
+    shutil.copytree(checkpoints, tmp_path / "old")
     fit()
+    shutil.copytree(tmp_path / "old", checkpoints, dirs_exist_ok=True)
     with pytest.raises(KeyboardInterrupt):
-        fit(Kill("on_round_start", 2), ckpt_path=str(checkpoints / "old.ckpt"))
+        fit(Kill("on_round_start", 2), ckpt_path="last")
     methods = read_run(tmp_path / "federation/version_0").methods
     fit()
     assert methods[0] == "Local" and "PFL-MF" not in methods and reads.times > 20

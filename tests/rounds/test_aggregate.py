@@ -136,7 +136,7 @@ def test_a_killed_run_draws_the_same_numbers_again(whole, tmp_path):
 
 
 def test_workers_and_stores_have_the_same_bits_and_backends_agree(whole, tmp_path):
-    workers = federation(tmp_path / "workers", random_phases(), backend=TwoInThisProcess(), store="disk")
+    workers = federation(tmp_path / "workers", random_phases(), backend=TwoInThisProcess())
     workers.fit(mixture(), blobs())
     stacked = federation(tmp_path / "stacked", random_phases(), backend=StackedBackend())
     stacked.fit(mixture(), blobs())

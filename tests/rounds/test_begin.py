@@ -9,6 +9,7 @@ from torch import nn
 
 from fedmoe_pl import PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
+from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.rounds.begin import phase_module
 
@@ -51,7 +52,7 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
 
 @pytest.mark.parametrize("kind", ["federation", "lightning"])
 def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(tmp_path, kind):
-    whole = federation(tmp_path / "whole")
+    whole = federation(tmp_path / "whole", callbacks=[ClientCheckpoint(["FedAvg"])])
     whole.fit(model(), data())
     if kind == "federation":
         path = whole.run_dir / "checkpoints/last.ckpt"

@@ -26,6 +26,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Evaluate, Phase, Select
 from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 from fedmoe_pl.trees import of_module, subtree
 
@@ -67,7 +68,7 @@ def test_both_moments_of_a_round_are_those_of_a_bare_loop(tmp_path):
 
 def test_every_file_and_table_names_the_moment(tmp_path, capsys):
     both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate=Evaluate(after="both"))
-    run = federation(tmp_path, [Phase("Local", Local()), both])
+    run = federation(tmp_path, [Phase("Local", Local()), both], callbacks=[ClientCheckpoint()])
     run.fit(model(), data())
     printed = capsys.readouterr().out
     for name, evaluation_point in (("it", OTHER), (f"it {LOCAL}", LOCAL)):
@@ -138,10 +139,10 @@ def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same
     rows = [row for row in whole.run.rows if row["method"] == "it"]
     means = [row["global_test_mean"] for row in rows]
     assert results["it"].round == results[f"it {LOCAL}"].round == 1 + means.index(max(means))
-    killed = federation(tmp_path / "killed", phases(), seed=2, callbacks=[Kill("on_evaluation_end", 6)], store="disk")
+    killed = federation(tmp_path / "killed", phases(), seed=2, callbacks=[Kill("on_evaluation_end", 6)])
     with pytest.raises(KeyboardInterrupt):
         killed.fit(model(), data())
-    again = federation(tmp_path / "killed", phases(), seed=2, store="disk")
+    again = federation(tmp_path / "killed", phases(), seed=2)
     assert_same(again.fit(model(), data(), ckpt_path="last"), results)
     assert_same(again.run.rows, whole.run.rows)
 
@@ -181,12 +182,12 @@ class Forgetful(FedAvg):
         yield from ((client, {"own/number": torch.tensor(client)}, {}) for client in range(3))
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_hooks_that_replace_what_clients_keep_lose_neither_models_nor_optimizers(tmp_path, store):
+@pytest.mark.parametrize("in_files", [False, True])
+def test_hooks_that_replace_what_clients_keep_lose_neither_models_nor_optimizers(tmp_path, in_files):
     def result(algorithm):
         phases = [Phase("it", algorithm, rounds=3, gate=GlobalOnly(), keep_optimizer=True, **BOTH)]
         folder = tmp_path / type(algorithm).__name__
-        return finished(phases, mixture(), blobs(), folder, store=store, enable_checkpointing=True)
+        return finished(phases, mixture(), blobs(), folder, enable_checkpointing=in_files)
 
     plain, forgetful = result(FedAvg("global_expert.*")), result(Forgetful("global_expert.*"))
     assert_same(forgetful.results, plain.results)

@@ -1,0 +1,46 @@
+"""Tensors in files: what did not change is referred to, whatever it is called, and files do not pile up."""
+
+import json
+
+import torch
+from helpers.runs import assert_same
+from safetensors.torch import load_file
+
+from fedmoe_pl.checkpoints.tensor_files import TensorFiles
+
+
+def read(folder, content):
+    return json.loads(json.dumps(content), object_hook=TensorFiles(folder).read)
+
+
+def test_a_tensor_is_written_once_and_another_bit_makes_another_tensor(tmp_path):
+    files, a, nan = TensorFiles(tmp_path), torch.randn(50), torch.full((3,), torch.nan)
+    tensors = {"a": a, "copy": a.clone(), "view": a[:2], "zero": torch.tensor(0.0)}
+    written, used = files.write({"server": tensors, "rest": [1, None]}, [])
+    assert used == {1} and {*load_file(tmp_path / "1.safetensors")} == {"server/a", "server/view", "server/zero"}
+    assert_same(read(tmp_path, written), {"server": tensors, "rest": [1, None]})
+    others = [a, torch.tensor(-0.0), a.double(), a.reshape(5, 10)]
+    written, used = files.write({"other": others, "nan": [nan, nan.clone()]}, [])
+    assert used == {1, 2}
+    assert {*load_file(tmp_path / "2.safetensors")} == {"other/1", "other/2", "other/3", "nan/0"}
+    again = read(tmp_path, written)
+    assert_same(again["other"], others)
+    assert str(again["other"][1]) == "tensor(-0.)" and again["nan"][0] is again["nan"][1]
+    files.keep(used, [])
+    assert files.write({"server": tensors}, [])[1] == {1}, "nothing is written again"
+
+
+def test_files_of_which_little_is_used_are_left_unless_they_stay(tmp_path):
+    files, large = TensorFiles(tmp_path), {str(i): torch.randn(20_000) for i in range(4)}
+    files.write(large, [])
+    assert files.write({"0": large["0"]}, staying=[1])[1] == {1}
+    some = {"0": large["0"], "1": large["1"], "2": large["2"]}
+    assert files.write(some, [])[1] == {1}, "it is mostly used"
+    written, used = files.write({"0": large["0"]}, [])
+    assert used == {2}
+    files.keep(used, [1])
+    assert len([*tmp_path.iterdir()]) == 2, "the checkpoint before may need the other one"
+    files.keep(used, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["2.safetensors"]
+    assert_same(read(tmp_path, written), {"0": large["0"]})
+    assert files.write({"1": large["1"]}, [])[1] == {3}
