@@ -2,7 +2,6 @@
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
-from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.client import (
     TRAINED,
     begin_client,
@@ -15,9 +14,9 @@ from fedmoe_pl.backends.client import (
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.hooks import changes_loss, overridden_hooks, trains_by_loss
+from fedmoe_pl.backends.loop import overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
-from fedmoe_pl.backends.traffic import Traffic, Transfer, transfers
+from fedmoe_pl.backends.traffic import Transfer
 from fedmoe_pl.backends.trainer import TrainerBackend
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers import PoolBackend, RayBackend, WorkersBackend
@@ -27,7 +26,6 @@ __all__ = [
     "TRAINED",
     "AutoBackend",
     "Backend",
-    "BestEpoch",
     "Failure",
     "Freezing",
     "GroupUpdate",
@@ -37,12 +35,10 @@ __all__ = [
     "PoolBackend",
     "RayBackend",
     "StackedBackend",
-    "Traffic",
     "TrainerBackend",
     "Transfer",
     "WorkersBackend",
     "begin_client",
-    "changes_loss",
     "check_finite",
     "client_of",
     "copied_views",
@@ -54,5 +50,4 @@ __all__ = [
     "quiet",
     "trainable_names",
     "trains_by_loss",
-    "transfers",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedmoe_pl.backends.backend import Backend, Plan
-from fedmoe_pl.backends.stacked import StackedPlan, try_to_stack
+from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 
@@ -18,12 +18,12 @@ class AutoBackend(Backend):
     def plan(self, training: LocalTraining) -> Plan:
         """Chooses after a trial step of two stacked clients."""
         on_cpu = training.device.type == "cpu"
-        trial = try_to_stack(training)
-        if isinstance(trial, str):
-            return TrainerPlan(training, f"a Trainer per client ({trial})")
-        if on_cpu and trial.convolves:
-            why = "convolutions gain nothing from stacking on a CPU"
-            return TrainerPlan(training, f"a Trainer per client ({why})")
+        try:
+            trial = try_to_stack(training)
+            if on_cpu and trial.convolves:
+                raise NotStackable("convolutions gain nothing from stacking on a CPU")
+        except NotStackable as reason:
+            return TrainerPlan(training, f"a Trainer per client ({reason})")
         most = trial.clients_per_stack
         why = "no convolution is left to compute" if on_cpu else "they share the launches of kernels"
         return StackedPlan(training, f"up to {most} clients stacked in one Trainer ({why})", most)

@@ -80,13 +80,13 @@ class Plan(ABC):
         kind, values = type(self), vars(self).items()
         return {name: value for name, value in values if not isinstance(getattr(kind, name, None), cached_property)}
 
-    @abstractmethod
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Divides a cohort into the groups that are trained and folded together.
+        """Divides a cohort into the groups that are trained and folded together; by default, each client is alone.
 
         A sum of floating-point numbers depends on its order. Therefore the groups depend on the phase and the cohort
         only, not on which device is free, and the result has the same bits wherever it is computed.
         """
+        return [[client] for client in cohort]
 
     def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
         """Divides the groups into neighbours that are trained in one call; by default, each group is alone.
@@ -205,21 +205,13 @@ def fold(algorithm: Algorithm | Aggregation, updates: Sequence[Update]) -> Updat
 
 
 def group_update(training: LocalTraining, clients: Sequence[int], updates: Sequence[Update | Failure]) -> GroupUpdate:
-    """The result of a group, from the updates of its clients in their order; those of clients that failed are no part.
-
-    Args:
-        training: the local training of the phase's clients.
-        clients: ids of the group's clients.
-        updates: the update of each client, or why it failed.
-    """
+    """The result of a group, from the updates of its clients, or why they failed, in their order."""
     results = [*zip(clients, updates, strict=True)]
     failed = {client: failure for client, failure in results if isinstance(failure, Failure)}
     answered = {client: update for client, update in results if isinstance(update, Update)}
     kept = {client: update.state for client, update in answered.items()}
     sent = sum((Traffic.of(update.sent) for update in answered.values()), Traffic())
-    transfers: list[Transfer] = []
-    if training.record_transfers:
-        for client, update in answered.items():
-            transfers += updates_sent(client, update.sent)
-    aggregation = training.aggregation or training.algorithm
-    return GroupUpdate(fold(aggregation, [*answered.values()]) if answered else None, kept, sent, transfers, failed)
+    recorded = answered if training.record_transfers else {}
+    transfers = [each for client, update in recorded.items() for each in updates_sent(client, update.sent)]
+    folded = fold(training.aggregation or training.algorithm, [*answered.values()]) if answered else None
+    return GroupUpdate(folded, kept, sent, transfers, failed)

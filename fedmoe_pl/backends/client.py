@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.utils._pytree import tree_map
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm, received
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
+from fedmoe_pl.backends.failures import NotFiniteError, check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import FederatedDataModule, SampleBatches
@@ -62,17 +61,9 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
 
 
 def end_client(
-    training: LocalTraining,
-    client: Client,
-    constants: dict[str, Any],
-    optimizer: Tree | None = None,
-    is_checked_later: bool = False,
+    training: LocalTraining, client: Client, constants: dict[str, Any], optimizer: Tree | None = None
 ) -> Update:
-    """The client's update after its training, with the state of its optimizer that it keeps.
-
-    Its values must be finite, unless :func:`finite_updates` checks them later. An aggregation may hide what is wrong,
-    so that before one, they are checked here all the same.
-    """
+    """The client's update after its training, all of it finite, with the state of its optimizer that it keeps."""
     algorithm = training.algorithm
     update = algorithm.client_final(client, constants)
     sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.state))
@@ -82,34 +73,12 @@ def end_client(
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
-    has_finite_losses = client.losses is None or bool(client.losses.isfinite())
-    if training.aggregation is not None or not (is_checked_later and has_finite_losses):
-        new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
-        check_finite((sent, new), update.weight, training.initial)
-    if not has_finite_losses:
+    new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
+    check_finite((sent, new), update.weight, training.initial)
+    if client.losses is not None and not client.losses.isfinite():
         raise NotFiniteError("a loss of its training is not finite")
     update = Update(sent, update.weight, kept)
     return update if training.aggregation is None else training.aggregation.of_client(client, update)
-
-
-def finite_updates(training: LocalTraining, updates: Mapping[int, Update | Failure]) -> dict[int, Update | Failure]:
-    """The updates, with a failure in place of each that has values that are not finite.
-
-    To check many at once takes less time than to check each between the trainings of two clients.
-    """
-    checked = dict(updates)
-    answered = {client: update for client, update in updates.items() if isinstance(update, Update)}
-    if isinstance(guarded(partial(_check, training, [*answered.values()]), None), Failure):
-        for client, update in answered.items():
-            failure = guarded(partial(_check, training, [update]), None)
-            if failure is not None:
-                checked[client] = failure
-    return checked
-
-
-def _check(training: LocalTraining, updates: Sequence[Update]) -> None:
-    trees = [tree for update in updates for tree in (update.sent, update.state)]
-    check_finite(trees, sum(update.weight for update in updates), training.initial)
 
 
 def copied_views(tree: Tree, module: LightningModule) -> Tree:

@@ -66,10 +66,7 @@ def _renamed(logger: Logger, name: str, run: str) -> Logger:
 
 
 def finish(loggers: list[Logger]) -> None:
-    """Ends the clients' runs of Weights & Biases, because the next client would go on with one that is open.
-
-    Where the federation itself has an open run, clients log to it, and it stays open.
-    """
+    """Ends the clients' own runs of Weights & Biases, because the next client would go on with one that is open."""
     for logger in loggers:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "name", None) == logger._name:
             logger.experiment.finish()

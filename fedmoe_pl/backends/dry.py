@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
-from lightning.pytorch import LightningModule
 
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import GroupUpdate, Plan, group_update
 from fedmoe_pl.backends.client import begin_client, end_client, trainable_names
 from fedmoe_pl.backends.fitting import one_thread
@@ -22,9 +22,6 @@ class DryPlan(Plan):
 
     So every parameter changes that would be trained, and clients keep and send it. Noise has full rank: what an
     algorithm compresses is never larger after training.
-
-    Attributes:
-        weights: the weights of the last updates, and the numbers of samples that they were trained on, by client.
     """
 
     def __init__(self, training: LocalTraining) -> None:
@@ -35,33 +32,23 @@ class DryPlan(Plan):
         """The weights of the last updates, and the numbers of samples that they were trained on, by client."""
         return {}
 
-    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """One client per group."""
-        return [[client] for client in cohort]
-
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """One client after another."""
         with one_thread():
-            return [self._group(server, group, kept, round) for group in groups]
+            updates = [[self._update(server, client, kept, round) for client in group] for group in groups]
+            return [group_update(self.training, *result) for result in zip(groups, updates, strict=True)]
 
-    def _group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        updates = []
-        for client_id in clients:
-            training = self.training.of(client_id)
-            module = copy_module(training.module)
-            client, constants, samples = begin_client(training, module, server, client_id, kept, round)
-            if names := trainable_names(training, module, round):
-                _add_noise(module, names)
+    def _update(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
+        training = self.training.of(client_id)
+        module = copy_module(training.module)
+        client, constants, samples = begin_client(training, module, server, client_id, kept, round)
+        parameters = dict(module.named_parameters())
+        with torch.no_grad():
+            for name in trainable_names(training, module, round):
+                parameters[name].add_(torch.rand_like(parameters[name]) - 0.5, alpha=_NOISE)
                 client.steps = 1
-            updates.append(end_client(training, client, constants))
-            self.weights[client_id] = updates[-1].weight, len(samples)
-        return group_update(self.training, clients, updates)
-
-
-@torch.no_grad()
-def _add_noise(module: LightningModule, names: Sequence[str]) -> None:
-    parameters = dict(module.named_parameters())
-    for name in names:
-        parameters[name].add_(torch.rand_like(parameters[name]) - 0.5, alpha=_NOISE)
+        update = end_client(training, client, constants)
+        self.weights[client_id] = update.weight, len(samples)
+        return update

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import pickle
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from traceback import clear_frames, format_exception
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import cloudpickle
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -30,6 +32,21 @@ class Failure:
     reason: str
     error: Exception | None = None
     trace: str = ""
+
+    def __reduce__(self) -> tuple[type[Failure], tuple[Any, ...]]:
+        """For another process, which can read the traceback only as a text."""
+        if self.error is None:
+            return Failure, (self.reason, None, self.trace)
+        return Failure, (self.reason, portable(self.error), self.trace or "".join(format_exception(self.error)))
+
+
+def portable(error: Exception) -> Exception:
+    """The exception, or one with the same text if another process could not unpickle it."""
+    try:
+        pickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 class NotFiniteError(Exception):
@@ -54,7 +71,7 @@ def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failu
     except NotFiniteError as error:
         return Failure(str(error))
     except Exception as error:
-        traceback.clear_frames(error.__traceback__)  # their local variables hold models and batches
+        clear_frames(error.__traceback__)  # their local variables hold models and batches
         return Failure(" ".join(f"{type(error).__name__}: {error}".split()), error)
     except _Expired:
         return Failure(f"it took longer than failures.timeout, {seconds:g} s")
@@ -79,11 +96,8 @@ def _call_within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tensor]) -> None:
-    """Refuses values of a client that are not finite, except for infinite ones that every client starts with.
-
-    Those are in ``known``, such as a mask in a buffer. A finite sum has only finite terms. Therefore, a sum over each
-    tensor is enough to see that nothing is wrong. What that costs is in ``benchmarks/idle.py``.
-    """
+    """Refuses values of a client that are not finite, except for infinite ones in ``known``, such as a mask."""
+    # a finite sum has only finite terms; what that costs is in benchmarks/idle.py
     total = weight
     floating = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor.is_floating_point()]
     for _, tensor in floating:

@@ -47,7 +47,8 @@ def fit(
     # a copy of WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
     settings: dict[str, Any] = {**copied, "logger": False, **arguments}
-    callbacks = [*callbacks, *_as_list(settings.pop("callbacks", None))]
+    own = settings.pop("callbacks", None) or []
+    callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
     settings["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
     with quiet():
         with _packages_read_once():
@@ -80,22 +81,19 @@ def _do_nothing(*arguments: Any, **named: Any) -> None:
 @contextmanager
 def _packages_read_once() -> Iterator[None]:
     """Spares each Trainer the search of all installed packages for callbacks, more than half of its making."""
-    looked_up = getattr(registry, "entry_points", None)  # of Lightning's private parts: it may go
-    if looked_up is not entry_points:
-        yield
-        return
-    registry.entry_points = _entry_points  # pyright: ignore[reportPrivateImportUsage]
+    looked_up = getattr(registry, "entry_points", None)
+    if looked_up is entry_points:  # of Lightning's private parts: it may go
+        setattr(registry, "entry_points", _entry_points)  # noqa: B010  not declared
     try:
         yield
     finally:
-        registry.entry_points = looked_up  # pyright: ignore[reportPrivateImportUsage]
+        setattr(registry, "entry_points", looked_up)  # noqa: B010
 
 
 def discard(trainer: Trainer) -> None:
     """Frees what a finished Trainer holds, such as gradients and the state of optimizers.
 
-    Its references form cycles, for which Python looks only when there are a quarter more objects than before: the
-    Trainers of a thousand rounds would wait, with 60 kB each.
+    Its references form cycles, for which Python looks only when there are a quarter more objects than before.
     """
     vars(trainer).clear()
 
@@ -103,8 +101,7 @@ def discard(trainer: Trainer) -> None:
 class _Garbage:
     """Frees models before they fill the memory, if their own references form cycles or their training failed.
 
-    Python looks for cycles after a number of new objects, whatever their size, so that the models of hundreds of
-    clients could wait.
+    Python looks for cycles after a number of new objects, whatever their size.
     """
 
     def __init__(self) -> None:
@@ -119,23 +116,6 @@ class _Garbage:
 
 
 _garbage = _Garbage()  # of this process
-
-
-class OneStep:
-    """A loader with one item, such as the batches of an epoch. It is not a list, which would mean several loaders."""
-
-    def __init__(self, item: Any) -> None:
-        self.item = item
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.item
-
-
-def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
-    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 @contextmanager

@@ -16,7 +16,6 @@ class Freezing(Callback):
 
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
         self.training = training
-        self.module = module
         self.round = round
         self.frozen: list[nn.Module] = []
         self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
@@ -42,22 +41,6 @@ class Freezing(Callback):
             for submodule in self.frozen:
                 submodule.eval()
 
-    def _trained_in(self, epoch: int) -> tuple[bool, ...]:
-        if epoch not in self._trained:
-            is_trainable = self.training.algorithm.is_trainable
-            self._trained[epoch] = tuple(
-                by_user and is_trainable(name, self.round, epoch) for name, _, by_user in self.parameters
-            )
-        return self._trained[epoch]
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Freezes the parameters that are not trained in this epoch."""
-        self.freeze(trainer.current_epoch)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Puts frozen modules back into train mode."""
-        self.unfreeze()
-
     def unfreeze(self) -> None:
         """Puts frozen modules back into train mode, because other parts may be frozen in the next epoch."""
         for submodule in self.frozen:
@@ -67,6 +50,22 @@ class Freezing(Callback):
         """Undoes the freezing of parameters."""
         for _, parameter, by_user in self.parameters:
             parameter.requires_grad_(by_user)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freezes what is not trained in this epoch."""
+        self.freeze(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends it."""
+        self.unfreeze()
+
+    def _trained_in(self, epoch: int) -> tuple[bool, ...]:
+        if epoch not in self._trained:
+            is_trainable = self.training.algorithm.is_trainable
+            self._trained[epoch] = tuple(
+                by_user and is_trainable(name, self.round, epoch) for name, _, by_user in self.parameters
+            )
+        return self._trained[epoch]
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -38,10 +38,7 @@ def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | No
 
 
 def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree) -> None:
-    """Makes a client's module configure its optimizer with the round's learning rates and the state that it kept.
-
-    Every caller of ``configure_optimizers`` then gets this optimizer: a Trainer, a stack, an algorithm.
-    """
+    """Makes a client's module configure its optimizer, for any caller, with the round's rates and the state it kept."""
     before = getattr(module.configure_optimizers, _REPLACED, None)
     if before is not None:  # a stack prepares one client after another in the same module
         module.configure_optimizers = types.MethodType(before, module)

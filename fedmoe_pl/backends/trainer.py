@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -15,11 +16,10 @@ from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.client_loggers import client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
-from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.group import train_clients
-from fedmoe_pl.backends.hooks import needs_every_batch, trains_by_loss
+from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_every_batch, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
@@ -83,20 +83,19 @@ class TrainerPlan(Plan):
         clients = [client for group in groups for client in group]
         with one_thread():
             if self.shares_trainer:
-                updates = train_clients(self.training, server, clients, kept, round, self.features)
+                group = _Group(self.training, server, kept, round, self.features)
+                in_one_step(self.training, len(clients), partial(group.train, clients))
+                updates = group.updates
             else:
-                updates: dict[int, Update | Failure] = {}
-                for client in clients:
-                    train = partial(self._train_client, server, client, kept, round)
-                    updates[client] = guarded(train, self.training.client_timeout)
+                train = partial(self._train_client, server, kept, round)
+                updates = {c: guarded(partial(train, c), self.training.client_timeout) for c in clients}
         return [group_update(self.training, group, [updates[client] for client in group]) for group in groups]
 
-    def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
+    def _train_client(self, server: Tree, kept: Mapping[int, Tree], round: int, client_id: int) -> Update:
         """One client's part of a round, in a Trainer of its own."""
         training = self.training.of(client_id)
-        client, constants, samples = begin_client(
-            training, copy_module(training.module), server, client_id, kept, round
-        )
+        module = copy_module(training.module)
+        client, constants, samples = begin_client(training, module, server, client_id, kept, round)
         if not len(samples) or not trainable_names(training, client.module, round):
             return end_client(training, client, constants, {})
         trainer = self._fit(training, client, on_device(constants, training.device), samples)
@@ -172,3 +171,119 @@ class _ClientModule(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.module.configure_optimizers()
+
+
+class _Group:
+    """Clients that are trained one after another in one Trainer.
+
+    Those of one architecture use one module in turn, because a copy takes longer than a small client's training.
+    """
+
+    def __init__(
+        self, training: LocalTraining, server: Tree, kept: Mapping[int, Tree], round: int, features: FeatureCache
+    ) -> None:
+        self.training = training
+        self.server = server
+        self.kept = kept
+        self.round = round
+        self.features = features
+        self.updates: dict[int, Update | Failure] = {}
+        self.modules: dict[int, _ReusedModule] = {}  # by architecture
+
+    def train(self, clients: Sequence[int], step: OneStep) -> None:
+        """Trains the clients."""
+        for client_id in clients:
+            update = guarded(partial(self._train_client, step, client_id), self.training.client_timeout)
+            if isinstance(update, Failure):  # it may have left the module in any state
+                self.modules.pop(self.training.architecture(client_id), None)
+            self.updates[client_id] = update
+
+    def _train_client(self, step: OneStep, client_id: int) -> Update:
+        """One client's part of a round."""
+        training, architecture = self.training.of(client_id), self.training.architecture(client_id)
+        if architecture not in self.modules:
+            self.modules[architecture] = _ReusedModule(training, self.round)
+        reused = self.modules[architecture]
+        client, constants, samples = begin_client(
+            training, reused.fresh(), self.server, client_id, self.kept, self.round
+        )
+        optimizer: Tree = {}
+        if len(samples) and reused.is_trained:
+            optimizer = self._fit(step, reused, client, on_device(constants, training.device), samples)
+        return end_client(training, client, constants, optimizer)
+
+    def _fit(
+        self, step: OneStep, reused: _ReusedModule, client: Client, constants: dict[str, Any], samples: Tensor
+    ) -> Tree:
+        """Trains a client; returns the state of its optimizer, if clients keep it."""
+        training, module, lookup = reused.training, client.module, Tree()
+        features = self.features.find(training, client, constants, samples)
+        batches = client_batches(training, client, samples)
+        if features is not None:
+            batches = LookedUpBatches(batches, features, lookup)
+        if training.device.type != "cpu":  # where a move takes time and does nothing
+            module.to(training.device)
+        loop = Loop(step.trainer, training, reused.freezing)
+        with looked_up(module, features.parts.names if features else (), lookup):
+            optimizer = loop.run(_ClientAlone(training, client, constants, batches, step))
+        client.steps = loop.global_step
+        module.zero_grad()
+        if training.device.type != "cpu":
+            module.cpu()
+        return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
+
+
+class _ReusedModule:
+    """A module that clients of one architecture use in turn."""
+
+    def __init__(self, training: LocalTraining, round: int) -> None:
+        self.training = training
+        self.module = copy_module(training.module)
+        self.freezing = Freezing(training, self.module, round)
+        self.is_trained = bool(trainable_names(training, self.module, round))
+        self._tensors = self._of_module()
+        self._fresh = {**dict(training.module.named_buffers()), **training.initial}
+        self._modes = [(part, part.training) for part in self.module.modules()]
+
+    def fresh(self) -> LightningModule:
+        """The module as a new copy of the phase's module would be."""
+        self.freezing.reset()
+        for part, mode in self._modes:
+            part.training = mode
+        if self.training.device.type != "cpu":
+            self._tensors = self._of_module()  # others, since the module was on the device
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(self._fresh[name])
+        return self.module
+
+    def _of_module(self) -> Tree:
+        return {**dict(self.module.named_buffers()), **self.module.state_dict()}
+
+
+class _ClientAlone(Learner):
+    """A client in a bare loop."""
+
+    def __init__(
+        self, training: LocalTraining, client: Client, constants: dict[str, Any], batches: Any, step: OneStep
+    ) -> None:
+        self.module = client.module
+        self.batches = batches
+        self.client = client
+        self.constants = constants
+        self.algorithm = training.algorithm
+        self.clip_val = training.trainer.get("gradient_clip_val")
+        self.clip_algorithm = training.trainer.get("gradient_clip_algorithm")
+        self.step = step
+
+    def configure_optimizers(self) -> Any:
+        return self.module.configure_optimizers()
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.client.see_loss(self.algorithm.client_loss(self.module, batch, self.constants)[0])
+
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        if self.clip_val is not None:
+            self.step.clip_gradients(optimizer, self.clip_val, self.clip_algorithm)

@@ -26,11 +26,7 @@ _MOST_EPOCHS = 100_000  # looking at so many takes about a second
 
 
 def epochs_to_try(algorithm: Algorithm, rounds: range, max_epochs: int) -> tuple[Iterator[tuple[int, int]], bool]:
-    """Pairs of round and epoch that show which parameters an algorithm trains together, and whether they show all.
-
-    An algorithm that does not override ``is_trainable`` trains the same ones always. Of another one, at most 100,000
-    pairs are tried, which need not show all.
-    """
+    """Pairs of round and epoch that show which parameters an algorithm trains together, and whether they show all."""
     epochs = range(max_epochs)
     if not overrides(algorithm, "is_trainable"):
         rounds, epochs = rounds[:1], epochs[:1]
@@ -151,10 +147,7 @@ class LocalTraining:
 
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
-        """Every set of parameter names that are trained together, with the first (round, epoch) in which they are.
-
-        The empty set is left out. So may be one that no epoch of :func:`epochs_to_try` has.
-        """
+        """Every set of parameter names that are trained together, with the first (round, epoch) in which they are."""
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         is_trainable, first = self.algorithm.is_trainable, {}
         for round, epoch in epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[0]:
@@ -171,8 +164,7 @@ class LocalTraining:
     def frozen_modules(self) -> frozenset[str]:
         """Names of the submodules whose parameters never change in the phase: neither trained nor received anew.
 
-        They stay in eval mode. If the algorithm keeps frozen modules in train mode, or there are too many epochs to
-        know what each of them trains, there are none; ``trained_names`` warns of the latter.
+        There are none if there are too many epochs to know what each trains, of which ``trained_names`` warns.
         """
         all_known = epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[1]
         if self.algorithm.frozen_train_mode or not all_known:
@@ -183,12 +175,8 @@ class LocalTraining:
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
             if name in trained or (self.rounds > 1 and self.algorithm.is_shared(name))
         }
-        frozen = set()
-        for name, part in self.module.named_modules():
-            parameters = list(part.parameters())
-            if name and parameters and not any(id(parameter) in changing for parameter in parameters):
-                frozen.add(name)
-        return frozenset(frozen)
+        parts = {name: {*map(id, part.parameters())} for name, part in self.module.named_modules() if name}
+        return frozenset(name for name, parameters in parts.items() if parameters and not parameters & changing)
 
     def is_frozen(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to one of ``frozen_modules``."""

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends import (
     Freezing,
     LocalTraining,
     begin_client,
-    changes_loss,
     client_of,
     trainable_names,
     trains_by_loss,
@@ -60,7 +60,7 @@ class FlopCounter:
         samples = {client: _samples(training, client, round) for client in clients}
         if not any(samples.values()):
             return 0
-        if changes_loss(training.algorithm):
+        if overrides(training.algorithm, "client_loss"):
             with_samples = [client for client in clients if samples[client]]
             constants = _constants(training, server, with_samples[0], kept, round)
         else:

@@ -17,7 +17,7 @@ from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Need, asks_clients, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
-from fedmoe_pl.backends import changes_loss, overridden_hooks
+from fedmoe_pl.backends import overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -179,7 +179,7 @@ def check_phase(
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:
     """Refuses modules that an algorithm with its own loss cannot train, or whose hooks it would skip."""
-    if not changes_loss(phase.algorithm):
+    if not overrides(phase.algorithm, "client_loss"):
         return
     because, hooks, name = "", overridden_hooks(module), type(module).__name__
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
@@ -304,8 +304,10 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
         raise InvalidArgumentError(str(phase), "max_epochs", max_epochs, "higher, or other parameters shared", because)
     if "fresh_optimizers" in algorithm.needs:  # it trains shared ones under other names
         return trained | (shared & {*names})
-    idle = [] if changes_loss(algorithm) else [f"{part}." for part in _parts(module) if part not in _weighed(module)]
-    return {name for name in trained if not name.startswith(tuple(idle))}
+    if overrides(algorithm, "client_loss"):
+        return trained
+    idle = tuple(f"{part}." for part in _parts(module) if part not in _weighed(module))
+    return {name for name in trained if not name.startswith(idle)}
 
 
 def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:

@@ -1,20 +1,26 @@
-"""What auto takes gives the result of an ordinary Trainer per client, also for models that set traps."""
+"""What auto takes gives what an ordinary Trainer per client gives; what cannot be stacked is refused with a reason."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EveryBatch, Expert, blobs, mixture, momentum_sgd
+from helpers import EveryBatch, Expert, OneWeight, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, begin, local_training, train, train_clients
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 import fedmoe_pl.backends.auto
 import fedmoe_pl.backends.stacked.backend
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
-from fedmoe_pl.backends import AutoBackend, TrainerBackend
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
+from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.stacked import StackedPlan
 from fedmoe_pl.backends.trainer import TrainerPlan
+from fedmoe_pl.callbacks import BestEpoch
+from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import Gate, LeNet5, LinearGate, PersonalizedMoE
+from fedmoe_pl.phases.phase import Phase
 
 
 def test_auto_stacks_linear_layers_and_takes_a_trainer_per_client_for_convolutions_on_a_cpu(images):
@@ -75,7 +81,7 @@ class BatchMean(PersonalizedMoE):
 
 def batch_mean():
     made = mixture(LinearGate(5))
-    return BatchMean(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
+    return BatchMean(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
 
 
 class StepCounting(PersonalizedMoE):
@@ -86,7 +92,7 @@ class StepCounting(PersonalizedMoE):
 
 def step_counting():
     made = mixture(LinearGate(5))
-    return StepCounting(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
+    return StepCounting(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
 
 
 def with_first(layer):
@@ -114,6 +120,13 @@ class Late(FedAvg):
         return loss * (2 if constants["late"] else 1), metrics
 
 
+class LessAndLess(Late):
+    """Trains in its last epoch a part of what it trains in the first; its clients need two stacks in one module."""
+
+    def is_trainable(self, name, round, epoch):
+        return epoch == 0 or "classifier" in name
+
+
 class ByTurns(FedAvg):
     def is_trainable(self, name, round, epoch):
         return ("classifier" if epoch % 2 else "extractor") in name
@@ -135,6 +148,7 @@ TRAPS = {
         {},
     ),
     "constants that differ late": (lambda: mixture(LinearGate(5)), Late(), {}),
+    "constants that differ late, and parts frozen late": (lambda: mixture(LinearGate(5)), LessAndLess(), {}),
     "parts trained by turns": (lambda: mixture(LinearGate(5)), ByTurns(), {}),
 }
 
@@ -194,3 +208,60 @@ def test_the_trial_of_stacking_runs_once_for_a_phase(monkeypatch):
     assert begun.description == plan.description
     train_clients(begun)
     train_clients(begun, round=1)
+
+
+NOT_STACKED = {
+    "dropout": (lambda: (mixture(expert=Expert(dropout=0.3)), {}), "random"),
+    "callbacks": (lambda: (mixture(), {"callbacks": [EarlyStopping("validation_loss")]}), "callbacks"),
+    "best epoch": (lambda: (mixture(), {"callbacks": [BestEpoch()]}), "callbacks"),
+    "accumulation": (lambda: (mixture(), {"accumulate_grad_batches": 2}), "accumulate_grad_batches is set"),
+    "precision": (lambda: (mixture(), {"precision": "16-mixed"}), "precision is set"),
+    "optimizer": (
+        lambda: (mixture(dtype=torch.float32, optimizer=torch.optim.Adafactor), {}),
+        "Adafactor may not step every parameter element by element",
+    ),
+    "own training_step": (lambda: (OneWeight(), {}), "OneWeight has its own training_step"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_STACKED)
+def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_other_way(name):
+    make, reason = NOT_STACKED[name]
+    module, trainer = make()
+    training = local_training(module, FedAvg(), blobs(FEW, dtype=next(module.parameters()).dtype), **trainer)
+    with pytest.raises(MisconfigurationException, match=reason):
+        StackedBackend().plan(training)
+    plan = AutoBackend().plan(training)
+    assert isinstance(plan, TrainerPlan)
+    assert reason in plan.description
+
+
+def test_an_error_of_the_user_s_hooks_is_reported_as_one_of_the_trial():
+    class Broken(FedAvg):
+        def client_init(self, client, sent):
+            return {"share": 1 / len(client.state)}
+
+    plan = AutoBackend().plan(local_training(mixture(), Broken(), blobs(FEW)))
+    assert isinstance(plan, TrainerPlan)
+    assert "a trial step of two stacked clients failed with ZeroDivisionError: division by zero" in plan.description
+    assert "PyTorch" not in plan.description
+
+
+def test_a_federation_refuses_an_explicit_choice_before_training_and_names_the_phase(tmp_path):
+    phases = [Phase("first", FedAvg(), evaluate=False), Phase("second", FedAvg(), evaluate=False)]
+    federation = Federation(phases, backend=StackedBackend(), logger=False, default_root_dir=str(tmp_path))
+    with pytest.raises(MisconfigurationException, match=r"'first'.*StackedBackend.*random"):
+        federation.fit(mixture(expert=Expert(dropout=0.3)), blobs(FEW))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_rounding_leaves_of_zero_is_close_to_zero_and_a_difference_is_not(dtype):
+    """A sum of n values of size v is off by about n eps v; any more is a difference, as it is without larger values."""
+    eps = torch.finfo(dtype).eps
+    zero, rounding = torch.zeros(3, dtype=dtype), torch.tensor([0, 40 * eps, -90 * eps], dtype=dtype)
+    assert is_close(rounding, zero, largest_of_all=1.0)
+    assert not is_close(2 * rounding, zero, largest_of_all=1.0)
+    assert not is_close(rounding, zero)
+    assert not is_close(torch.ones(3, dtype=dtype), 1 + 2000 * rounding, largest_of_all=1.0)
+    assert largest_value([None, zero, torch.tensor([-3.0, float("nan")]), torch.empty(0)]) == 3

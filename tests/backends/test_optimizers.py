@@ -155,11 +155,6 @@ class WithCycle(PureOneWeight):
 
 
 REFUSED = {
-    "rounds": (
-        {"round_lr_scheduler": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2), "rounds": 4},
-        PureOneWeight(),
-        "one that is stepped once per round",
-    ),
     "cycle": (
         {"round_lr_scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.5), "rounds": 2},
         WithCycle(),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from helpers.runs import Kill, assert_same, data, federation, model
-from helpers.workers import CPU, SIZES, Fails, InThisProcess, children, killing_model, trained, training
+from helpers.workers import CPU, SIZES, Fails, TwoInThisProcess, children, killing_model, trained, training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-import fedmoe_pl.backends.workers.pool
+import fedmoe_pl.backends.workers.backend
 from fedmoe_pl import ClientFailures, Federation, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
@@ -29,7 +29,7 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
         MisconfigurationException, match="devices must be 1 here, because the data module cannot be sent"
     ):
         trained(PoolBackend(TrainerBackend(), [CPU, CPU]), phase)
-    monkeypatch.setattr(fedmoe_pl.backends.workers.pool, "_WORTH_STARTING", 0)
+    monkeypatch.setattr(fedmoe_pl.backends.workers.backend, "_WORTH_STARTING", 0)
     with pytest.warns(UserWarning, match="Training continues in one process: trainer.devices must be 1"):
         updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
     assert_same(updates, trained(TrainerBackend(), phase))
@@ -37,11 +37,10 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
 
 @pytest.mark.usefixtures("clients_alone")
 @pytest.mark.parametrize(("rounds", "starts"), [(2, False), (10**4, True)])
-def test_a_lazy_pool_starts_only_where_it_shortens_the_phase(rounds, starts, monkeypatch):
-    pool, phase, log = PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), training(rounds=rounds), []
-    monkeypatch.setattr(pool, "start", lambda datamodule: [InThisProcess(datamodule, log) for _ in range(2)])
+def test_a_lazy_pool_starts_only_where_it_shortens_the_phase(rounds, starts):
+    pool, phase = TwoInThisProcess(lazy=True), training(rounds=rounds)
     assert_same(trained(pool, phase), trained(TrainerBackend(), phase))
-    assert [entry[2] for entry in log] == ([[2], [3]] if starts else []), "two groups are measured first"
+    assert [entry[2] for entry in pool.log] == ([[2], [3]] if starts else []), "two groups are measured first"
 
 
 class SharedPool(PoolBackend):

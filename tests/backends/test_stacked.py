@@ -38,21 +38,6 @@ from fedmoe_pl.models import (
 )
 
 
-class Proximal(FedAvg):
-    """FedProx: a loss of its own with constants that differ from client to client."""
-
-    def client_init(self, client, sent):
-        super().client_init(client, sent)
-        shift = 0.01 * client.id
-        return {"strength": 0.5, "centre": {name: sent[name] + shift for name in ("gate.linear.bias",)}}
-
-    def client_loss(self, module, batch, constants):
-        loss, metrics = module.loss(batch)
-        parameters = dict(module.named_parameters())
-        distance = sum(((parameters[name] - centre) ** 2).sum() for name, centre in constants["centre"].items())
-        return loss + constants["strength"] * distance, metrics
-
-
 class NoClassIgnored(PersonalizedMoE):
     """A loss that does not know of labels to ignore, so that batches cannot be padded."""
 
@@ -87,7 +72,6 @@ ALGORITHMS = {
     "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
     "opt-out": (OptInFedAvg(opt_out_data=0.3), LinearGate),
     "specialist and gate": (SpecialistMixture(), lambda features: NetworkGate(nn.Linear(features, 1))),
-    "own loss": (Proximal(), LinearGate),
     "FedProx": (FedProx(0.5), LinearGate),
 }
 
@@ -156,44 +140,6 @@ def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
         assert {"clusters/tally/0", "clusters/tally/1"} <= tallies, "one cluster alone would prove little"
 
 
-def test_backends_agree_on_scaffold_and_its_steps():
-    module = mixture(LinearGate(5), optimizer=partial(torch.optim.SGD, lr=0.1))
-    assert_agree(local_training(module, Scaffold(), blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
-
-
-@pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])
-def test_backends_agree_in_single_precision(optimizer):
-    module = mixture(LinearGate(5), dtype=torch.float32, optimizer=optimizer)
-    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10, dtype=torch.float32), 1), 1e-5)
-
-
-def test_backends_agree_with_two_parameter_groups_and_a_schedule():
-    made = mixture(LinearGate(5))
-    module = TwoGroups(made.global_expert, made.local_expert, made.gate).double()
-    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
-
-
-@pytest.mark.parametrize(
-    "clip", [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
-)
-def test_backends_agree_with_clipping(clip):
-    assert_agree(local_training(mixture(LinearGate(5)), FedAvg(), blobs(FEW), **clip), 1e-10)
-
-
-def test_backends_agree_with_batch_normalization():
-    module = mixture(expert=WithBatchNorm())
-    training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))
-    assert_agree(training, 1e-10)
-    update, _ = train(StackedBackend(4), training)
-    assert update.sent["global_expert.extractor.1.running_mean"].abs().max() > 0.01
-
-
-def test_backends_agree_where_batches_cannot_be_padded():
-    made = mixture(LinearGate(5))
-    module = NoClassIgnored(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
-    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
-
-
 class WordExpert(Expert):
     """Reads three ids of words."""
 
@@ -202,20 +148,65 @@ class WordExpert(Expert):
         self.extractor = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 6), nn.Tanh())
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE(), FineTuning("local_expert.classifier.*")])
-def test_backends_agree_on_ids_of_words(algorithm):
+def words():
     x = torch.randint(20, (46, 3), generator=torch.Generator().manual_seed(0))
     parts = torch.arange(46).split([25, 7, 11, 3])  # padded, and with a last batch of one sample
     data = TensorData(x, x[:, 0] % 3, parts, dtype=torch.int64, batch_size=6)
     data.setup()
-    gate = FeatureGate(6) if isinstance(algorithm, PFLMoE) else ConstantGate(0.5)
-    assert_agree(local_training(mixture(gate, WordExpert()), algorithm, data, max_epochs=3), 1e-10)
+    return data
 
 
-def test_backends_agree_with_alternating_rounds():
-    algorithm = PFLMoE(interleaved=True)
-    training = local_training(mixture(LinearGate(5)), algorithm, blobs(FEW), max_epochs=1, rounds=2)
-    assert_agree(training, 1e-10, round=0)
+def of_class(kind):
+    made = mixture(LinearGate(5))
+    return kind(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
+
+
+def unequal():
+    return blobs(UNEQUAL, batch_size=10)
+
+
+PLAIN = partial(torch.optim.SGD, lr=0.1)
+OTHERS = {
+    "SCAFFOLD and its steps": (lambda: mixture(LinearGate(5), optimizer=PLAIN), Scaffold(), unequal, {}),
+    "two parameter groups and a schedule": (lambda: of_class(TwoGroups), FedAvg(), unequal, {}),
+    "clipping": (lambda: mixture(LinearGate(5)), FedAvg(), unequal, {"gradient_clip_val": 0.1}),
+    "clipping by value": (
+        lambda: mixture(LinearGate(5)),
+        FedAvg(),
+        unequal,
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "batches that cannot be padded": (lambda: of_class(NoClassIgnored), FedAvg(), unequal, {}),
+    "rounds that alternate": (lambda: mixture(LinearGate(5)), PFLMoE(interleaved=True), unequal, {"rounds": 2}),
+    "ids of words": (lambda: mixture(ConstantGate(0.5), WordExpert()), FedAvg(), words, {}),
+    "looked-up words": (lambda: mixture(FeatureGate(6), WordExpert()), PFLMoE(), words, {}),
+    "a head on looked-up words": (
+        lambda: mixture(ConstantGate(0.5), WordExpert()),
+        FineTuning("local_expert.classifier.*"),
+        words,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_backends_agree(name):
+    make, algorithm, data, arguments = OTHERS[name]
+    assert_agree(local_training(make(), algorithm, data(), max_epochs=3, **arguments), 1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])
+def test_backends_agree_in_single_precision(optimizer):
+    module = mixture(LinearGate(5), dtype=torch.float32, optimizer=optimizer)
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10, dtype=torch.float32), 1), 1e-5)
+
+
+def test_backends_agree_with_batch_normalization():
+    module = mixture(expert=WithBatchNorm())
+    training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))
+    assert_agree(training, 1e-10)
+    update, _ = train(StackedBackend(4), training)
+    assert update.sent["global_expert.extractor.1.running_mean"].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("expert", [LeNet5(in_channels=1), SmallMLP(1024)], ids=["LeNet5", "SmallMLP"])

@@ -1,14 +1,15 @@
-"""Groups are handed out to workers, with the bits of one process, whatever happens to the workers."""
+"""Work is handed out to workers, with the bits of one process, whatever happens to them; what is sent is small."""
 
 import pickle
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import blobs, mixture, two_quadratics
-from helpers.backends import begin
+from helpers.backends import begin, local_training, train_clients
 from helpers.runs import assert_same, data
 from helpers.workers import (
     SIZES,
@@ -23,10 +24,12 @@ from helpers.workers import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.backends.workers.backend
-import fedmoe_pl.backends.workers.handing_out
+from fedmoe_pl.algorithms import FineTuning
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.backends.workers.handing_out import WorkerDied
-from fedmoe_pl.models import LinearGate
+from fedmoe_pl.backends.workers.backend import WorkerDied
+from fedmoe_pl.backends.workers.pickling import dumps, loads
+from fedmoe_pl.cli import FederationCLI
+from fedmoe_pl.models import ConstantGate, LinearGate
 
 
 def test_what_is_sent_is_what_a_worker_lacks_largest_groups_first():
@@ -123,7 +126,7 @@ def test_a_worker_that_does_not_answer_in_time_is_ended(monkeypatch):
         def submit(self, phase, server, groups):
             return Future() if pickle.loads(groups)[1] == [[2]] else super().submit(phase, server, groups)
 
-    monkeypatch.setattr(fedmoe_pl.backends.workers.handing_out, "_GRACE", 0.1)
+    monkeypatch.setattr(fedmoe_pl.backends.workers.backend, "_GRACE", 0.1)
     backend = TwoInThisProcess()
     backend.worker = Silent
     groups = trained(backend, training(client_timeout=0.1))
@@ -157,3 +160,35 @@ def test_what_training_raises_is_the_reason_unless_the_configuration_is_wrong():
     with pytest.raises(MisconfigurationException, match="the user's own sentence"):
         trained(backend, phase)
     assert len([entry for entry in backend.log if entry != "end"]) <= 2, "not tried again"
+
+
+def test_tensors_travel_without_what_they_are_views_of():
+    whole = torch.arange(100_000.0)
+    tree = {"part": whole[10:20], "half": whole[:4].bfloat16(), "empty": whole[:0], "number": torch.tensor(3)}
+    pickled = dumps(tree)
+    assert len(pickled) < 3000
+    assert_same(loads(pickled), tree)
+    loads(pickled)["part"].add_(1)  # it is writable
+
+
+def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])
+    config = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
+    cli = FederationCLI(["partition", "--config", config, "--federation.default_root_dir", str(tmp_path)])
+    pickled = dumps(cli.model, cli.datamodule)
+    assert len(pickled) < 100_000
+    optimizer = loads(pickled).optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert optimizer.defaults["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
+def test_a_plan_travels_without_the_features_that_it_has_computed(backend):
+    algorithm = FineTuning("local_expert.classifier.*")
+    training = local_training(mixture(ConstantGate(0)), algorithm, blobs((500, 400)), max_epochs=1, rounds=2)
+    plan = begin(backend, training)
+    before = len(dumps(plan, training.datamodule))
+    expected, _ = train_clients(plan)
+    after = dumps(plan, training.datamodule)
+    assert len(after) == before
+    update, _ = train_clients(loads(after, training.datamodule))
+    assert_same(update, expected)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from helpers import blobs
 from helpers.runs import assert_same, federation, model, phases
-from helpers.workers import CPU, InThisProcess, TwoInThisProcess
+from helpers.workers import InThisProcess, TwoInThisProcess
 
 from fedmoe_pl import Evaluate, Phase
 from fedmoe_pl.algorithms import FedAvg, PFedMoE
-from fedmoe_pl.backends import PoolBackend, TrainerBackend
-from fedmoe_pl.backends.workers import pool as pools
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.backends.workers import backend as workers
+from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.models import GlobalOnly
 
 SIZES = (9, 14, 6, 11, 8)
@@ -42,25 +43,24 @@ def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(t
     backend = TwoListing()
     both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate=Evaluate(after="both"))
     own = [*phases(), both, Phase("own", PFedMoE("global_expert.*"), rounds=2)]
-    workers, alone = (
+    in_workers, alone = (
         federation(tmp_path / type(each).__name__, own, backend=each) for each in (backend, TrainerBackend())
     )
-    results = workers.fit(model(), data())
+    results = in_workers.fit(model(), data())
     assert_same(results, alone.fit(model(), data()))
     handed_out = [client for clients in evaluated(backend.log) for client in clients]
     # Local, PFL-FB, PFL-MF, FedAvg after local training, and two rounds of the last one
     assert sorted(handed_out) == sorted(6 * list(range(5))), "a model that all clients share is evaluated here"
     for file in ("rounds.csv", "clients.csv", "summary.csv"):
-        assert (workers.run_dir / file).read_bytes() == (alone.run_dir / file).read_bytes()
+        assert (in_workers.run_dir / file).read_bytes() == (alone.run_dir / file).read_bytes()
 
 
 @pytest.mark.parametrize("worth_it", [True, False])
 def test_a_lazy_pool_starts_for_a_long_evaluation(tmp_path, monkeypatch, worth_it):
-    log = []
-    pool = PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True)
-    monkeypatch.setattr(pool, "start", lambda datamodule: [Listing(datamodule, log) for _ in range(2)])
-    monkeypatch.setattr(pools, "_WORTH_STARTING", 0.0 if worth_it else 1e9)
+    pool = TwoListing(lazy=True)
+    monkeypatch.setattr(workers, "_WORTH_STARTING", 0.0 if worth_it else 1e9)
+    monkeypatch.setattr(stacked_models, "_MOST", 1)  # several groups, of which two are measured
     local = phases()[:1]
     run = federation(tmp_path / "pool", local, backend=pool)
     assert_same(run.fit(model(), data()), federation(tmp_path / "one", local).fit(model(), data()))
-    assert bool(evaluated(log)) == worth_it
+    assert bool(evaluated(pool.log)) == worth_it

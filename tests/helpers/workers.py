@@ -13,7 +13,7 @@ import torch
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend, WorkersBackend
-from fedmoe_pl.backends.workers.handing_out import RemoteWorker
+from fedmoe_pl.backends.workers.backend import RemoteWorker
 from fedmoe_pl.backends.workers.worker import Worker
 from helpers import OneWeight
 from helpers.backends import begin
@@ -49,6 +49,7 @@ class InThisProcess(RemoteWorker):
     """A worker in this process, which answers in an order of its own and says what it was sent."""
 
     def __init__(self, datamodule, log):
+        super().__init__(CPU)
         self.worker = Worker(datamodule, CPU)
         self.log = log
 
@@ -73,15 +74,14 @@ class InThisProcess(RemoteWorker):
 class TwoInThisProcess(WorkersBackend):
     worker = InThisProcess
 
-    def __init__(self, backend=None):
-        super().__init__(backend or TrainerBackend())
+    def __init__(self, backend=None, lazy=False):
+        super().__init__(backend or TrainerBackend(), [CPU, CPU], lazy)
         self.log = []
 
-    def start(self, datamodule):
+    def share(self, datamodule):
         self.datamodule = datamodule
-        return [self.worker(datamodule, self.log) for _ in range(2)]
 
-    def replacement(self, worker):
+    def start_worker(self, device):
         return self.worker(self.datamodule, self.log)
 
 

@@ -13,12 +13,11 @@ from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
 from fedmoe_pl.backends.client import end_client, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
-from fedmoe_pl.backends.fitting import OneStep, discard, fit, one_thread
-from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.stacked.batches import Member, StackedBatches, begin_member, stackable_groups
-from fedmoe_pl.backends.stacked.module import StackedModule
+from fedmoe_pl.backends.fitting import one_thread
+from fedmoe_pl.backends.loop import in_one_step
+from fedmoe_pl.backends.stacked.batches import Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import Stack
-from fedmoe_pl.backends.stacked.trial import try_to_stack
+from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.trees import Tree, copy_module, load_tree
@@ -38,11 +37,11 @@ class StackedBackend(Backend):
 
     def plan(self, training: LocalTraining) -> StackedPlan:
         """Tries to stack the phase's clients."""
-        trial = try_to_stack(training)
-        if isinstance(trial, str):
-            raise MisconfigurationException(
-                f"StackedBackend cannot stack the clients: {trial}; TrainerBackend can train them."
-            )
+        try:
+            trial = try_to_stack(training)
+        except NotStackable as reason:
+            sentence = f"StackedBackend cannot stack the clients: {reason}; TrainerBackend can train them."
+            raise MisconfigurationException(sentence) from reason
         return StackedPlan(training, type(self).__name__, self.clients_per_stack or trial.clients_per_stack)
 
 
@@ -98,7 +97,8 @@ class StackedPlan(Plan):
             else:
                 members.append(member)
         for group in stackable_groups(members) if trainable_names(training, module, round) else []:
-            failure = guarded(partial(_fit, training, module, group, round), seconds and seconds * len(group))
+            fit = partial(_fit, training, module, group, round)
+            failure = guarded(fit, seconds and seconds * len(group))
             if isinstance(failure, Failure):
                 results |= {member.client.id: failure for member in group}
                 stopped += [member.client.id for member in group if failure.error is not None and len(group) > 1]
@@ -111,17 +111,7 @@ class StackedPlan(Plan):
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
     """Trains the members in one Trainer and puts the result into their states."""
-    stack = Stack(training, module, members, round)
-    batches = StackedBatches(stack.data, stack.members, stack.pads)
-    with stack.looking_up():
-        freezing = Freezing(training, module, round)
-        # manual optimization refuses to clip
-        arguments = {"max_epochs": freezing.epochs, "gradient_clip_val": None, "gradient_clip_algorithm": None}
-        trainer = fit(training, StackedModule(stack), OneStep(batches), None, [freezing], len(members), **arguments)
-    for member in stack.members:
-        member.client.steps = freezing.epochs * len(member.batches)
-    stack.unstack()
-    discard(trainer)
+    in_one_step(training, len(members), Stack(training, module, members, round).train)
 
 
 def _end(training: LocalTraining, module: LightningModule, member: Member) -> Update:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fedmoe_pl.algorithms.client import Client
@@ -20,7 +20,8 @@ from fedmoe_pl.trees import Tree, load_tree
 
 TRIED_SAMPLES = 4
 """Samples of each client in a trial."""
-_NO_LABEL = -100  # the label of samples that cross-entropy leaves out of its mean
+NO_LABEL = -100
+"""The label of samples that cross-entropy leaves out of its mean."""
 
 
 @dataclass
@@ -44,10 +45,7 @@ def begin_member(
     cache: FeatureCache,
     members: Sequence[Member],
 ) -> Member:
-    """Prepares a client in a module that other members have used, and keeps its tensors.
-
-    Tensors that equal the first member's are the same object, so that tensors that all clients share exist once.
-    """
+    """Prepares a client in a module that other members have used; tensors that equal the first one's exist once."""
     load_tree(module, training.initial)
     client, constants, samples = begin_client(training, module, server, client_id, kept, round)
     first = members[0].state if members else {}
@@ -62,11 +60,7 @@ def begin_member(
 
 
 def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
-    """Groups the members that have batches into those that can share a stack.
-
-    The members of a group look up the same parts. The constants of their losses have the same structure: tensors have
-    equal shapes, and other values are equal.
-    """
+    """Groups the members that have batches: those of a stack look up the same parts, and have like constants."""
     groups: list[tuple[Any, list[Member]]] = []
     for member in members:
         if not len(member.batches):
@@ -85,13 +79,9 @@ def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
 
 @dataclass
 class Share:
-    """One batch of each of some clients of a stack; all batches have the same size.
+    """One batch of each of some clients, by their positions in the stack; every tensor has shape (clients, batch, ...).
 
-    Attributes:
-        clients: the clients' positions in the stack.
-        x: samples, shape (clients, batch, ...).
-        y: labels, shape (clients, batch), or other targets, shape (clients, batch, ...).
-        rows: looked-up outputs of frozen parts, each of shape (clients, batch, ...), by the part's name.
+    ``rows`` has the looked-up outputs of frozen parts, by the part's name.
     """
 
     clients: slice | Tensor
@@ -99,26 +89,18 @@ class Share:
     y: Tensor
     rows: Tree
 
-    def cut(self, size: int, unlabelled: int) -> Share:
-        """The first ``size`` samples of each client; the last ``unlabelled`` of these lose their labels."""
-        y = self.y[:, :size].clone()
-        y[:, size - unlabelled :] = _NO_LABEL
-        return Share(self.clients, self.x[:, :size], y, {name: table[:, :size] for name, table in self.rows.items()})
-
-    def cpu(self) -> Share:
-        """The share on the CPU."""
-        rows = {name: table.cpu() for name, table in self.rows.items()}
-        return Share(self.clients, self.x.cpu(), self.y.cpu(), rows)
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Share:
+        """The share with the same change made to all of its tensors."""
+        rows = {name: change(table) for name, table in self.rows.items()}
+        return Share(self.clients, change(self.x), change(self.y), rows)
 
 
 class StackedData:
-    """The training samples of a stack's clients.
-
-    The samples of all clients are numbered, one client after another; a sample's number is called its place.
+    """The training samples of a stack's clients, numbered one client after another; a number is called a place.
 
     Attributes:
         batch_size: samples in the largest batch.
-        steps: each client's steps per epoch.
+        steps: each client's steps per epoch, in descending order.
         sizes: size of each client's batch in each step, shape (clients, steps); 0 if the client has no more batches.
         first: the place of each client's first sample, shape (clients,).
         indices: index in the data set of the sample at each place.
@@ -126,6 +108,7 @@ class StackedData:
 
     def __init__(self, training: LocalTraining, members: Sequence[Member]) -> None:
         self.training = training
+        self.members = members
         self.batch_size = min(members[0].batches.batch_size, max(member.batches.length for member in members))
         self.steps = [len(member.batches) for member in members]
         used = torch.tensor([member.batches.length for member in members])
@@ -149,7 +132,7 @@ class StackedData:
         y = self._labels[flat.to(device)].view(*shape, *self._labels.shape[1:])
         if bool((sizes < shape[1]).any()):
             beyond = torch.arange(shape[1]) >= sizes[:, None]
-            y = y.masked_fill(beyond.view(*shape, *[1] * (y.dim() - 2)).to(device), _NO_LABEL)
+            y = y.masked_fill(beyond.view(*shape, *[1] * (y.dim() - 2)).to(device), NO_LABEL)
         rows = {
             name: table.index_select(0, flat.to(device)).view(*shape, *table.shape[1:])
             for name, table in self._tables.items()
@@ -166,50 +149,35 @@ class StackedData:
         places = self.first[client] + torch.arange(size)
         return self.share(torch.tensor([client]), places[None].to(self.indices.device), torch.tensor([size]))
 
+    def epoch(self, pads: bool) -> Iterator[list[Share]]:
+        """The steps of one epoch: each has one share of the clients that still have batches, or one per batch size."""
+        return self._augmented_epoch(pads) if self.members[0].batches.augment is not None else self._plain_epoch(pads)
 
-class StackedBatches:
-    """The batches of a stack; every iteration is one epoch.
-
-    A step has one share of all clients that still have batches, or one share for each batch size.
-    """
-
-    def __init__(self, data: StackedData, members: Sequence[Member], pads: bool) -> None:
-        self.data = data
-        self.members = members
-        self.pads = pads
-
-    def __iter__(self) -> Iterator[list[Share]]:
-        """Iterates over the steps of one epoch."""
-        return self._augmented_epoch() if self.members[0].batches.augment is not None else self._epoch()
-
-    def _epoch(self) -> Iterator[list[Share]]:
-        data = self.data
+    def _plain_epoch(self, pads: bool) -> Iterator[list[Share]]:
         # short batches are padded with the client's first sample
-        places = data.first[:, None].repeat(1, data.steps[0] * data.batch_size)
-        for member, first, row in zip(self.members, data.first, places, strict=True):
+        places = self.first[:, None].repeat(1, self.steps[0] * self.batch_size)
+        for member, first, row in zip(self.members, self.first, places, strict=True):
             order = member.batches.order()
             row[: len(order)] = first + order
-        places = places.to(data.indices.device)
-        for step in range(data.steps[0]):
-            step_places = places[:, step * data.batch_size : (step + 1) * data.batch_size]
+        for step, step_places in enumerate(places.to(self.indices.device).split(self.batch_size, dim=1)):
             yield [
-                data.share(clients, step_places[clients, :size], data.sizes[clients, step])
-                for clients, size in self._cut(step)
+                self.share(clients, step_places[clients, :size], self.sizes[clients, step])
+                for clients, size in self._cut(step, pads)
             ]
 
-    def _augmented_epoch(self) -> Iterator[list[Share]]:
-        """The same for augmented batches, which each member augments with its own generator."""
+    def _augmented_epoch(self, pads: bool) -> Iterator[list[Share]]:
+        """Batches that each member augments with its own generator."""
         iterators = [iter(member.batches) for member in self.members]
-        for step in range(self.data.steps[0]):
-            batches = [next(iterators[client]) for client in range(int((self.data.sizes[:, step] > 0).sum()))]
-            yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step)]
+        for step in range(self.steps[0]):
+            batches = [next(batches) for batches, size in zip(iterators, self.sizes[:, step], strict=True) if size]
+            yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step, pads)]
 
-    def _cut(self, step: int) -> list[tuple[slice | Tensor, int]]:
+    def _cut(self, step: int, pads: bool) -> list[tuple[slice | Tensor, int]]:
         """The clients that have a batch in this step, grouped by batch size; with padding, they are one slice."""
-        sizes = self.data.sizes[:, step]
+        sizes = self.sizes[:, step]
         active = int((sizes > 0).sum())
         largest = int(sizes.max())
-        if self.pads or bool((sizes[:active] == largest).all()):
+        if pads or bool((sizes[:active] == largest).all()):
             return [(slice(0, active), largest)]
         return [((sizes == size).nonzero().flatten(), size) for size in sizes[:active].unique().tolist()]
 
@@ -217,14 +185,6 @@ class StackedBatches:
 def _stacked_share(batches: list[tuple[Tensor, Tensor]], clients: slice | Tensor, size: int) -> Share:
     """The batches of some clients as one share; short ones are padded with samples without a label."""
     chosen = batches[clients] if isinstance(clients, slice) else [batches[client] for client in clients]
-    padded = [_padded_batch(x, y, size) for x, y in chosen]
-    return Share(clients, torch.stack([x for x, _ in padded]), torch.stack([y for _, y in padded]), {})
-
-
-def _padded_batch(x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    missing = size - len(y)
-    if not missing:
-        return x, y
-    return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))), torch.cat(
-        (y, y.new_full((missing, *y.shape[1:]), _NO_LABEL))
-    )
+    xs = [x if len(x) == size else torch.cat((x, x[:1].expand(size - len(x), *x.shape[1:]))) for x, _ in chosen]
+    ys = nn.utils.rnn.pad_sequence([y for _, y in chosen], batch_first=True, padding_value=NO_LABEL)
+    return Share(clients, torch.stack(xs), ys, {})

@@ -1,8 +1,8 @@
-"""The tensors of some clients, stacked along a client axis, and the loss mapped over them."""
+"""Some clients whose tensors are stacked along a client axis, and whose losses one call computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,31 +10,33 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends.client import on_device, trainable_names
 from fedmoe_pl.backends.features import looked_up
-from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.loop import Learner, Loop, OneStep
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.rounding import equal_to_rounding
-from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES, Member, Share, StackedData
+from fedmoe_pl.backends.stacked.batches import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree
 
 
-class Stack:
-    """The tensors of some clients and their losses.
+class Stack(Learner):
+    """Stacked clients, in descending order of their steps per epoch: those that still have batches come first.
 
     Attributes:
-        members: the clients in descending order of their steps per epoch, so that in every step those that still have
-            batches come first.
-        data: their training samples.
         trained: names of the parameters that are trained in any epoch and that the loss depends on.
-        pads: whether short batches may be padded with samples without a label.
+        names: those that are trained in this epoch.
         buffers: names of the buffers that are not frozen.
         stacked: tensors that differ between clients or are trained, shape (clients, ...), by name.
+        views: parameters for each run of neighbours with equal numbers of steps, which the optimizer counts for each
+            parameter: views of its part of the stacked ones.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
@@ -42,6 +44,7 @@ class Stack:
         self.module = module.to(training.device)
         self.members = sorted(members, key=lambda member: -len(member.batches))
         self.data = StackedData(training, self.members)
+        self.round = round
         features = self.members[0].features
         self._parts = () if features is None else features.parts.names
         self._lookup: Tree = {}
@@ -49,6 +52,60 @@ class Stack:
         self._stack_constants()
         self._find_trained(trainable_names(training, module, round))
         self._stack_tensors()
+        self.names = self.trained
+        self.views = [
+            (run, {name: nn.Parameter(self.stacked[name][run]) for name in self.trained})
+            for run in _runs_of_equal_steps(self.data.steps)
+        ]
+        self._leaves: list[tuple[Share, Tree]] = []
+
+    def train(self, step: OneStep) -> None:
+        """Trains all epochs."""
+        freezing = Freezing(self.training, self.module, self.round)
+        with self.looking_up():
+            Loop(step.trainer, self.training, freezing).run(self)
+        freezing.reset()  # the module's next stack may train what this one has frozen last
+        self.module.cpu()
+        for member in self.members:
+            member.client.steps = freezing.epochs * len(member.batches)
+        self._unstack()
+
+    @property
+    def batches(self) -> Iterator[list[Share]]:
+        """The steps of an epoch, whose parameters are frozen by now."""
+        self.names = trained_in_epoch(self.module, self.trained)
+        return self.data.epoch(self.pads)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer of the clients' module, with views of the stacked parameters in place of the module's."""
+        configured = self.module.configure_optimizers()
+        optimizer, _ = optimizer_and_scheduler(configured)
+        assert optimizer is not None, "try_to_stack has refused it"
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for group in optimizer.param_groups:
+            stepped = [names[parameter] for parameter in group["params"]]
+            group["params"] = [view[name] for _, view in self.views for name in stepped if name in view]
+        return configured
+
+    def loss(self, batch: list[Share]) -> Tensor:
+        """The sum of the clients' losses; each depends on its own client's parameters only."""
+        of_shares = [self.losses(share, self.names) for share in batch]
+        self._leaves = [(share, trained) for share, (_, trained) in zip(batch, of_shares, strict=True)]
+        return torch.stack([losses.sum() for losses, _ in of_shares]).sum()
+
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the gradients of clients that have a batch; the others get None and are not stepped."""
+        found = iter(torch.autograd.grad(loss, [leaf for _, leaves in self._leaves for leaf in leaves.values()]))
+        of_shares = [(share.clients, {name: next(found) for name in leaves}) for share, leaves in self._leaves]
+        active = sum(len(share.y) for share, _ in self._leaves)
+        gradients = of_shares[0][1] if len(of_shares) == 1 else _in_one(of_shares, active)
+        if any(group.get("fused") for group in optimizer.param_groups):
+            gradients = {name: with_strides_of(self.stacked[name], values) for name, values in gradients.items()}
+        self._clip(gradients)
+        for run, view in self.views:
+            for name, parameter in view.items():
+                has_batch = run.stop <= active and name in gradients
+                parameter.grad = gradients[name][run] if has_batch else None
 
     def _stack_constants(self) -> None:
         self._const_spec = tree_flatten(self.members[0].constants)[1]
@@ -86,10 +143,7 @@ class Stack:
         return looked_up(self.module, self._parts, self._lookup)
 
     def losses(self, share: Share, names: Sequence[str]) -> tuple[Tensor, Tree]:
-        """The loss of every client of a share, shape (clients,), and the tensors to differentiate it by.
-
-        Buffers that the module changes, such as the statistics of batch normalization, are changed in ``stacked``.
-        """
+        """The loss of every client of a share, shape (clients,), and the tensors to differentiate it by."""
         trained = {name: self.stacked[name][share.clients].detach().requires_grad_() for name in names}
         others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
         others |= {name: others[name].clone() for name in self.buffers}  # a backward pass may still need the old ones
@@ -114,13 +168,57 @@ class Stack:
         self._seen[share.clients] = seen.to(self._seen)  # losses may be of another type
         return losses, trained
 
-    def unstack(self) -> None:
+    def _clip(self, gradients: Tree) -> None:
+        """Clips each client's gradients by their norm or value, as ``torch.nn.utils`` does."""
+        clip_val, algorithm = (self.training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
+        if not clip_val or clip_val < 0:
+            return
+        if str(algorithm).lower().endswith("value"):  # Lightning accepts any case, and its own enumeration
+            for gradient in gradients.values():
+                gradient.clamp_(-clip_val, clip_val)
+            return
+        norms = [
+            torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in gradients.values()
+        ]
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (clients,)
+        factor = (clip_val / (norm + 1e-6)).clamp(max=1)
+        for gradient in gradients.values():
+            gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
+
+    def _unstack(self) -> None:
         """Puts the stacked tensors into the members' states, and tells clients whether their losses were finite."""
         for member, seen in zip(self.members, self._seen, strict=True):
             member.client.losses = seen
         for name, tensor in self.stacked.items():
             for member, value in zip(self.members, tensor.cpu(), strict=True):
                 member.state[name] = value
+
+
+def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
+    """The gradients of several shares as one tree; each tensor has shape (active clients, ...)."""
+    whole = {name: gradient.new_empty(active, *gradient.shape[1:]) for name, gradient in of_shares[0][1].items()}
+    for clients, gradients in of_shares:
+        for name, gradient in gradients.items():
+            whole[name][clients] = gradient
+    return whole
+
+
+def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
+    """Slices of neighbours with equal numbers of steps per epoch."""
+    start = 0
+    for client in range(1, len(steps) + 1):
+        if client == len(steps) or steps[client] != steps[start]:
+            yield slice(start, client)
+            start = client
+
+
+def trained_in_epoch(module: LightningModule, names: Sequence[str]) -> list[str]:
+    """Those of some parameters that are not frozen; dropout of probability 0, which vmap counts as random, is off."""
+    for part in module.modules():
+        if isinstance(part, _DropoutNd) and part.p == 0:
+            part.eval()
+    parameters = dict(module.named_parameters())
+    return [name for name in names if parameters[name].requires_grad]
 
 
 class _Loss(nn.Module):
@@ -161,8 +259,9 @@ def ignores_padding(
     # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
     module.cpu()
     try:
-        fewer = share.cut(half, unlabelled=0).cpu()
-        padded = share.cut(share.y.shape[1], unlabelled=share.y.shape[1] - half).cpu()
+        fewer, padded = share.apply(lambda tensor: tensor[:, :half].cpu()), share.apply(lambda tensor: tensor.cpu())
+        padded.y = padded.y.clone()
+        padded.y[:, half:] = NO_LABEL
         with torch.autocast("cpu", enabled=False):
             (loss, gradients), (expected, expected_gradients) = (
                 plain_gradients(training, module, member, batch, names) for batch in (padded, fewer)

@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
+import pickle
+import time
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from traceback import format_exception
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import Self
 
-from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan
+from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan, group_size
 from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.handing_out import HandedOut, RemoteWorker
-from fedmoe_pl.backends.workers.pickling import portable
+from fedmoe_pl.backends.workers.pickling import dumps, sendable
+from fedmoe_pl.backends.workers.worker import torch_settings
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
-_CHUNKS = 4  # per worker at least, so that none waits long for the last one
-_PARTS = 32  # of groups that are evaluated, so that no worker waits long for the last one
+_CHUNKS = 4  # of clients to train, per worker at least, so that none waits long for the last one
+_PARTS = 32  # of groups to evaluate, likewise
+_WORTH_STARTING = 10.0  # seconds to gain; starting takes about half of them, and the estimate is rough
+_TRIES = 3  # another process may cause one death, but hardly three with the same clients
+_GRACE = 60.0  # seconds beyond the clients' own in which a worker must answer; it may have to start first
+_AHEAD = 8  # how many results per worker may wait for an earlier one; limits their memory
+
+
+class WorkerDied(Exception):
+    """A worker's process ended before it answered; the message says how."""
+
+
+class RemoteWorker(ABC):
+    """The driver's handle of a worker on a device, with the plan and the pickled server state that it was sent last."""
+
+    plan: Plan | None = None
+    server: bytes | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
+        """Calls :meth:`Worker.work` without waiting for it."""
+
+    @abstractmethod
+    def result(self, future: Future[Any]) -> bytes:
+        """The result of a finished call; raises ``WorkerDied`` if the process has ended."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the process at once."""
 
 
 class WorkersBackend(Backend):
@@ -34,74 +70,64 @@ class WorkersBackend(Backend):
 
     Args:
         backend: how each worker trains its groups.
+        devices: the device of each worker.
+        lazy: whether work begins in this process. The workers start when, at the pace measured so far, they are
+            expected to shorten the phase by at least ten seconds. The result has the same bits.
+        where: what to add to the plan's description.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(
+        self, backend: Backend, devices: Sequence[torch.device] = (), lazy: bool = False, where: str = ""
+    ) -> None:
         self.backend = backend
+        self.devices = list(devices)
+        self.lazy = lazy
+        self.where = where
         self.workers: list[RemoteWorker] = []
 
     @abstractmethod
-    def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
-        """Starts all workers.
+    def share(self, datamodule: FederatedDataModule) -> None:
+        """Puts the data where all workers find it.
 
         Raises:
-            MisconfigurationException: if they cannot be started, or the data cannot be sent to them.
+            MisconfigurationException: if there can be no workers, or the data cannot be sent to them.
         """
 
     @abstractmethod
-    def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """Starts a worker in place of one that died."""
+    def start_worker(self, device: torch.device) -> RemoteWorker:
+        """Starts a worker; also in place of one that died."""
 
-    def plan(self, training: LocalTraining) -> Plan:
-        """The plan of the workers' backend, whose groups are handed out."""
-        plan = self.backend.plan(training)
-        return WorkersPlan(self, plan, plan.description)
-
-    def train(
-        self, plan: Plan, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[GroupUpdate]:
-        """Trains groups in the workers and yields them in order; arguments as in :meth:`hand_out`."""
-        if groups:
-            self._start_workers(plan)
-            chunks = plan.chunks(groups, at_least=_CHUNKS * len(self.workers))
-            job = partial(_train_groups, round=round)
-            yield from self.hand_out(plan, job, server, chunks, kept, _failed_groups)
-
-    def hand_out(
-        self,
-        plan: Plan,
-        job: Job,
-        server: Tree,
-        chunks: Sequence[Chunk],
-        kept: Mapping[int, Tree],
-        give_up: Callable[[Chunk, str], list[Any]] | None = None,
-    ) -> Iterator[Any]:
-        """Does work for groups of clients in the workers, and yields each group's result in order.
-
-        A worker is handed the groups of a chunk together. ``give_up`` makes the results of a chunk with which three
-        workers have died, or which took one of them too long, from the chunk and the reason; without it, that raises an
-        exception. Exceptions of the work are raised unchanged.
-        """
-        if not chunks:
+    def start(self, datamodule: FederatedDataModule) -> None:
+        """Starts all workers if they are not running."""
+        if self.workers:
             return
-        self._start_workers(plan)
-        handed_out = HandedOut(self.workers, self.replace, plan, job, server, chunks, kept, give_up)
         try:
-            yield from handed_out.results()
-        finally:
-            if handed_out.busy:  # there was an exception, and nobody waits for the other answers
-                self.close()
+            self.share(datamodule)
+        except Exception:
+            self.close()
+            raise
+        self.workers = [self.start_worker(device) for device in self.devices]
 
-    def _start_workers(self, plan: Plan) -> None:
-        if not self.workers:
-            self.workers = self.start(plan.training.datamodule)
+    def starts(self, datamodule: FederatedDataModule) -> bool:
+        """The same for workers that are not necessary: whether they could be started; warns if not."""
+        try:
+            self.start(datamodule)
+        except MisconfigurationException as error:
+            warnings.warn(f"Training continues in one process: {error}", stacklevel=2)
+            return False
+        return True
 
     def replace(self, worker: RemoteWorker) -> RemoteWorker:
         """Cleans up after a worker that died, and starts another in its place."""
         worker.end()
-        new = self.replacement(worker)
+        new = self.start_worker(worker.device)
         self.workers[self.workers.index(worker)] = new
         return new
+
+    def plan(self, training: LocalTraining) -> Plan:
+        """The plan of the workers' backend, whose groups are handed out."""
+        plan = self.backend.plan(training)
+        return WorkersPlan(self, plan, plan.description + self.where)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -114,19 +140,19 @@ class WorkersBackend(Backend):
         return {**vars(self), "workers": []}
 
 
-class HandingOutPlan(Plan):
-    """The base of plans that hand out the groups of another plan.
-
-    Args:
-        backend: the backend that has the workers.
-        plan: how each of them trains its groups.
-        description: how the phase is trained, and why; for the log.
-    """
+class WorkersPlan(Plan):
+    """Hands out the groups of another plan, which each worker follows."""
 
     def __init__(self, backend: WorkersBackend, plan: Plan, description: str) -> None:
         super().__init__(plan.training, description)
         self.backend = backend
         self.plan = plan
+        self.may_start = True
+
+    @cached_property
+    def paces(self) -> list[float]:
+        """Seconds per training sample, of the groups trained in this process."""
+        return []
 
     def begin(self, training: LocalTraining) -> Self:
         """Begins the other plan, too."""
@@ -138,49 +164,211 @@ class HandingOutPlan(Plan):
         """The groups of the other plan."""
         return self.plan.groups(cohort)
 
-    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
-        """The chunks of the other plan."""
-        return self.plan.chunks(groups, at_least)
-
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """Trains some groups in this process."""
         return self.plan.train_groups(server, groups, kept, round)
 
-
-class WorkersPlan(HandingOutPlan):
-    """Hands out all groups."""
-
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Trains the cohort in the workers; see :meth:`WorkersBackend.hand_out`."""
-        yield from self.backend.train(self.plan, server, self.groups(cohort), kept, round)
+        """Trains the cohort in the workers."""
+        groups = self.groups(cohort)
+        later = (self.training.rounds - round - 1) * self._size(groups)
+        job = partial(_train_groups, round=round)
+        yield from self._work(job, server, groups, kept, self.plan.chunks, self.paces, later, _failed_groups)
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
-        """Does the work in the workers; see :meth:`WorkersBackend.hand_out`."""
-        yield from self.backend.hand_out(self.plan, job, server, parts_of(groups), kept)
+        """Does the work in the workers."""
+        yield from self._work(job, server, [*groups], kept, _parts_of, [])
+
+    def _work(
+        self,
+        job: Job,
+        server: Tree,
+        groups: list[list[int]],
+        kept: Mapping[int, Tree],
+        chunks: Callable[..., list[Chunk]],
+        paces: list[float],
+        later: int = 0,
+        give_up: Callable[[Chunk, str], list[Any]] | None = None,
+    ) -> Iterator[Any]:
+        """Works for groups in this process until the workers take over; yields each group's result in order.
+
+        Exceptions of the job are raised unchanged. ``give_up`` makes the results of a chunk with which three workers
+        have died, or which took one of them too long, from the chunk and the reason; without it, that is an exception.
+        """
+        while groups and not self._is_handed_out(groups, paces, later):
+            chunk = chunks(groups)[0]
+            start = time.perf_counter()
+            results = job(self.plan, server, chunk, kept)
+            paces.append((time.perf_counter() - start) / self._size(chunk))
+            groups = groups[len(chunk) :]
+            yield from results
+        if not groups:
+            return
+        self.backend.start(self.training.datamodule)
+        chunks_of_workers = chunks(groups, at_least=_CHUNKS * len(self.backend.workers))
+        handed_out = _HandedOut(self.backend, self.plan, job, server, chunks_of_workers, kept, give_up)
+        try:
+            yield from handed_out.results()
+        finally:
+            if handed_out.busy:  # there was an exception, and nobody waits for the other answers
+                self.backend.close()
+
+    def _is_handed_out(self, groups: Sequence[Sequence[int]], paces: Sequence[float], later: int) -> bool:
+        """Whether the workers do the rest; starts them if they are worth it."""
+        backend = self.backend
+        if backend.workers:
+            return True
+        if len(groups) == 1 and all(device.type == "cpu" for device in backend.devices):
+            return False  # there is nothing to divide
+        if not backend.lazy:
+            return True
+        if len(paces) < 2 or not self.may_start:  # the first group takes longer, because some things are done once
+            return False
+        share = 1 - 1 / min(len(backend.devices), len(groups))
+        if min(paces) * (self._size(groups) + later) * share < _WORTH_STARTING:
+            return False
+        self.may_start = backend.starts(self.training.datamodule)
+        return self.may_start
+
+    def _size(self, groups: Sequence[Sequence[int]]) -> int:
+        return sum(group_size(self.training, clients) for clients in groups)
 
 
-def parts_of(groups: Sequence[list[int]]) -> list[Chunk]:
-    """Groups in parts that one worker is handed together."""
-    size = -(-len(groups) // _PARTS)
-    return [[*groups[start : start + size]] for start in range(0, len(groups), size or 1)]
+@dataclass(eq=False)
+class _HandedOutChunk:
+    """A chunk with the number of workers that have died with it, and its pickled results."""
+
+    groups: Chunk
+    deaths: int = 0
+    results: bytes | None = None
+
+    @property
+    def clients(self) -> list[int]:
+        return [client for group in self.groups for client in group]
+
+
+class _HandedOut:
+    """The chunks of a round that are handed out.
+
+    Attributes:
+        order: the chunks whose results have not been yielded, in order.
+        waiting: chunks that are not handed out, in the order in which they will be.
+        idle: workers without a chunk.
+        busy: worker and chunk of every call in progress, and when it must have answered.
+    """
+
+    def __init__(
+        self,
+        backend: WorkersBackend,
+        plan: Plan,
+        job: Job,
+        server: Tree,
+        chunks: Sequence[Chunk],
+        kept: Mapping[int, Tree],
+        give_up: Callable[[Chunk, str], list[Any]] | None,
+    ) -> None:
+        self.backend = backend
+        self.plan, self.job, self.kept = plan, job, kept
+        self.server = dumps(server)
+        self.give_up = give_up
+        self.seconds = plan.training.client_timeout if give_up else None
+        self.order = [_HandedOutChunk(chunk) for chunk in chunks]
+        self.waiting = sorted(self.order, key=lambda chunk: -group_size(plan.training, chunk.clients))
+        self.ahead = _AHEAD * len(backend.workers)
+        self.idle = list(backend.workers)
+        self.busy: dict[Future[Any], tuple[RemoteWorker, _HandedOutChunk, float]] = {}
+
+    @cached_property
+    def phase(self) -> bytes:
+        """The phase, pickled once for all workers that lack it."""
+        message = self.plan, torch_settings()
+        return sendable("the model or its algorithm", lambda: dumps(message, self.plan.training.datamodule))
+
+    def results(self) -> Iterator[Any]:
+        """Yields the groups' results in order."""
+        while self.order:
+            self._send_some()
+            while self.order and self.order[0].results is not None:
+                yield from pickle.loads(self.order.pop(0).results)
+            if self.busy:
+                soonest = min(deadline for _, _, deadline in self.busy.values())
+                patience = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+                for future in wait(self.busy, patience, FIRST_COMPLETED).done:
+                    self._take(future)
+                self._end_overdue()
+
+    def _send_some(self) -> None:
+        """Gives idle workers the largest chunks that are not too far ahead of the first missing one."""
+        first = {*self.order[: self.ahead]}
+        within = [chunk for chunk in self.waiting if chunk in first]
+        for chunk, worker in zip(within, list(self.idle), strict=False):
+            self.idle.remove(worker)
+            self.waiting.remove(chunk)
+            seconds = math.inf if self.seconds is None else self.seconds * len(chunk.clients) + _GRACE
+            self.busy[self._send(worker, chunk)] = worker, chunk, time.monotonic() + seconds
+
+    def _send(self, worker: RemoteWorker, chunk: _HandedOutChunk) -> Future[Any]:
+        phase = server = None
+        if worker.plan is not self.plan:
+            phase, worker.plan = self.phase, self.plan
+        if worker.server is not self.server:
+            server = worker.server = self.server
+        kept = {client: self.kept[client] for client in chunk.clients if client in self.kept}
+        return worker.submit(phase, server, dumps((self.job, chunk.groups, kept)))
+
+    def _take(self, future: Future[Any]) -> None:
+        """Takes a worker's answer, or replaces a worker that died."""
+        worker, chunk, _ = self.busy.pop(future)
+        try:
+            chunk.results = worker.result(future)
+        except WorkerDied as death:
+            chunk.deaths += 1
+            self._try_again(chunk, death)
+            worker = self.backend.replace(worker)
+        self.idle.append(worker)
+
+    def _try_again(self, chunk: _HandedOutChunk, death: WorkerDied) -> None:
+        """Puts a chunk back whose worker died; before the last try, its groups are parted, so that only one fails."""
+        if chunk.deaths == _TRIES:
+            if self.give_up is None:
+                ids = ", ".join(map(str, chunk.clients[:5])) + (", ..." if len(chunk.clients) > 5 else "")
+                raise MisconfigurationException(
+                    f"The worker process that trains client {ids} has ended {_TRIES} times ({death}), probably for "
+                    "lack of memory; use fewer workers, or smaller batches or models."
+                ) from death
+            reason = f"its worker process has ended {_TRIES} times ({death})"
+            chunk.results = dumps(self.give_up(chunk.groups, reason))
+        elif chunk.deaths == _TRIES - 1 and len(chunk.groups) > 1:
+            parts = [_HandedOutChunk([group], chunk.deaths) for group in chunk.groups]
+            place = self.order.index(chunk)
+            self.order[place : place + 1] = parts
+            self.waiting[:0] = parts
+        else:
+            self.waiting.insert(0, chunk)
+
+    def _end_overdue(self) -> None:
+        """Ends the workers that have not answered in time; a client hangs where nothing else interrupts it."""
+        for future, (worker, chunk, deadline) in list(self.busy.items()):
+            if time.monotonic() >= deadline:
+                del self.busy[future]
+                assert self.give_up is not None, "only then is there a deadline"
+                seconds = f"{self.seconds:g} s for each client"
+                reason = f"its worker process did not answer within failures.timeout, {seconds}"
+                chunk.results = dumps(self.give_up(chunk.groups, reason))
+                self.idle.append(self.backend.replace(worker))
+
+
+def _parts_of(groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+    size = -(-len(groups) // max(at_least, _PARTS))
+    return [[*groups[start : start + size]] for start in range(0, len(groups), size)]
 
 
 def _train_groups(
     plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
 ) -> list[GroupUpdate]:
-    updates = plan.train_groups(server, groups, kept, round)
-    return [replace(update, failed=_portable(update.failed)) for update in updates]
-
-
-def _portable(failed: Mapping[int, Failure]) -> dict[int, Failure]:
-    """Failures that another process can read, with the tracebacks that it cannot."""
-    with_traces = ((client, failure, failure.error) for client, failure in failed.items())
-    return {
-        client: Failure(failure.reason, portable(error), "".join(format_exception(error))) if error else failure
-        for client, failure, error in with_traces
-    }
+    return plan.train_groups(server, groups, kept, round)
 
 
 def _failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:

@@ -95,12 +95,3 @@ def dumps(
 def loads(pickled: bytes, datamodule: FederatedDataModule | None = None, buffers: Sequence[Any] | None = None) -> Any:
     """Unpickles an object."""
     return _Unpickler(pickled, datamodule, buffers).load()
-
-
-def portable(error: Exception) -> Exception:
-    """The exception, or one with the same text if the driver could not unpickle it."""
-    try:
-        pickle.loads(dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import socket
 import sys
 import warnings
@@ -18,9 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend
-from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.backend import WorkersBackend, WorkersPlan
-from fedmoe_pl.backends.workers.handing_out import RemoteWorker, WorkerDied
+from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend
 from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.checks import check_at_least
@@ -77,14 +76,13 @@ class RayBackend(WorkersBackend):
     def __init__(
         self, address: str | None = None, workers: int | None = None, backend: Backend | Literal["auto"] = "auto"
     ) -> None:
-        super().__init__(AutoBackend() if backend == "auto" else backend)
+        super().__init__(AutoBackend() if backend == "auto" else backend, where=", in workers of Ray")
         _ray()
         check_at_least(self, "workers", workers, 1)
         self.address = address
         self.num_workers = workers
         self._connected = False
         self._data: Any = None
-        self._device = torch.device("cpu")
 
     def open(self) -> None:
         """Connects to the cluster, or starts one.
@@ -98,9 +96,10 @@ class RayBackend(WorkersBackend):
             self._connected = True
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-        self._device = torch.device("cuda", 0) if gpus else torch.device("cpu")  # Ray shows a worker only its own GPU
-        self._size = self.num_workers or gpus or cpus
-        if self._size > (gpus or cpus) or not self._size:
+        number = self.num_workers or gpus or cpus
+        # Ray shows a worker only its own GPU
+        self.devices = number * [torch.device("cuda", 0) if gpus else torch.device("cpu")]
+        if number > (gpus or cpus) or not number:
             raise MisconfigurationException(
                 f"RayBackend: workers is {self.num_workers}, but must be at most {gpus or cpus}, the number of "
                 f"{'GPUs' if gpus else 'CPUs'} of the cluster."
@@ -125,33 +124,27 @@ class RayBackend(WorkersBackend):
             name, value = ("address", self.address) if self.address or is_local else ("RAY_ADDRESS", address)
             raise MisconfigurationException(f"RayBackend: {name} is {value!r}, but {problem} ({reason}).") from error
 
-    def plan(self, training: LocalTraining) -> WorkersPlan:
-        """The plan of the workers' backend, whose groups are handed out."""
-        plan = self.backend.plan(training)
-        return WorkersPlan(self, plan, f"{plan.description}, in workers of Ray")
-
-    def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
-        """Puts the data into the cluster's object store, which workers on one machine share, and starts the workers."""
+    def share(self, datamodule: FederatedDataModule) -> None:
+        """Puts the data into the cluster's object store, which workers on one machine share."""
         self.open()
         buffers: list[np.ndarray] = []
-        pickled = sendable("the data module", lambda: dumps(datamodule, buffer_callback=_append_to(buffers)))
+
+        def keep(buffer: pickle.PickleBuffer) -> None:
+            buffers.append(np.frombuffer(buffer.raw(), np.uint8))  # Ray shares only arrays between processes
+
+        pickled = sendable("the data module", lambda: dumps(datamodule, buffer_callback=keep))
         self._data = _ray().put((sys.path, pickled, buffers))
-        return [self._worker() for _ in range(self._size)]
 
-    def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """Starts a worker on a device that Ray chooses."""
-        return self._worker()
-
-    def _worker(self) -> _Actor:
-        return _Actor(self._data, self._device)
+    def start_worker(self, device: torch.device) -> RemoteWorker:
+        """Starts a process on a device that Ray chooses."""
+        return _Actor(self._data, device)
 
     def close(self) -> None:
         """Ends the workers, and Ray if it was started here."""
         super().close()
         self._data = None
         if self._connected:
-            ray = _ray()
-            ray.shutdown()
+            _ray().shutdown()
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,15 +152,11 @@ class RayBackend(WorkersBackend):
         return {**super().__getstate__(), "_data": None, "_connected": False}
 
 
-def _append_to(buffers: list[np.ndarray]) -> Any:
-    # Ray shares only arrays between processes
-    return lambda buffer: buffers.append(np.frombuffer(buffer.raw(), np.uint8))
-
-
 class _Actor(RemoteWorker):
     """A process started by Ray."""
 
     def __init__(self, data: Any, device: torch.device) -> None:
+        super().__init__(device)
         place = _ray().remote(
             num_cpus=1, num_gpus=int(device.type == "cuda"), runtime_env={"env_vars": WORKER_ENVIRONMENT}
         )

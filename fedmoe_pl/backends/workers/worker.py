@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import pickle
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from fedmoe_pl.backends.backend import Plan
 from fedmoe_pl.backends.client import data_on
-from fedmoe_pl.backends.workers.pickling import dumps, loads, portable
+from fedmoe_pl.backends.failures import portable
+from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.data import FederatedDataModule
 
 WORKER_ENVIRONMENT = {
@@ -27,26 +28,20 @@ WORKER_ENVIRONMENT = {
 _CUDNN = ("allow_tf32", "benchmark", "deterministic")
 
 
-@dataclass(frozen=True)
-class PhaseMessage:
-    """A phase as it is sent to a worker: the plan, and the settings of the driver's process that affect results."""
+def torch_settings() -> list[Callable[[], None]]:
+    """The settings of this process that affect results, as calls that make them in another process."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return [
+        partial(torch.set_default_dtype, torch.get_default_dtype()),
+        partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
+        partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warn_only),
+        *(partial(_set_cudnn, name, getattr(torch.backends.cudnn, name)) for name in _CUDNN),
+    ]
 
-    plan: Plan
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
-    deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
-    warn_only: bool = field(default_factory=torch.is_deterministic_algorithms_warn_only_enabled)
-    cudnn: dict[str, Any] = field(
-        default_factory=lambda: {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}
-    )
 
-    def apply_settings(self) -> None:
-        """Applies the driver's settings in this process."""
-        torch.set_default_dtype(self.default_dtype)
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
-        for name, value in self.cudnn.items():
-            setattr(torch.backends.cudnn, name, value)
+def _set_cudnn(name: str, value: bool) -> None:
+    setattr(torch.backends.cudnn, name, value)
 
 
 class Worker:
@@ -59,10 +54,10 @@ class Worker:
         gc.freeze()
 
     def work(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
-        """Does a job for some groups of clients."""
+        """Does a job for some groups of clients; phase and server's state are those of the last call if left out."""
         try:
             if phase is not None:
-                self._begin_phase(loads(phase, self.datamodule))
+                self._begin_phase(phase)
             if server is not None:
                 self.server = pickle.loads(server)
             job, chunk, kept = pickle.loads(groups)
@@ -70,8 +65,9 @@ class Worker:
         except Exception as error:
             raise portable(error) from error
 
-    def _begin_phase(self, phase: PhaseMessage) -> None:
-        phase.apply_settings()
-        training = phase.plan.training
-        on_cpu = training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs
-        self.plan = phase.plan.begin(replace(training, device=torch.device("cpu") if on_cpu else self.device))
+    def _begin_phase(self, phase: bytes) -> None:
+        plan, settings = loads(phase, self.datamodule)
+        for apply in settings:
+            apply()
+        on_cpu = plan.training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs
+        self.plan = plan.begin(replace(plan.training, device=torch.device("cpu") if on_cpu else self.device))

@@ -1,0 +1,155 @@
+"""A bare loop inside the only training step of a Trainer, and which clients it may train."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, discard, fit
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models import MixtureOfExperts
+
+_MODULE_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
+    *("on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_validation_batch_start", "on_validation_batch_end", "validation_step", "backward", "optimizer_step"),
+    *("optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+# Arguments that the bare loop respects or that do not matter in a step. Any other argument must have its default.
+_LEAN_ARGUMENTS = {
+    *("accelerator", "devices", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
+    *("enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "check_val_every_n_epoch"),
+    *("log_every_n_steps", "deterministic", "benchmark", "inference_mode", "default_root_dir"),
+    "enable_autolog_hparams",
+}
+_LEAN_PRECISIONS = (None, 32, "32", "32-true", "bf16", "bf16-mixed")
+
+
+def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
+    """Whether clients train with ``Algorithm.client_loss`` and not with the module's ``training_step``."""
+    is_plain = isinstance(module, MixtureOfExperts) and not overridden_hooks(module)
+    return is_plain or overrides(algorithm, "client_loss")
+
+
+def overridden_hooks(module: LightningModule) -> list[str]:
+    """The Lightning hooks that a user's module overrides and that training with ``client_loss`` would not call."""
+    base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
+    hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
+    return [name for name in hooks if getattr(type(module), name) is not getattr(base, name)]
+
+
+def needs_every_batch(training: LocalTraining) -> str | None:
+    """The reason why each client's Trainer must see its batches; None if a bare loop may train it."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
+    for name, value in training.trainer.items():
+        lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
+        if not lean or (name == "precision" and value not in _LEAN_PRECISIONS):
+            return f"trainer.{name} is set"
+    if training.trainer.get("callbacks"):
+        return "each client needs its own copy of trainer.callbacks"
+    if not trains_by_loss(training.algorithm, training.module):
+        return f"{type(training.module).__name__} has its own training_step or hooks"
+    try:
+        configured = training.module.configure_optimizers()
+    except Exception as error:  # it may need its Trainer
+        return f"configure_optimizers needs more than the model ({type(error).__name__}: {error})"
+    optimizer, _ = optimizer_and_scheduler(configured)
+    if optimizer is None:
+        return "configure_optimizers returns more than an optimizer and a scheduler stepped once per epoch"
+    if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+        return f"{type(optimizer).__name__} needs a closure"
+    return None
+
+
+class OneStep(LightningModule):
+    """Calls a function in its only training step: with the Trainer's settings, and without its time for each batch."""
+
+    def __init__(self, training: LocalTraining, function: Callable[[OneStep], None]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.is_mixed = training.in_half_precision
+        self.function = function
+
+    def configure_optimizers(self) -> None:
+        """None here: what is trained has its own."""
+
+    def training_step(self, batch: int, batch_idx: int) -> None:
+        """Only losses have the Trainer's precision; see :class:`Loop`."""
+        with torch.autocast(self.device.type, enabled=False) if self.is_mixed else nullcontext():
+            self.function(self)
+
+
+def in_one_step(training: LocalTraining, clients: int, function: Callable[[OneStep], None]) -> None:
+    """Calls a function that trains some clients inside one training step of a Trainer."""
+    no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
+    discard(fit(training, OneStep(training, function), range(1), None, [], clients, max_epochs=1, **no_clipping))
+
+
+class Learner(ABC):
+    """What a bare loop trains: a client, or a stack of them; every iteration over its batches is one epoch."""
+
+    module: LightningModule
+    batches: Iterable[Any]
+
+    @abstractmethod
+    def configure_optimizers(self) -> Any:
+        """What ``LightningModule.configure_optimizers`` of the module returns, for the tensors that are trained."""
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """The loss of a batch, of shape ()."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the gradients of the optimizer's parameters, and clips them."""
+
+
+class Loop:
+    """All epochs of a learner; to its module, it looks like the module's Trainer."""
+
+    def __init__(self, trainer: Trainer, training: LocalTraining, freezing: Freezing) -> None:
+        self.trainer = trainer
+        self.device_type = training.device.type
+        self.is_mixed = training.in_half_precision
+        self.freezing = freezing
+        self.max_epochs = freezing.epochs
+        self.current_epoch = 0
+        self.global_step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def run(self, learner: Learner) -> torch.optim.Optimizer:
+        """Trains all epochs; returns the optimizer."""
+        optimizer, scheduler = optimizer_and_scheduler(learner.configure_optimizers())
+        assert optimizer is not None, "needs_every_batch has refused it"
+        learner.module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
+        for epoch in range(self.max_epochs):
+            self.current_epoch = epoch
+            self.freezing.freeze(epoch)
+            for batch in learner.batches:
+                with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
+                    loss = learner.loss(batch)
+                learner.backward(loss, optimizer)
+                optimizer.step()
+                self.global_step += 1
+                if self.is_mixed:
+                    torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
+            if scheduler is not None:
+                scheduler.step()
+            self.freezing.unfreeze()
+        learner.module.trainer = None
+        return optimizer

@@ -1,0 +1,310 @@
+"""Clients in Trainers of their own, and in one that they share: its bits, what it costs, what it frees."""
+
+import copy
+import gc
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
+from helpers.backends import FEW, UNEQUAL, TwoGroups, begin, local_training, train, train_clients
+from helpers.clusters import all_phases, clustered
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+from fedmoe_pl.algorithms import FedAvg, FedProx, FineTuning, PFLMoE
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, data_on, fitting, on_device
+from fedmoe_pl.backends import trainer as trainers
+from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.loop import needs_every_batch
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
+from fedmoe_pl.phases.phase import Phase
+
+
+def test_fold_is_the_weighted_mean():
+    updates = [Update({"w": torch.tensor([float(value)])}, weight) for value, weight in ((0, 1), (4, 3), (2, 4))]
+    folded = fold(Algorithm(), updates)
+    assert folded.sent["w"].item() == pytest.approx((0 * 1 + 4 * 3 + 2 * 4) / 8)
+    assert folded.weight == 8
+
+
+def test_groups_follow_from_the_cohort_alone():
+    training = local_training(mixture(), FedAvg(), blobs(UNEQUAL))
+    plan = TrainerBackend().plan(training)
+    assert plan.groups([5, 2, 7]) == [[5], [2], [7]]
+    assert StackedBackend(3).plan(training).groups(range(8)) == [[1, 5, 4], [6, 2, 3], [7, 0]]
+    many = plan.groups(range(1000))
+    assert len(many) <= 64 and [client for group in many for client in group] == list(range(1000))
+
+
+def test_chunks_hold_small_clients_only_and_never_change_the_groups():
+    training = local_training(mixture(LinearGate(5)), FedAvg(), blobs((1500, 600, 10, 10, 10, 1900, 700)), max_epochs=1)
+    plan = TrainerBackend().plan(training)
+    groups = plan.groups(range(7))
+    assert groups == [[client] for client in range(7)]
+    assert plan.chunks(groups) == [[[0]], [[1], [2], [3], [4]], [[5]], [[6]]], "2000 samples in all epochs"
+    assert plan.chunks(groups[2:5], at_least=3) == [[[2]], [[3]], [[4]]]
+    longer = local_training(mixture(LinearGate(5)), FedAvg(), blobs((600, 500, 500)), max_epochs=2)
+    assert TrainerBackend().plan(longer).chunks([[0], [1], [2]]) == [[[0]], [[1], [2]]]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The number of clients that each shared Trainer served; frozen parts are computed in every step."""
+    monkeypatch.setattr(FeatureCache, "find", lambda *arguments: None)
+    served = []
+    original = trainers.in_one_step
+
+    def counted(training, clients, function):
+        served.append(clients)
+        return original(training, clients, function)
+
+    monkeypatch.setattr(trainers, "in_one_step", counted)
+    return served
+
+
+RUNS = {
+    "FedProx": lambda: [phase("it", FedProx(0.1), rounds=2, clients_per_round=5)],
+    "interleaved": lambda: [
+        phase("F", FedAvg()),
+        phase("it", PFLMoE(interleaved=True), rounds=4, keep_optimizer=True),
+    ],
+    "clusters and dropout": all_phases,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, served, name):
+    states = []
+    for every_batch in (False, True):
+        model = clustered() if name.startswith("clusters") else mixture(FeatureGate(6))
+        arguments = {"backend": TrainerBackend(), "seed": 2, "every_batch": every_batch}
+        data = blobs() if name.startswith("clusters") else blobs(UNEQUAL)
+        federation = run(RUNS[name](), model, data, tmp_path / str(every_batch), **arguments)
+        states.append(federation.run.states)
+        assert bool(served) != every_batch
+        assert every_batch or max(served) > 1, "a Trainer served several clients"
+        served.clear()
+    shared, alone = states
+    for phase_name in shared:
+        assert_same_bits(shared[phase_name].server, alone[phase_name].server)
+        assert shared[phase_name].clients.keys() == alone[phase_name].clients.keys()
+        for client, tree in shared[phase_name].clients.items():
+            assert_same_bits(dict(tree), dict(alone[phase_name].clients[client]))
+
+
+LEAN = {
+    "plain": {},
+    "clipping": {"gradient_clip_val": 0.1},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "half precision": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
+    made = mixture(LinearGate(5), expert=Expert(dropout=dropout), dtype=torch.float32)
+    module = TwoGroups(made.global_expert, made.local_expert, made.gate)
+    data = blobs(FEW, dtype=torch.float32)
+    lean = local_training(module, FedAvg(), data, 3, **LEAN[name])
+    ordinary = local_training(module, FedAvg(), data, 3, **LEAN[name], callbacks=[EveryBatch()])
+    assert needs_every_batch(lean) is None
+    assert needs_every_batch(ordinary)
+    assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
+
+
+@pytest.mark.parametrize("arguments", [{"callbacks": [EveryBatch()]}, {"limit_val_batches": 1.0}], ids=str)
+def test_a_client_has_a_trainer_of_its_own_where_something_looks_at_it(arguments):
+    data = blobs(UNEQUAL, validation_fraction=0.2)
+    assert TrainerBackend().plan(local_training(mixture(), FedAvg(), data)).shares_trainer
+    assert not TrainerBackend().plan(local_training(mixture(), FedAvg(), data, **arguments)).shares_trainer
+
+
+def test_a_callback_ends_the_training_and_reads_the_parts_of_the_client_s_mixture():
+    class Reading(Callback):
+        def on_train_end(self, trainer, pl_module):
+            seen.append((trainer.current_epoch, pl_module.gate, pl_module.module.gate, hasattr(pl_module, "of_nobody")))
+
+    seen = []
+    stopping = EarlyStopping("validation_loss", patience=1, min_delta=0.02)
+    arguments = {"limit_val_batches": 1.0, "max_epochs": 30, "callbacks": [stopping, Reading()]}
+    data = blobs((40, 40), validation_fraction=0.3)
+    train(TrainerBackend(), local_training(mixture(LinearGate(5)), FedAvg(), data, **arguments))
+    for epochs, gate, of_module, has_any in seen:
+        assert epochs < 29 and isinstance(gate, LinearGate) and gate is of_module and not has_any
+
+
+def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
+    class Hooked(PersonalizedMoE):
+        called = 0
+
+        def on_train_batch_end(self, *arguments):
+            Hooked.called += 1
+
+    made = mixture()
+    module = Hooked(made.global_expert, copy.deepcopy(made.local_expert), None, optimizer=momentum_sgd).double()
+    training = local_training(module, FedAvg(), blobs((4, 4), batch_size=4), max_epochs=3)
+    assert "its own training_step or hooks" in str(needs_every_batch(training))
+    train(AutoBackend(), training)
+    assert Hooked.called == 2 * 3
+    federation = Federation([Phase("own loss", FineTuning(), start="initial")], default_root_dir=str(tmp_path))
+    with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
+        federation.fit(module, blobs((4, 4)))
+
+
+class Watching(FedAvg):
+    """Keeps what a client's module sees of its Trainer in every step, and asks."""
+
+    seen: ClassVar[list] = []
+    asked = 0
+
+    def client_loss(self, module, batch, constants):
+        self.seen.append((module.current_epoch, module.global_step, module.trainer.max_epochs, module.training))
+        return super().client_loss(module, batch, constants)
+
+    def is_trainable(self, name, round, epoch):
+        Watching.asked += 1
+        return super().is_trainable(name, round, epoch)
+
+
+def test_a_module_sees_its_own_progress_in_the_shared_trainer(served):
+    seen = []
+    for callbacks in (None, [EveryBatch()]):
+        training = local_training(mixture(LinearGate(5)), Watching(), blobs((8, 4)), 3, callbacks=callbacks)
+        Watching.seen = []
+        train(TrainerBackend(), training)
+        seen.append(Watching.seen)
+    first = [(epoch, 2 * epoch + step, 3, True) for epoch in range(3) for step in range(2)]
+    second = [(epoch, epoch, 3, True) for epoch in range(3)]
+    assert served == [2] and seen == [first + second, first + second]
+
+
+def test_what_all_clients_of_a_shared_trainer_have_in_common_is_asked_once(served):
+    asked = []
+    for sizes in ((8, 4), (8, 4, 7, 5, 9, 6)):
+        plan = begin(TrainerBackend(), local_training(mixture(LinearGate(5)), Watching(), blobs(sizes)))
+        Watching.asked = 0
+        train_clients(plan)
+        asked.append(Watching.asked)
+    assert served == [2, 6]
+    assert asked[0] == asked[1] > 0
+
+
+class SendsViews(FedAvg):
+    def client_final(self, client, constants):
+        state = {name: tensor for name, tensor in client.module.state_dict().items() if self.is_shared(name)}
+        return Update(state, len(client.samples), {"gate.linear.bias": client.module.state_dict()["gate.linear.bias"]})
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+def test_an_algorithm_may_return_the_module_s_own_tensors(backend):
+    data = blobs(FEW)
+    update, kept = train(backend, local_training(mixture(LinearGate(5)), SendsViews("global_expert.*"), data))
+    expected, expected_kept = train(backend, local_training(mixture(LinearGate(5)), FedAvg("global_expert.*"), data))
+    assert_same_bits(update.sent, expected.sent)
+    for client in kept:
+        assert torch.equal(kept[client]["gate.linear.bias"], expected_kept[client]["gate.linear.bias"])
+
+
+class RemembersConstants(FedAvg):
+    """Notes which constants each client made, and which it gets back."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.returned = {}, {}
+
+    def client_init(self, client, sent):
+        self.made[client.id] = super().client_init(client, sent) | {"number": torch.tensor(client.id + 1.0)}
+        return self.made[client.id]
+
+    def client_loss(self, module, batch, constants):
+        loss, metrics = module.loss(batch)
+        return loss * constants["number"], metrics
+
+    def client_final(self, client, constants):
+        self.returned[client.id] = constants
+        return super().client_final(client, constants)
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(4)])
+def test_the_last_hook_gets_the_constants_as_the_first_returned_them(backend):
+    plan = begin(backend, local_training(mixture(), RemembersConstants(), blobs(FEW)))
+    train_clients(plan)
+    algorithm = plan.training.algorithm
+    assert algorithm.returned.keys() == {0, 1, 2, 3}
+    for client, constants in algorithm.returned.items():
+        assert constants is algorithm.made[client]
+
+
+def test_constants_are_moved_whatever_holds_them():
+    bias = torch.zeros(2)
+    constants = {"strength": 0.5, "received": {"gate.bias": bias}, "prototypes": [torch.ones(3), None], "cluster": 1}
+    moved = on_device(constants, torch.device("meta"))
+    assert moved["received"]["gate.bias"].device.type == "meta"
+    assert moved["prototypes"][0].device.type == "meta"
+    assert (moved["strength"], moved["prototypes"][1], moved["cluster"]) == (0.5, None, 1)
+    assert constants["received"]["gate.bias"] is bias
+    assert on_device(constants, torch.device("cpu"))["received"]["gate.bias"] is bias
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+def test_a_gpu_gives_what_a_cpu_gives(backend):
+    data, device = blobs(UNEQUAL, batch_size=10), torch.device("cuda", 0)
+    expected, _ = train(TrainerBackend(), local_training(mixture(LinearGate(5)), FedAvg(), data))
+    training = local_training(mixture(LinearGate(5)), FedAvg(), data_on(data, device), accelerator="gpu")
+    update, _ = train(backend, replace(training, device=device))
+    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-10, atol=1e-10)
+
+
+KINDS = {
+    "clients that share a Trainer": (TrainerBackend(), {}),
+    "clients with a Trainer": (TrainerBackend(), {"callbacks": [Callback()]}),
+    "a stack": (StackedBackend(), {}),
+}
+
+
+def live_parameters(training) -> int:
+    """How many live tensors have the shape of one of the module's weights."""
+    shape = training.initial["global_expert.classifier.1.weight"].shape
+    found = (thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
+    return sum(tensor.shape == shape for tensor in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cycles", [False, True])
+def test_models_are_freed_at_once_or_if_they_form_cycles_when_they_are_too_large(kind, cycles, monkeypatch):
+    """Without the collector's own runs, which do not know how large tensors are."""
+    backend, arguments = KINDS[kind]
+    model = mixture()
+    if cycles:
+        model.itself = [model]
+    training = local_training(model, FedAvg(), blobs(FEW), rounds=6, **arguments)
+    plan, live = begin(backend, training), []
+    gc.collect()
+    gc.disable()
+    try:
+        for round in range(6):
+            monkeypatch.setattr(fitting, "_MOST_GARBAGE", 0 if round < 3 else 2**40)
+            train_clients(plan, round)
+            live.append(live_parameters(training))
+    finally:
+        gc.enable()
+    assert live[1] == live[2] and (live[2] < live[3] < live[4] < live[5] if cycles else len({*live[1:]}) == 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_client_s_model_counts(kind, monkeypatch):
+    backend, arguments = KINDS[kind]
+    counted = []
+    monkeypatch.setattr(fitting._garbage, "add", counted.append)
+    training = local_training(mixture(), FedAvg(), blobs(FEW), **arguments)
+    train_clients(begin(backend, training))
+    assert sum(counted) == len(FEW) * sum(tensor.nbytes for tensor in training.initial.values())
