@@ -99,10 +99,13 @@ def in_one_step(training: LocalTraining, clients: int, function: Callable[[OneSt
 
 
 class Learner(ABC):
-    """What a bare loop trains: a client, or a stack of them; every iteration over its batches is one epoch."""
+    """What a bare loop trains: a client, or a stack of them."""
 
     module: LightningModule
-    batches: Iterable[Any]
+
+    @abstractmethod
+    def epoch(self) -> Iterable[Any]:
+        """The batches of the next epoch, whose parameters are frozen by now."""
 
     @abstractmethod
     def configure_optimizers(self) -> Any:
@@ -140,7 +143,7 @@ class Loop:
         for epoch in range(self.max_epochs):
             self.current_epoch = epoch
             self.freezing.freeze(epoch)
-            for batch in learner.batches:
+            for batch in learner.epoch():
                 with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
                     loss = learner.loss(batch)
                 learner.backward(loss, optimizer)

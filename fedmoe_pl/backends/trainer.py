@@ -276,6 +276,9 @@ class _ClientAlone(Learner):
         self.clip_algorithm = training.trainer.get("gradient_clip_algorithm")
         self.step = step
 
+    def epoch(self) -> Any:
+        return self.batches
+
     def configure_optimizers(self) -> Any:
         return self.module.configure_optimizers()
 

@@ -70,9 +70,8 @@ class Stack(Learner):
             member.client.steps = freezing.epochs * len(member.batches)
         self._unstack()
 
-    @property
-    def batches(self) -> Iterator[list[Share]]:
-        """The steps of an epoch, whose parameters are frozen by now."""
+    def epoch(self) -> Iterator[list[Share]]:
+        """The steps of the next epoch."""
         self.names = trained_in_epoch(self.module, self.trained)
         return self.data.epoch(self.pads)
 

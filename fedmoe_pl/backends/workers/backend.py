@@ -290,8 +290,9 @@ class _HandedOut:
         """Yields the groups' results in order."""
         while self.order:
             self._send_some()
-            while self.order and self.order[0].results is not None:
-                yield from pickle.loads(self.order.pop(0).results)
+            while self.order and (results := self.order[0].results) is not None:
+                self.order.pop(0)
+                yield from pickle.loads(results)
             if self.busy:
                 soonest = min(deadline for _, _, deadline in self.busy.values())
                 patience = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
