@@ -45,8 +45,11 @@ def provision(arguments: Sequence[str]) -> None:
             public = keys.provision_client(folder, options.client)
             print(f"Send '{public}' to whoever runs the server, and nothing else; put their ca.pem into '{folder}'.")
             return
-        names, until = keys.provision(folder, options.clients, options.names, options.days)
+        names, until, excluded = keys.provision(folder, options.clients, options.names, options.days)
     print(
         f"The server's certificate is for {', '.join(names)}, until {until:%Y-%m-%d}. The server needs "
-        f"'{folder / 'server'}', and every client the folder with its number. Keep 'authority' apart."
+        f"'{folder / 'server'}', and every client the folder with its number. Keep 'authority' offline."
     )
+    for client in excluded:
+        public = folder / f"server/clients/client_{client}.pub"
+        print(f"Client {client} stays excluded, because '{public}' was removed; put its public key there to readmit it.")

@@ -57,11 +57,12 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
         if refused_since is None:
             refused_since = time.monotonic()
             rank_zero_info(
-                f"join: the server at {address} refuses this client: it does not know its key, or an earlier process "
-                f"of this client was killed less than a minute ago; trying again for {_REFUSED_FOR:.0f} s."
+                f"join: the server at {address} refuses this client: it does not know its key, another process of this "
+                "client is running, or one was killed less than a minute ago; trying again for "
+                f"{_REFUSED_FOR:.0f} s."
             )
         if time.monotonic() - refused_since > _REFUSED_FOR:
-            no_key = f"; the server knows no key '{security.key}', or another client uses it"
+            no_key = f"; the server knows no key '{security.key}', or another process uses it"
             raise MisconfigurationException(_refusal(address, log) + (no_key if security.key else ""))
         time.sleep(5)
 

@@ -39,12 +39,15 @@ _USAGES = (
 )
 
 
-def provision(folder: Path, num_clients: int, names: Sequence[str] | None, days: int) -> tuple[list[str], datetime]:
+def provision(
+    folder: Path, num_clients: int, names: Sequence[str] | None, days: int
+) -> tuple[list[str], datetime, list[int]]:
     """Makes what the server and each client of a federation need; keys and certificates that are there are kept.
 
     The folder ``authority`` has what signs certificates, ``server`` is the server's, with the public keys of clients
     in ``server/clients``, and ``client_0``, ``client_1``, ... are the clients'. A client whose public key is there, but
-    not its private one, has made these itself. Returns the names of the server's certificate, and when it ends.
+    not its private one, has made these itself. One that had keys, but whose public key is gone, stays excluded. Returns
+    the names of the server's certificate, when it ends, and which clients are excluded.
     """
     if wrong := [name for name in names or () if not _is_name(name)]:
         raise InvalidArgumentError("provision", "names", wrong[0], "the name or the address of a host")
@@ -67,12 +70,18 @@ def provision(folder: Path, num_clients: int, names: Sequence[str] | None, days:
         raise InvalidArgumentError(
             "provision", "names", missing[0], f"one of {', '.join(has)}", f"'{path}' is kept; delete it for a new one"
         )
+    provided = server / "num_clients"
+    before, excluded = int(provided.read_text()) if provided.is_file() else 0, []
     for client in range(num_clients):
-        public = server / "clients" / f"client_{client}.pub"
+        public, own = server / "clients" / f"client_{client}.pub", folder / f"client_{client}"
+        if not public.is_file() and (client < before or own.is_dir()):
+            excluded.append(client)
+            continue
         if not public.is_file():
-            _write(public, provision_client(folder / f"client_{client}", client).read_bytes())
-        _write(folder / f"client_{client}/ca.pem", ca.read_bytes())
-    return has, certificate.not_valid_after_utc
+            _write(public, provision_client(own, client).read_bytes())
+        _write(own / "ca.pem", ca.read_bytes())
+    _write(provided, str(max(before, num_clients)).encode())
+    return has, certificate.not_valid_after_utc, excluded
 
 
 def provision_client(folder: Path, client: int) -> Path:

@@ -1,5 +1,6 @@
 """Certificates and keys: what is made, what is refused, and that a key is one client and nobody else."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -35,7 +36,7 @@ def server_files(keys):
 
 def test_each_part_is_in_a_folder_of_its_own_which_only_this_user_reads(keys):
     of_client = [f"client_{i}/{name}" for i in range(2) for name in ("ca.pem", f"client_{i}", f"client_{i}.pub")]
-    of_server = [f"server/{name}" for name in ("ca.pem", "server.pem", "server.key")]
+    of_server = [f"server/{name}" for name in ("ca.pem", "server.pem", "server.key", "num_clients")]
     of_server += [f"server/clients/client_{i}.pub" for i in range(2)]
     assert {*contents(keys)} == {*of_client, *of_server, "authority/ca.key", "authority/ca.pem"}
     assert {path.stat().st_mode & 0o777 for path in keys.rglob("*") if path.is_file()} == {0o600}
@@ -49,10 +50,29 @@ def test_what_is_there_is_kept_and_a_client_can_make_its_own_private_key(keys, t
     (keys / "server/clients/client_2.pub").write_bytes(public)
     command(["--clients", "4", "--folder", str(keys)])
     after = contents(keys)
+    assert before.pop("server/num_clients") == b"2"
     assert {name: after[name] for name in before} == before and after["server/clients/client_2.pub"] == public
     new = {"server/clients/client_2.pub", *(f"client_3/{name}" for name in ("ca.pem", "client_3", "client_3.pub"))}
-    assert {*after} - {*before} == new | {"client_2/ca.pem", "server/clients/client_3.pub"}
+    new |= {"client_2/ca.pem", "server/clients/client_3.pub", "server/num_clients"}
+    assert {*after} - {*before} == new
     assert [*public_keys(keys / "server/clients", 4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_client_whose_public_key_was_removed_stays_excluded_until_it_is_put_back(has_folder, keys, capsys):
+    public = keys / "server/clients/client_1.pub"
+    content = public.read_bytes()
+    public.unlink()
+    if not has_folder:
+        shutil.rmtree(keys / "client_1")
+    (keys / "server/server.pem").unlink()  # the certificate is renewed, and a client added
+    command(["--clients", "3", "--folder", str(keys)])
+    assert [*public_keys(keys / "server/clients", 3)] == [0, 2]
+    said = capsys.readouterr().out
+    assert f"Client 1 stays excluded, because '{public}' was removed; put its public key there" in said
+    public.write_bytes(content)
+    command(["--clients", "3", "--folder", str(keys)])
+    assert public.read_bytes() == content and "excluded" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("host", ["hospitals.example", "10.1.2.3", "localhost", "127.0.0.1", "0.0.0.0"])
