@@ -52,4 +52,6 @@ def provision(arguments: Sequence[str]) -> None:
     )
     for client in excluded:
         public = folder / f"server/clients/client_{client}.pub"
-        print(f"Client {client} stays excluded, because '{public}' was removed; put its public key there to readmit it.")
+        print(
+            f"Client {client} stays excluded, because '{public}' was removed; put its public key there to readmit it."
+        )

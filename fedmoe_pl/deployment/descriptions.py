@@ -58,7 +58,8 @@ def wait_for(
             elif (problem := f"client {client} cannot take part: {reason}") not in said:
                 said.add(problem)
                 rank_zero_warn(f"{problem}.")
-                transport.tell({client: f"{problem}; end this command with Ctrl-C, and start it again with matching settings"})
+                advice = "end this command with Ctrl-C, and start it again with matching settings"
+                transport.tell({client: f"{problem}; {advice}"})
         enough = len(descriptions) == num_clients and len(present) >= at_least and time.monotonic() >= end
         if len(present) == num_clients or enough:
             break
