@@ -26,7 +26,6 @@ COMPLETED = {
     ("p",): ["personalize", "predict", "partition", "provision"],
     ("fit", "--trainer.max_e"): ["--trainer.max_epochs"],
     ("fit", "--config", "quickst"): ["quickstart"],
-    ("fit", "--federation.store", ""): ["memory", "disk"],
     ("fit", "--data", "Fash"): ["FashionMNIST"],
     ("test", "--data.init_args.partitioner.init_args.majority_s"): [
         "--data.init_args.partitioner.init_args.majority_share"
