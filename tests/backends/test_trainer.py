@@ -120,7 +120,9 @@ def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
     assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
 
 
-@pytest.mark.parametrize("arguments", [{"callbacks": [EveryBatch()]}, {"limit_val_batches": 1.0}], ids=["callback", "validation"])
+@pytest.mark.parametrize(
+    "arguments", [{"callbacks": [EveryBatch()]}, {"limit_val_batches": 1.0}], ids=["callback", "validation"]
+)
 def test_a_client_has_a_trainer_of_its_own_where_something_looks_at_it(arguments):
     data = blobs(UNEQUAL, validation_fraction=0.2)
     assert TrainerBackend().plan(local_training(mixture(), FedAvg(), data)).shares_trainer
