@@ -8,7 +8,7 @@ import torch
 from helpers.data import set_up
 from helpers.map_style import DictData, Dicts, WordLoss, WordModel, Words, images, padded
 from helpers.runs import Kill, assert_same, federation
-from helpers.workers import InThisProcess, TwoInThisProcess
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import nn
@@ -69,8 +69,8 @@ def whole(tmp_path_factory):
 class Workers(TwoInThisProcess):
     """Two workers in this process, each with a copy of the data module, as another process has it."""
 
-    def start(self, datamodule):
-        return [InThisProcess(cloudpickle.loads(cloudpickle.dumps(datamodule)), self.log) for _ in range(2)]
+    def start_worker(self, device):
+        return self.worker(cloudpickle.loads(cloudpickle.dumps(self.datamodule)), self.log)
 
 
 def test_workers_and_processes_that_read_samples_change_no_bit(whole, tmp_path):
