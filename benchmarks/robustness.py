@@ -4,7 +4,7 @@
     python benchmarks/robustness.py privacy --data fashion_mnist.npz
 
 PFL-MoE on the images of an ``NpzFile``: FedAvg of a perceptron, then PFL-FT, equal weights, PFL-MF and PFL-MFE. The
-table has the accuracy of the honest clients in percent: reweighted test (per class, weighted with the client's class
+table has the accuracy of the honest clients in percent: reweighted test (per class, weighted by the client's class
 shares) and global test, each as mean and sample standard deviation over ``--seeds``, which also draw the partition.
 
 * ``attacks``: ``--clients`` with Dirichlet 0.5, a fifth of them attackers, under each attack and each aggregation.

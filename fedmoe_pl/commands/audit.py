@@ -35,9 +35,8 @@ _TITLES: dict[Direction, str] = {
 }
 _LEGEND = """\
 From a dry run of the first rounds with the federation's own clients; nothing was trained. Names end in * if all tensors
-of that part are meant. Sizes are those of one client in one round, before any transport encoding. Whoever runs the
-simulation sees everything; "the server" and "other clients" are those of the federation that is simulated. Results,
-such as clients.csv and the clients' checkpoints, are written on this machine."""
+of that part are meant. Sizes are those of one client in one round, before any transport encoding. In a simulation,
+whoever runs it sees everything; "the server" and "other clients" are those of the federation."""
 _SAMPLES = 8  # of each client; what is sent does not depend on how many there are
 _OF_SAMPLES = ("samples", "batches", "shuffled_samples")  # attributes of a client that give its samples
 _PUBLIC = ("num_clients", "num_classes")  # attributes of the data that say nothing of a client
@@ -337,12 +336,14 @@ def _patterns(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
 
 def _of_data(datamodule: FederatedDataModule) -> list[str]:
     """What all phases learn of the clients' data before any round."""
-    lines = ["All phases: shared without being sent"]
+    lines = ["All phases: known before the first round (not counted as traffic)"]
     samples = "all training samples" if datamodule.learn_from is None else "all training samples that opt in"
     if datamodule.has_learned:
         what = "the vocabulary" if datamodule.normalization is None else "mean and standard deviation of each channel"
         lines.append(_row(what, f"computed from {samples}"))
-    lines.append(_row("number of classes", "the largest label of all samples"))
+    lines.append(
+        _row("number of classes", "the largest label of all samples; in a deployment, each client sends its own")
+    )
     return lines
 
 

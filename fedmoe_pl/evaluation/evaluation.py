@@ -46,7 +46,7 @@ class ClientEvaluation:
         client: the client's id.
         n_train: number of its training samples.
         local_test: accuracy on the client's held-out samples; nan if it has none.
-        reweighted_test: accuracy per class on the global test set, weighted with the client's class shares; nan for
+        reweighted_test: accuracy per class on the global test set, weighted by the client's class shares; nan for
             rotated images.
         global_test: accuracy on the global test set.
         validation: accuracy on the client's validation samples, in a phase with opt-out on those that opt in; nan if

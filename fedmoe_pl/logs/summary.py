@@ -14,7 +14,7 @@ from fedmoe_pl.evaluation.evaluation import LOSS, METRICS, Evaluation, Spread
 
 DESCRIPTIONS = {
     "local_test": "accuracy on the client's held-out samples",
-    "reweighted_test": "accuracy per class on the global test set, weighted with the client's class shares",
+    "reweighted_test": "accuracy per class on the global test set, weighted by the client's class shares",
     "global_test": "accuracy on the global test set, the same for all clients",
     "validation": "accuracy on the client's validation samples",
 }

@@ -72,7 +72,7 @@ FedAvg      70.00   16.33       50.00     60.00    0.00       60.00
 PFL-MFE     94.67    3.86       91.00     60.00    0.00       60.00
 
 Accuracy in percent over all 3 clients: mean, standard deviation, mean of the worst tenth.
-reweighted test: accuracy per class on the global test set, weighted with the client's class shares
+reweighted test: accuracy per class on the global test set, weighted by the client's class shares
 global test: accuracy on the global test set, the same for all clients
 FedAvg: global expert, after aggregation, last round (round 4)
 PFL-MFE: mixture, after local training, last round (round 1)"""
