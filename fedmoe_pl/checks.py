@@ -76,7 +76,7 @@ def naming(owner: object) -> Iterator[None]:
         yield
     except InvalidArgumentError as error:
         owners, value = f"{owner}: {error.owner}", _Shown(error.value)
-        raise InvalidArgumentError(owners, error.argument, value, error.allowed, error.because) from error
+        raise type(error)(owners, error.argument, value, error.allowed, error.because) from error
     except MisconfigurationException as error:
         raise MisconfigurationException(f"{owner}: {error}") from error
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import asks_clients
@@ -35,6 +36,7 @@ from fedmoe_pl.deployment.store import ClientsStore
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.setup.check_data import TooManyClassesError
 
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 
@@ -131,27 +133,46 @@ def serve(
         datamodule: as in the clients' configuration; its data are not read.
         transport: reaches the clients.
         num_clients: number of clients, whose ids count from 0.
-        ckpt_path: checkpoint of a run to continue; ``last`` is the newest one.
+        ckpt_path: checkpoint of a run to continue; ``last`` is the newest one, and begins a new run if there is none.
 
     Raises:
         MisconfigurationException: before any training, if phases cannot be deployed, or clients do not fit together.
     """
     check_phases(federation.phases)
+    ckpt_path = _existing(ckpt_path, federation.runs)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
     ours = configuration(federation, model, datamodule)
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = StandIn([*descriptions.values()], datamodule.batch_size)
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
-    return federation.fit_on_server(
-        model,
-        data,
-        ckpt_path,
-        make_store=partial(_make_store, clients),
-        backend=ClientsBackend(clients),
-        callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
-        evaluate=partial(evaluate_at_clients, clients),
-    )
+    try:
+        return federation.fit_on_server(
+            model,
+            data,
+            ckpt_path,
+            make_store=partial(_make_store, clients),
+            backend=ClientsBackend(clients),
+            callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
+            evaluate=partial(evaluate_at_clients, clients),
+        )
+    except TooManyClassesError as error:
+        most = [client for client, each in descriptions.items() if each["num_classes"] == data.num_classes]
+        if len(most) == len(descriptions):
+            raise
+        who = f"client {most[0]} has" if len(most) == 1 else f"clients {', '.join(map(str, most))} have"
+        raise TooManyClassesError(*error.args[:-1], f"{error.because}; only {who} that many classes") from error
+
+
+def _existing(ckpt_path: str | None, runs: Path) -> str | None:
+    """The checkpoint to continue from; as in Lightning, ``last`` begins a new run if there is none."""
+    if ckpt_path is not None:
+        try:
+            find_checkpoint(ckpt_path, runs)
+        except MisconfigurationException as error:
+            rank_zero_warn(f"{error} A new run begins.")
+            return None
+    return ckpt_path
 
 
 def _make_store(clients: Clients, run: Run) -> ClientsStore:

@@ -22,6 +22,10 @@ from fedmoe_pl.phases.phase import Phase
 _TRIED_SAMPLES = 8
 
 
+class TooManyClassesError(InvalidArgumentError):
+    """The data have more classes than the model has outputs."""
+
+
 def check_task(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
 ) -> None:
@@ -51,7 +55,8 @@ def check_task(
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
         allowed = f"one that gives a score for each of {datamodule.num_classes} classes"
         because = f"its outputs have shape {tuple(outputs.shape[1:])} for a sample"
-        raise InvalidArgumentError(str(phase), "model", module, allowed, because)
+        kind = TooManyClassesError if outputs.ndim == 2 else InvalidArgumentError
+        raise kind(str(phase), "model", module, allowed, because)
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
     check_values(metrics, module, outputs, targets)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import FromDataModule, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
+from fedmoe_pl.setup.check_data import TooManyClassesError
 
 METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
 OF_TRAINER = {"backend": TrainerBackend()}
@@ -88,6 +89,12 @@ def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_pat
     with pytest.warns(UserWarning) as warned:
         deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
     assert all(f"client {CLIENT} " in str(warning.message) for warning in warned)
+    assert deployed.run.states["FedPer"].round == 4
+
+
+def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none(tmp_path):
+    with pytest.warns(UserWarning, match=r"no run in .* has a checkpoint\. A new run begins"):
+        deployed = deploy(METHOD, data(), tmp_path, None, "last", **OF_TRAINER)
     assert deployed.run.states["FedPer"].round == 4
 
 
@@ -216,6 +223,15 @@ def test_samples_that_are_read_one_by_one(lazy, tmp_path):
     serve(server, METHOD.model(), lazy(), Passing(clients), len(parts))
     simulated, deployed = simulation.run.states["FedPer"].server, server.run.states["FedPer"].server
     assert simulated.keys() == deployed.keys() and all(torch.equal(simulated[k], deployed[k]) for k in simulated)
+
+
+def test_a_client_with_more_classes_than_the_model_is_named(tmp_path):
+    evaluated = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], evaluate=True)])
+    transport = Passing(participants(evaluated, data(), tmp_path, **OF_TRAINER))
+    transport.participants[CLIENT] = Changing(transport.participants[CLIENT], "describe", with_values(num_classes=7))
+    with pytest.raises(TooManyClassesError) as error:
+        deploy(evaluated, data(), tmp_path, transport, **OF_TRAINER)
+    assert error.value.because.endswith(f"; only client {CLIENT} has that many classes")
 
 
 def test_data_with_other_shapes_are_refused_together(tmp_path):
