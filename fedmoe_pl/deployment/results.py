@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint, needs_server_state
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.clients import Clients, files_of
 from fedmoe_pl.deployment.messages import Message
@@ -19,6 +21,9 @@ from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.trees import Tree
+
+_FILE = "handed_over.json"
+"""Which clients have the last phase's result."""
 
 
 def _about_result(
@@ -83,6 +88,7 @@ class HandOver(FederationCallback):
     def __init__(self, clients: Clients) -> None:
         self.clients = clients
         self._have_last = set[int]()
+        self._had_last = set[int]()  # when an earlier process ended
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Sends the result to all clients, and those of earlier phases to clients that were away then."""
@@ -90,11 +96,16 @@ class HandOver(FederationCallback):
 
     def on_fit_end(self, run: Run) -> None:
         """Sends all results to clients that have come back since, also after a run that had ended before."""
+        path = run.folder / _FILE
+        self._had_last = {*json.loads(path.read_text())} if path.is_file() else set()
         self._hand_over(run, run.phases[-1], [each for each in self.clients if each not in self._have_last])
 
     def _hand_over(self, run: Run, phase: Phase, clients: Sequence[int]) -> None:
         held = self._send(run, phase, clients)
-        self._have_last = {*held} if phase is run.phases[-1] else set()
+        if phase is run.phases[-1]:
+            self._have_last |= {*held}
+            with replacing(run.folder / _FILE) as temporary:
+                temporary.write_text(json.dumps(sorted(self._had_last | self._have_last)))
         for earlier in run.phases:
             if earlier.name in run.states and run.states[earlier.name].finished and earlier is not phase:
                 self._send(run, earlier, [client for client, phases in held.items() if earlier.name not in phases])
@@ -114,7 +125,7 @@ class HandOver(FederationCallback):
             phases = None if isinstance(answer, Failure) else answer.values.get("phases")
             if isinstance(phases, list):
                 held[client] = phases
-            else:
+            elif client not in self._had_last:
                 reason = answer.reason if isinstance(answer, Failure) else "its answer is none"
                 rank_zero_warn(f"{phase}: client {client} has not confirmed that it has the result: {reason}")
         self._tell_untrained(phase, state, held)

@@ -98,6 +98,15 @@ def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none(tmp_path
     assert deployed.run.states["FedPer"].round == 4
 
 
+def test_a_client_that_is_known_to_have_the_result_may_be_away_when_the_server_starts_again(tmp_path):
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
+    deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    del transport.participants[CLIENT]
+    before = len(transport.passed)
+    deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)  # without a warning
+    assert {message.kind for _, message in transport.passed[before:]} == {"describe", "finish"}
+
+
 def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
     transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     everybody, transport.participants, looks = transport.participants, {}, []
