@@ -161,7 +161,9 @@ def serve(
         if len(most) == len(descriptions):
             raise
         who = f"client {most[0]} has" if len(most) == 1 else f"clients {', '.join(map(str, most))} have"
-        raise TooManyClassesError(*error.args[:-1], f"{error.because}; only {who} that many classes") from error
+        owner, argument, value, allowed, because = error.args
+        because = f"{because}; only {who} that many classes"
+        raise TooManyClassesError(owner, argument, value, allowed, because) from error
 
 
 def _existing(ckpt_path: str | None, runs: Path) -> str | None:
