@@ -26,12 +26,14 @@ _AGAIN = 1.0  # seconds after which the alarm rings again, in case that the clie
 class Failure:
     """Why a client is left out of a round: in a few words, and by the exception that its training raised.
 
-    ``trace`` is the text of the exception's traceback, if it was raised in another process.
+    ``trace`` is the text of the exception's traceback, if it was raised in another process. ``is_absent`` says that the
+    client is on another machine, and nothing was sent to it.
     """
 
     reason: str
     error: Exception | None = None
     trace: str = ""
+    is_absent: bool = False
 
     def __reduce__(self) -> tuple[type[Failure], tuple[Any, ...]]:
         """For another process, which can read the traceback only as a text."""

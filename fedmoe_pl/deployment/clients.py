@@ -39,7 +39,7 @@ class Transport(ABC):
     """Carries messages to clients, and their answers back."""
 
     @abstractmethod
-    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message]:
+    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> Mapping[int, Message | None]:
         """Sends each client its message, and waits for the answers.
 
         Args:
@@ -47,8 +47,13 @@ class Transport(ABC):
             seconds: how long to wait; None as long as the clients are connected.
 
         Returns:
-            The answers by client; none of a client that is not connected, or that did not answer in time.
+            The answers by client; None of a client that did not answer in time, and nothing of one to which no message
+            was sent.
         """
+
+    def why_absent(self, client: int) -> str:
+        """Why no message was sent to a client."""
+        return "it is not connected"
 
     def tell(self, texts: Mapping[int, str]) -> None:
         """Has clients show a text to whoever runs them.
@@ -120,10 +125,11 @@ class Clients:
         self, training: LocalTraining, messages: Mapping[int, Sequence[Message]]
     ) -> dict[int, list[Message | Failure]]:
         """The same with several messages to a client, which travel as one."""
-        asked, answers = dict[int, Message](), dict[int, Message]()
+        asked, answers, reached = dict[int, Message](), dict[int, Message](), set[int]()
         for client, parts in messages.items():
             of_run = [replace(part, values={**part.values, "run": self.name}) for part in parts]
             asked[client] = joined(of_run) if len(of_run) > 1 else of_run[0]
+        failures = dict[int, Message | Failure]()
         most = max(map(len, messages.values()), default=1)
         seconds = math.inf if training.client_timeout is None else most * training.client_timeout
         end = time.monotonic() + 2 * seconds  # also for a client that answers again and again that it must be prepared
@@ -134,9 +140,11 @@ class Clients:
             if not pending or left <= 0:
                 break
             came = self.transport.ask(pending, None if left == math.inf else left)
-            answers = {client: answer for client, answer in answers.items() if client not in pending} | came
+            reached |= {client for client in came if pending[client] is asked[client]}
+            answered = {client: answer for client, answer in came.items() if answer is not None}
+            answers = {client: answer for client, answer in answers.items() if client not in pending} | answered
             pending = {}
-            for client, answer in came.items():
+            for client, answer in answered.items():
                 if answer.kind == UNPREPARED:
                     pending[client] = self._prepare(client)
                 elif answer.kind in (NOT_BEGUN, PREPARED):
@@ -145,7 +153,15 @@ class Clients:
                     pending[client] = asked[client]
                     self._phases[client] = training.phase
         self._check_configuration(answers)
-        return {client: self._checked_each(answers.get(client), len(parts)) for client, parts in messages.items()}
+        for client in asked.keys() - answers.keys():
+            late, absent = NoAnswer("its answer did not come in time"), self.transport.why_absent(client)
+            failures[client] = late if client in reached else NoAnswer(absent, is_absent=True)
+        return {
+            client: [failures[client]] * len(parts)
+            if client in failures
+            else self._checked_each(answers[client], len(parts))
+            for client, parts in messages.items()
+        }
 
     def _prepare(self, client: int) -> Message:
         """What a client needs that has restarted."""
@@ -164,7 +180,7 @@ class Clients:
             client, answer = next(iter(answers.items()))
             raise MisconfigurationException(f"client {client}: {reason_of(answer)}")
 
-    def _checked_each(self, answer: Message | None, number: int) -> list[Message | Failure]:
+    def _checked_each(self, answer: Message, number: int) -> list[Message | Failure]:
         """The answers to so many messages of a client."""
         checked = self._checked(answer)
         if number == 1 or isinstance(checked, Failure):
@@ -173,9 +189,7 @@ class Clients:
         no_answers = Failure(f"its answer is not one to {number} messages")
         return [self._checked(part) for part in parts] if len(parts) == number else [no_answers] * number
 
-    def _checked(self, answer: Message | None) -> Message | Failure:
-        if answer is None:
-            return NoAnswer("it is not connected, or its answer did not come in time")
+    def _checked(self, answer: Message) -> Message | Failure:
         if answer.kind in (UNPREPARED, NOT_BEGUN, PREPARED, BEGUN):
             return Failure("it starts again and again")
         return Failure(reason_of(answer)) if answer.kind == FAILED else answer

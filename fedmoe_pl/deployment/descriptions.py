@@ -51,6 +51,8 @@ def wait_for(
     while True:
         absent = [client for client in range(num_clients) if client not in present]
         for client, answer in transport.ask(dict.fromkeys(absent, Message("describe")), None).items():
+            if answer is None:
+                continue
             if not (reason := _problem_of(answer, configuration, phases)):
                 descriptions.setdefault(client, answer.values)
                 present.add(client)

@@ -42,12 +42,18 @@ class NodesTransport(Transport):
     def receive(self, ids: Sequence[str]) -> dict[str, Message | str]:
         """The answers to messages that have come, by id; a text says why none will come."""
 
-    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message]:
+    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message | None]:
         """Sends each client its message; looks for new nodes before."""
         self._find()
         of_nodes = {self.nodes[client]: message for client, message in messages.items() if client in self.nodes}
         answers = self._ask_nodes(of_nodes, seconds)
         return {client: answers[node] for client, node in self.nodes.items() if node in answers}
+
+    def why_absent(self, client: int) -> str:
+        """Why no message was sent to a client."""
+        if self.owners and client not in self.owners.values():
+            return "its key is not among the clients' keys"
+        return "it still works on an earlier message" if client in self.nodes else super().why_absent(client)
 
     def _find(self) -> None:
         """Asks new nodes which clients they are, and forgets those that are gone."""
@@ -63,6 +69,8 @@ class NodesTransport(Transport):
         new = sorted(online - {*self.nodes.values(), *self._refused})
         message, notes = Message("describe", {"num_clients": self.num_clients}), dict[int, Message]()
         for node, answer in self._ask_nodes(dict.fromkeys(new, message), _DESCRIBED_WITHIN).items():
+            if answer is None:
+                continue
             client = answer.values.get("client")
             if type(client) is not int or not 0 <= client < self.num_clients:
                 rank_zero_warn(f"a machine that connected is left out, because it is no client: {reason_of(answer)}.")
@@ -81,11 +89,11 @@ class NodesTransport(Transport):
                 self.nodes[client] = node
         self._ask_nodes(notes, NOTED_WITHIN)
 
-    def _ask_nodes(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message]:
-        """Sends each node its message, and collects the answers that come in time."""
+    def _ask_nodes(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message | None]:
+        """Sends each node that owes none its message, and collects the answers; None of those that do not come."""
         self._collect_owed()
         waiting = self.send({node: each for node, each in messages.items() if node not in self._owed}, seconds)
-        answers: dict[int, Message] = {}
+        answers, nodes = dict[int, Message | None](), [*waiting.values()]
         end = None if seconds is None else time.monotonic() + seconds
         while waiting and (end is None or time.monotonic() < end):
             for id, answer in self.receive([*waiting]).items():
@@ -98,7 +106,7 @@ class NodesTransport(Transport):
             if waiting:
                 time.sleep(LOOK)
         self._owed |= {node: id for id, node in waiting.items()}
-        return answers
+        return answers | {node: None for node in nodes if node not in answers}
 
     def _collect_owed(self) -> None:
         """Drops answers that have come too late, and forgets those that cannot come any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -44,6 +45,7 @@ class ClientsPlan(Plan):
         self._requests: dict[int, Tree] | None = None  # those that are not answered yet
         self._announced: dict[int, Message] = {}  # the messages with which clients are trained next
         self._ahead: dict[int, tuple[Message, Message | Failure]] = {}  # those that were sent, with their answers
+        self._unanswered = set[int]()  # clients to which such a message was sent, but which have not answered
 
     def begin(self, training: LocalTraining) -> ClientsPlan:
         """A plan with the phase's initial tensors."""
@@ -92,8 +94,12 @@ class ClientsPlan(Plan):
                 several[client].append(message)
         answers = self.clients.ask_each(self.training, {client: each for client, each in several.items() if each})
         for client, message in announced.items():
-            if several[client][-1] is message and not isinstance(answer := answers[client].pop(), NoAnswer):
-                self._ahead[client] = message, answer
+            if several[client][-1] is message:
+                answer = answers[client].pop()
+                if not isinstance(answer, NoAnswer):
+                    self._ahead[client] = message, answer
+                elif not answer.is_absent:
+                    self._unanswered.add(client)
         return {client: answers[client] for client in messages}
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
@@ -105,6 +111,10 @@ class ClientsPlan(Plan):
         answers |= self.clients.ask(
             self.training, {client: message for client, message in messages.items() if client not in answers}
         )
+        for client in self._unanswered:
+            if isinstance(answer := answers.get(client), Failure):  # it has gone since
+                answers[client] = replace(answer, is_absent=False)
+        self._unanswered = set()
         updates = {
             client: answer if isinstance(answer := answers[client], Failure) else self._update(client, answer)
             for client in messages

@@ -56,8 +56,10 @@ def train_round(
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
         dropped = _dropped(run, phase, drawn, attempt)
         clients = [client for client in drawn if client not in dropped]
-        _count_costs(phase, state, plan, clients, counter, log)
-        combined, written, failed = _train_clients(run, phase, plan, clients, log)
+        tried, added = TransferLog(log.active), _added(state, plan)
+        down = _count_costs(phase, state, plan, clients, added, counter, tried)
+        combined, written, failed = _train_clients(run, phase, plan, clients, added, tried)
+        _count_down(state, down, failed, tried, log)
         state.failed += len(dropped) + len(failed)
         failures.report(phase, state.round + 1, failed)
         answered = [client for client in clients if client not in failed]
@@ -111,33 +113,56 @@ def _count_costs(
     state: PhaseState,
     plan: Plan,
     clients: Sequence[int],
+    added: Tree,
     counter: FlopCounter | None,
     log: TransferLog,
-) -> None:
-    """Counts what is sent before the training of the clients, and its operations."""
-    count_sent(phase.algorithm, state, plan, clients, log)
+) -> dict[int, Traffic]:
+    """Counts requests and the operations of training; returns what each client is to be sent."""
+    down = count_sent(phase.algorithm, state, plan, clients, log)
+    for client in clients if added else ():
+        down[client] = down.get(client, Traffic()) + Traffic.of(added)
+        log.add("down", client, added)
     if counter is not None:  # it trains a client for a batch, which may never end
         count = partial(counter.of_round, state.server, clients, readable(state.clients), state.round)
         with one_thread():
             operations = guarded(count, plan.training.client_timeout)
         state.flops += math.nan if isinstance(operations, Failure) else operations
+    return down
 
 
-def count_sent(algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog) -> None:
-    """Counts requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
+def _count_down(
+    state: PhaseState, down: Mapping[int, Traffic], failed: Mapping[int, Failure], tried: TransferLog, log: TransferLog
+) -> None:
+    """Counts what was sent to clients, and adds it to the log; nothing was sent to one that is not connected."""
+    absent = {client for client, failure in failed.items() if failure.is_absent}
+    for client, traffic in down.items():
+        if client not in absent:
+            state.add_traffic("down", traffic)
+    log.transfers += [each for each in tried.transfers if each.direction != "down" or each.client not in absent]
+
+
+def count_sent(
+    algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog
+) -> dict[int, Traffic]:
+    """Counts requests; returns what the server is to send: nothing if clients train alone, a checkpoint's result once.
+
+    Both are in the log.
+    """
+    down: dict[int, Traffic] = {}
     if not algorithm.federated or (not state.server_learns and state.round > 0):
-        return
+        return down
     for client, request in plan.requests(state.server, clients, state.clients, state.round).items():
         with one_thread():
             answer = algorithm.server_send(state.server, client, request)
         state.add_traffic("up", Traffic.of(request))
-        state.add_traffic("down", Traffic.of(answer))
+        down[client] = Traffic.of(answer)
         log.add("requests", client, request)
         log.add("down", client, answer)
+    return down
 
 
 def _train_clients(
-    run: Run, phase: Phase, plan: Plan, clients: Sequence[int], log: TransferLog
+    run: Run, phase: Phase, plan: Plan, clients: Sequence[int], added: Tree, log: TransferLog
 ) -> tuple[Update | None, dict[int, Any], dict[int, Failure]]:
     """Trains clients: their combined update, None if all failed, what the store has written, and why some failed."""
     state, failures = run.states[phase.name], run.failures
@@ -146,10 +171,6 @@ def _train_clients(
     failed: dict[int, Failure] = {}
     aggregation = plan.training.aggregation
     combine = phase.algorithm.combine if aggregation is None else aggregation.combine
-    added = _added(state, plan)
-    for client in clients if added else ():
-        state.add_traffic("down", Traffic.of(added))
-        log.add("down", client, added)
     for group in plan.train({**state.server, **added}, clients, state.clients, state.round) if clients else ():
         failures.stop(phase, state.round + 1, group.failed)
         if group.update is not None:

@@ -107,13 +107,21 @@ def test_a_node_that_owed_an_answer_when_it_went_gets_messages_when_it_comes_aga
     assert ask(network)
 
 
-def test_an_error_is_no_answer_and_ends_the_wait():
+def test_a_client_that_got_a_message_has_an_entry_whether_it_answers_or_not():
     network = Network({10: 0, 20: 1})
     network.ask({}, None)
     network.silent = {10}
-    network.late[f"{len(network.sent)}"] = "Node unavailable"
+    network.late[f"{len(network.sent)}"] = "Node unavailable"  # which ends the wait
     answers = network.ask({0: Message("train"), 1: Message("train")}, None)
-    assert [*answers] == [1]
+    assert answers[0] is None and answers[1].kind == "answer"
+    assert network.ask({0: Message("train")}, 0) == {0: None}
+    assert network.ask({0: Message("train")}, 0) == {}  # it still owes an answer, so that it gets no message
+
+
+def test_a_client_without_a_key_is_away_for_that_reason():
+    network = Network({10: 0}, owners={10: 0})
+    assert network.why_absent(0) == "it is not connected"
+    assert network.why_absent(1) == "its key is not among the clients' keys"
 
 
 def test_a_silent_stranger_does_not_stop_the_others():

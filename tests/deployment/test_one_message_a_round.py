@@ -8,13 +8,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.deployed import Passing, deploy, federation, kept_by, participants, with_hostile
-from helpers.methods import METHODS, data
+from helpers.deployed import Passing, deploy, federation, kept_by, participants, parts_of, with_hostile
+from helpers.methods import METHODS, data, ledger
 from helpers.runs import assert_same
 
 from fedmoe_pl import ClientFailures, Evaluate, Select
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.callbacks import FederationCallback, TrafficLedger
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.messages import ANSWERS, FAILED, SEVERAL, answers_in
 from fedmoe_pl.deployment.participant import ReportingParticipant
@@ -66,6 +66,42 @@ def test_the_model_goes_to_a_client_once_a_round(tmp_path):
     *_, begun = (i for i, message in enumerate(messages) if message.kind == "begin")
     messages = messages[begun + 1 :]
     assert sum(name in message.tensors for message in messages) == ROUNDS + 2  # the last evaluation, and the result
+
+
+class Unanswered(Passing):
+    """A client gets one message to train in the second round, but does not answer, or is not connected then."""
+
+    def __init__(self, participants, away):
+        super().__init__(participants)
+        self.away = away  # or busy with the message
+
+    def ask(self, messages, seconds):
+        of_training = {
+            client
+            for client, message in messages.items()
+            if client == 0 and any((part.kind, part.values.get("round")) == ("train", 1) for part in parts_of(message))
+        }
+        reached = {client: each for client, each in messages.items() if client not in of_training or not self.away}
+        self.away |= bool(of_training)
+        answers = super().ask(reached, seconds)
+        return {client: None if client in of_training else answer for client, answer in answers.items()}
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("evaluate", [False, True])  # with an evaluation, in whose message training rides
+def test_what_was_sent_is_counted_whether_a_client_answers_or_not(away, evaluate, tmp_path):
+    method = method_of("FedAvg", evaluate=evaluate)
+    transport = Unanswered(participants(method, data(), tmp_path, **OF_TRAINER), away)
+    with pytest.warns(UserWarning) as warned:
+        deployed = deploy(method, data(), tmp_path, transport, callbacks=[TrafficLedger()], **OF_TRAINER)
+    assert "round 2: client 0 is left out" in str(warned[-1].message)
+    sizes = Counter()
+    for row in ledger(deployed):
+        if row["direction"] == "down":
+            sizes[int(row["round"]), int(row["client"])] += int(row["bytes"])
+    assert (2, 0) in sizes or away
+    assert len(sizes) == ROUNDS * len(CLIENTS) - away and len({*sizes.values()}) == 1
+    assert deployed.run.states["it"].traffic["bytes_down"] == sum(sizes.values())
 
 
 def test_a_part_gets_its_own_tensors(tmp_path):
