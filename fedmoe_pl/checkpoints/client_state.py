@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -95,7 +96,7 @@ class StatesOnDisk(Mapping[int, Tree]):
         return tree
 
     def __contains__(self, client: object) -> bool:
-        return client in range(len(self.versions)) and bool((self.versions[client] >= 0).any())
+        return client in range(len(self.versions)) and bool((self.versions[cast(int, client)] >= 0).any())
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.versions >= 0).any(1).nonzero().flatten().tolist())

@@ -98,9 +98,10 @@ class FileStore(Store):
 
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> StatesOnDisk:
         """Refers to the same files if they are in this store's folder, else writes new ones."""
-        is_own = isinstance(kept, StatesOnDisk) and kept.files.folder == self.files.folder
         nothing = torch.full((self.num_clients, 1), -1)
-        phases, versions = (kept.phases, kept.versions) if is_own else ([], nothing[:, :0])
+        phases, versions, is_own = [], nothing[:, :0], False
+        if isinstance(kept, StatesOnDisk) and kept.files.folder == self.files.folder:
+            phases, versions, is_own = kept.phases, kept.versions, True
         if (phase, None) not in phases[-1:]:
             phases, versions = [*phases, (phase, None)], torch.cat((versions, nothing), dim=1)
         adopted = StatesOnDisk(self.files, phases, versions)
