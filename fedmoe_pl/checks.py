@@ -15,6 +15,8 @@ MOST_COUNTED = 1_000_000_000
 """The most rounds, epochs, samples in a batch, and the like: more would not end, or not fit into 64 bits."""
 MOST_UNITS = 1_000_000
 """The most classes, and the most numbers in a tensor's shape or a list, of a message."""
+MOST_EXPERTS = 10_000
+"""The most experts or clusters of a model: a number with too many zeros would take all memory of the machine."""
 _LONGEST_NAME = 200  # bytes; a file's name has at most 255, and some have a suffix
 
 

@@ -72,6 +72,9 @@ MIXTURES = [
     ("expert", partial(SparseMoE, Embedding(), nn.LazyLinear(3))),
     ("expert", partial(SparseMoE, Embedding(), nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)))),
     ("mixing", partial(SparseMoE, Embedding(), small_expert(), mixing="probabilities")),
+    ("num_clusters", lambda: ClusteredMoE(small_expert(), num_clusters=10**9)),
+    ("num_experts", lambda: PooledMoE(Expert(), num_experts=10**9)),
+    ("num_experts", lambda: SparseMoE(Embedding(), small_expert(), num_experts=[2, 10**9])),
 ]
 TASKS = [
     ("mixing", {"mixing": "logit"}),

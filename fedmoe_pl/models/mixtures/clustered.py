@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
@@ -72,6 +72,7 @@ class ClusteredMoE(MixtureOfExperts):
         if clusters_share_fc and not _convolutions(global_expert):
             reason = "without convolutions, all clusters would start equal"
             raise InvalidArgumentError(self, "clusters_share_fc", True, "False", reason)
+        check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
         self.num_clusters = num_clusters
         self.clusters_share_fc = clusters_share_fc
         self.global_experts = nn.ModuleList(copy.deepcopy(global_expert) for _ in range(num_clusters))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -47,6 +47,7 @@ class PooledMoE(MixtureOfExperts):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
         check_at_least(self, "top_k", top_k, 1, num_experts)
         self.num_experts = self.gate_width = num_experts
         self.top_k = top_k

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.checks import InvalidArgumentError, check_number
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.linear import ProxyGate
@@ -86,6 +86,8 @@ class SparseMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(**kwargs)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
+        for number in numbers:
+            check_at_least(self, "num_experts", number, 1, MOST_EXPERTS)
         check_number(self, "load_balancing", load_balancing, least=0)
         if any(map(is_lazy, expert.parameters())) or layer_without_reset(expert) is not None:
             reason = "every expert draws its own, by the layers' reset_parameters"
