@@ -288,6 +288,11 @@ class Algorithm:
         """
         return of_module({**received(self, server, client.id, client.state), **client.state})
 
+    @property
+    def aggregates(self) -> bool:
+        """Whether the server combines what clients send; by default, if they share anything."""
+        return self.federated
+
 
 def check_copies(module: LightningModule, parts: Mapping[str, str]) -> None:
     """Refuses a part that cannot start as a copy of another one; ``parts`` has the original of each."""

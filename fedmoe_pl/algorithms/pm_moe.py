@@ -73,6 +73,11 @@ class PMMoE(Algorithm):
             )
         return pool
 
+    @property
+    def aggregates(self) -> bool:
+        """No: the server only hands the classifiers on."""
+        return False
+
     def client_request(self, client_id: int, state: Tree) -> Tree:
         """The client's classifier, which it sends for the pool."""
         return with_prefix(subtree(state, _CLASSIFIER), _CLASSIFIER)

@@ -167,7 +167,7 @@ class Phase:
     @property
     def evaluation_points(self) -> list[EvaluationPoint]:
         """The points of a round at which the phase is evaluated; ``select`` reads the first one."""
-        usual: EvaluationPoint = self.algorithm.evaluated_after if self.algorithm.federated else "local_training"
+        usual: EvaluationPoint = self.algorithm.evaluated_after if self.algorithm.aggregates else "local_training"
         if self.evaluation.after == "both":
             return sorted(get_args(EvaluationPoint), key=lambda point: point != usual)
         return [self.evaluation.after or usual]
@@ -220,7 +220,7 @@ class Phase:
         evaluation = self.evaluation
         if evaluation.after is not None:
             evaluation_points = (
-                (*get_args(EvaluationPoint), "both") if self.algorithm.federated else ("local_training",)
+                (*get_args(EvaluationPoint), "both") if self.algorithm.aggregates else ("local_training",)
             )
             check_choice(str(self), "evaluate.after", evaluation.after, evaluation_points)
         if evaluation.every_n_epochs is not None and (self.rounds > 1 or self.algorithm.federated):

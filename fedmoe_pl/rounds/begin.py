@@ -170,7 +170,7 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
 
 def _evaluates_trained(phase: Phase) -> bool:
     """Whether a phase with aggregation is evaluated after local training."""
-    return phase.evaluate and phase.algorithm.federated and "local_training" in phase.evaluation_points
+    return phase.evaluate and phase.algorithm.aggregates and "local_training" in phase.evaluation_points
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:

@@ -143,3 +143,9 @@ def test_equal_weights_are_an_ensemble_that_needs_no_training(tmp_path):
     x, module = blobs().x, run.client_module("PM-MoE", 1)
     features = module.local_expert.extractor(x)
     torch.testing.assert_close(module(x), sum(head(features) for head in module.pool) / 3)
+
+
+def test_nothing_is_aggregated_so_that_models_are_those_after_local_training(whole):
+    state = whole.run.states["PM-MoE"]
+    assert [evaluation.evaluation_point for evaluation in state.evaluations] == ["after local training"]
+    assert not any(name.startswith("trained/") for tree in state.clients.values() for name in tree), "kept once"
