@@ -28,7 +28,8 @@ from kills import end, forked, same
 from fedmoe_pl import ClientFailures, Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federation
+from fedmoe_pl.checkpoints.client_state import RemoteStates
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.connection import free_port
@@ -103,12 +104,12 @@ def proxy(port: int, server: int) -> None:
 
 def content(folder: Path, root: str) -> dict[str, Any]:
     """What the server and the clients have at the end."""
-    (path,) = (folder / root).glob(f"{NAME}/version_0/checkpoints/finished/{PHASE}.ckpt")
-    state = torch.load(path, weights_only=True)["state"]
-    kept = state["clients"]
-    if "files" in kept:
-        kept = {client: kept_at_client(folder, client, files) for client, files in kept["files"].items()}
-    return {"server": state["server"], "kept": dict(kept)}
+    (path,) = (folder / root).glob(f"{NAME}/version_0/checkpoints/last.ckpt")
+    state = load_federation(path)["phases"][PHASE]
+    kept = state.clients
+    if isinstance(kept, RemoteStates):
+        kept = {client: kept_at_client(folder, client, files) for client, files in kept.files.items()}
+    return {"server": state.server, "kept": dict(kept)}
 
 
 def kept_at_client(folder: Path, client: int, files: Any) -> dict[str, torch.Tensor]:

@@ -60,10 +60,10 @@ def unwritable(path: Path, error: OSError) -> MisconfigurationException:
     return MisconfigurationException(f"'{path}' cannot be written: {error.strerror or error}.")
 
 
-def cannot_be_made(folder: Path, error: OSError) -> MisconfigurationException:
+def cannot_be_made(folder: Path, error: Exception) -> MisconfigurationException:
     """The exception for a folder of runs that cannot be made."""
     return MisconfigurationException(
-        f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
+        f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({getattr(error, 'strerror', error)})."
     )
 
 

@@ -96,6 +96,7 @@ def _located(class_path: str) -> Any:
 
 def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
     """What is said of an unknown argument of a class, or of a command."""
+    class_type = class_type if isinstance(class_type, type) else None  # not a union of several
     if class_type is not None:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(class_type, fail_untyped=False)

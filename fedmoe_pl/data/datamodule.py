@@ -108,6 +108,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         check_at_least(self, "batch_size", batch_size, 1)
+        check_at_least(self, "partition_seed", partition_seed, 0, highest=None)
         for name, fraction, most in (
             ("test_fraction", test_fraction, 1.0),
             ("validation_fraction", validation_fraction, 1 - test_fraction),

@@ -200,7 +200,7 @@ def _make_folder(runs: Path) -> Path:
             folder.mkdir(parents=True)
         except FileExistsError:  # of a run that began at the same time
             continue
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter of a name with a zero byte
             raise cannot_be_made(folder, error) from error
         return folder
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, load_federation, ROWS
 from fedmoe_pl.deployment.own_files import read_own
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
@@ -105,9 +105,9 @@ class Deployment:
                 process.terminate()
                 process.wait(timeout=60)
 
-    def finished(self, root: str, phase: str) -> dict:
-        (path,) = (self.folder / root).glob(f"*/version_0/checkpoints/finished/{phase}.ckpt")
-        return torch.load(path, weights_only=True)["state"]
+    def states(self, root: str) -> dict:
+        (path,) = (self.folder / root).glob("*/version_0/checkpoints/last.ckpt")
+        return load_federation(path)["phases"]
 
 
 @pytest.fixture
@@ -128,19 +128,19 @@ def assert_same_as_simulation(deployed: Deployment) -> None:
         "simulation", "fit", "--config", str(deployed.config), "--federation.default_root_dir", "simulation"
     )
     assert simulation.wait(timeout=WITHIN) == 0, deployed.log("simulation")
-    for path in (deployed.folder / "simulation").glob("*/version_0/checkpoints/finished/*.ckpt"):
-        simulated, there = deployed.finished("simulation", path.stem), deployed.finished("runs", path.stem)
-        assert simulated["server"].keys() == there["server"].keys()
-        for name, tensor in simulated["server"].items():
-            assert torch.equal(tensor, there["server"][name]), (path.stem, name)
+    there = deployed.states("runs")
+    for phase, simulated in deployed.states("simulation").items():
+        assert simulated.server.keys() == there[phase].server.keys()
+        for name, tensor in simulated.server.items():
+            assert torch.equal(tensor, there[phase].server[name]), (phase, name)
         for client in range(deployed.clients):
-            expected = simulated["clients"].get(client, {})
+            expected = simulated.clients.get(client, {})
             (folder,) = deployed.folder.glob(f"client {client}/*/client_{client}/*/{CLIENT_STATES}")
             kept = {}
-            for phase, number, names in there["clients"]["files"].get(client, []):
-                kept |= read_own(folder, phase, client, number, names)
-            assert kept.keys() == expected.keys(), (path.stem, client)
-            assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items()), (path.stem, client)
+            for of_phase, number, names in there[phase].clients.files.get(client, []):
+                kept |= read_own(folder, of_phase, client, number, names)
+            assert kept.keys() == expected.keys(), (phase, client)
+            assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items()), (phase, client)
 
 
 def test_five_methods_end_with_the_bits_of_a_simulation(deployment):
