@@ -62,8 +62,9 @@ def unwritable(path: Path, error: OSError) -> MisconfigurationException:
 
 def cannot_be_made(folder: Path, error: Exception) -> MisconfigurationException:
     """The exception for a folder of runs that cannot be made."""
+    reason = getattr(error, "strerror", error)
     return MisconfigurationException(
-        f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({getattr(error, 'strerror', error)})."
+        f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({reason})."
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, load_federation, ROWS
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federation
 from fedmoe_pl.deployment.own_files import read_own
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
