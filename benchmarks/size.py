@@ -10,11 +10,11 @@
   end.
 * ``large``: the same with 110 million frozen parameters, as many as BERT-base, and 10 clients.
 
-Both sides start with the same weights and draw the same batches. The bare loop holds one model, and keeps in memory what
-each client has alone; it writes nothing. Each side is a process of its own, with one thread, in turns. Times leave out
-imports and making the data. Files are those of the run's folder, beside what differs: the server's tensors, what each
-client has alone, and the frozen base once. ``distance`` is that of both sides' last global tensors, relative to their
-length; batch normalization lets rounding grow.
+Both sides start with the same weights and draw the same batches. The bare loop holds one model, and keeps in memory
+what each client has alone; it writes nothing. Each side is a process of its own, with one thread, in turns. Times
+leave out imports and making the data. Files are those of the run's folder, beside what differs: the server's tensors,
+what each client has alone, and the frozen base once. ``distance`` is that of both sides' last global tensors,
+relative to their length; batch normalization lets rounding grow.
 """
 
 from __future__ import annotations
