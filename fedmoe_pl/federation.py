@@ -25,7 +25,7 @@ from fedmoe_pl.commands.export import export_clients
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
+from fedmoe_pl.deployment.serve_and_join import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
 from fedmoe_pl.evaluation.outputs import ClientModule

@@ -9,8 +9,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import MOST_COUNTED, check_at_least
-from fedmoe_pl.deployment.commands import module_of_flower
-from fedmoe_pl.deployment.processes import private
+from fedmoe_pl.deployment.serve_and_join import module_of_flower, private
 
 
 def provision_parser() -> ArgumentParser:

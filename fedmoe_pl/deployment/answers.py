@@ -16,8 +16,8 @@ from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import weight_of
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
-from fedmoe_pl.deployment.clients import AtClient
 from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.remote_clients import AtClient
 from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation
 from fedmoe_pl.evaluation.metrics import measures_loss, names_of
 from fedmoe_pl.models import MixtureOfExperts
@@ -31,8 +31,6 @@ def cannot_be_used(what: str, error: Exception) -> Failure:
 
 def update_of(answer: Message, training: LocalTraining, client: int) -> Update | Failure:
     """A client's update."""
-    if answer.kind != "update":
-        return Failure("its answer is no update")
     weight, aggregation, initial = answer.values["weight"], training.aggregation, training.of(client).initial
     if weight != (expected := _weight_of(training, client)):
         return Failure(f"its weight is {weight}, but must be {expected}, as its samples say")
@@ -73,19 +71,13 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
     return ""
 
 
-def kept_of(answer: Message) -> AtClient | Failure:
-    """What a client says that it keeps."""
-    if answer.kind != "kept":
-        return Failure("its answer does not say whether it keeps anything")
-    return AtClient(answer.values["keeps"])
-
-
 def evaluation_of(answer: Message, training: LocalTraining, client: int) -> ClientEvaluation | Failure:
     """A client's evaluation; arguments as in :func:`update_of`."""
     values, weights, names = answer.values, answer.tensors.get("gate_weights"), _metric_names(training, client)
-    fits = answer.kind == "evaluation" and values["metrics"].keys() == {*names}
-    if not fits or not (weights is None or _are_weights(weights, training.of(client).module)):
-        return Failure("its answer is no evaluation")
+    if values["metrics"].keys() != {*names}:
+        return Failure(f"its metrics must be {', '.join(names) or 'none'}")
+    if weights is not None and not _are_weights(weights, training.of(client).module):
+        return Failure("its gate_weights are none of its model's gate")
     of_client = {name: values[name] for name in (*METRICS, "validation_loss", "has_global_expert")}
     of_client |= {"metrics": {name: values["metrics"][name] for name in names}, "gate_weights": weights}
     return ClientEvaluation(client, len(training.datamodule.train_samples[client]), **of_client)

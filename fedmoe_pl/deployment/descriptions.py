@@ -19,8 +19,8 @@ from fedmoe_pl.checkpoints.configuration import configuration as configuration_o
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
-from fedmoe_pl.deployment.clients import Transport, one_line, reason_of
-from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.messages import Message, one_line, problem_of_answer
+from fedmoe_pl.deployment.transport import Transport
 from fedmoe_pl.evaluation.outputs import described_batches
 from fedmoe_pl.setup.data import set_up
 
@@ -104,8 +104,8 @@ def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> st
 
 def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
     """Why an answer describes no client, or one with other settings, without a full stop; empty if it fits."""
-    if answer.kind != "description":
-        return reason_of(answer)
+    if problem := problem_of_answer("describe", answer):
+        return problem
     try:
         change = _other_settings(configuration, answer.values, phases)
     except Exception:  # whatever a client has sent

@@ -14,9 +14,8 @@ from flwr.app import RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.deployment.clients import one_line
 from fedmoe_pl.deployment.connection import Security, free_port, has_tls, problem_of_tls, tls_context
-from fedmoe_pl.deployment.flower import packed, unpacked
+from fedmoe_pl.deployment.flower import child, packed, unpacked
 from fedmoe_pl.deployment.flower_inside import (
     FLEET,
     STILL_CONNECTED,
@@ -26,9 +25,8 @@ from fedmoe_pl.deployment.flower_inside import (
     reason_in,
     supernode_command,
 )
-from fedmoe_pl.deployment.messages import FAILED, LEAVES, BadMessageError, Message
-from fedmoe_pl.deployment.nodes import LOOK
-from fedmoe_pl.deployment.processes import child
+from fedmoe_pl.deployment.messages import FAILED, LEAVES, BadMessageError, Message, one_line
+from fedmoe_pl.deployment.transport import LOOK
 
 _REFUSED_FOR = 120.0  # Flower refuses a node for a minute after its process was killed
 _SECONDS_BETWEEN_LOOKS = 10.0  # while there is nothing to answer

@@ -15,11 +15,10 @@ import httpx
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.deployment.connection import Security, local_address, split_address, tls_context
-from fedmoe_pl.deployment.flower import FlowerTransport
+from fedmoe_pl.deployment.flower import FlowerTransport, child
 from fedmoe_pl.deployment.flower_inside import HEALTH, grid_of_run, reason_in, register, superlink_command
 from fedmoe_pl.deployment.flower_keys import public_keys
-from fedmoe_pl.deployment.nodes import LOOK
-from fedmoe_pl.deployment.processes import child
+from fedmoe_pl.deployment.transport import LOOK
 
 _LINK_STARTS_WITHIN = 120.0
 

@@ -11,19 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmoe_pl.deployment.schema import DTYPES, HEADER, problem_of_values
+from fedmoe_pl.deployment.schema import ANSWER_TO, DTYPES, HEADER, problem_of_values
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
 """Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first; it is none of the
 federation's clients, and ends."""
-NOTE = "note"
-"""Kind of a message whose ``text`` the client shows whoever runs it."""
-PREPARED, BEGUN = "prepared", "begun"
-"""Kinds of answers to ``prepare`` and ``begin``."""
 SEVERAL, ANSWERS = "several", "answers"
 """Kinds of a message that stands for several, and of the answer to it."""
-_PARTS = {SEVERAL: ("evaluate", "train"), ANSWERS: ("evaluation", "update", FAILED)}
+_LONGEST = 1000  # characters of a client's reason
 _SIZE = 8  # bytes of the header's length
 _LONGEST_HEADER = 2**21  # bytes; enough for the names of 10,000 tensors
 
@@ -95,6 +91,8 @@ class Message:
 
 def joined(messages: Sequence[Message]) -> Message:
     """One message for several, which agree in tensors of the same name; each has the names of its own, or gets all."""
+    if len(messages) == 1:
+        return messages[0]
     tensors: Tree = {}
     for each in messages:
         tensors |= each.tensors
@@ -105,14 +103,12 @@ def joined(messages: Sequence[Message]) -> Message:
 
 def answer_each(message: Message, answer: Callable[[Message], Message]) -> Message:
     """Answers the messages that one stands for, in order; if one needs another message before it, with that alone."""
-    answers = list[Message]()
+    answers, tensors = list[Message](), Tree()
     for kind, values, names in message.values["parts"]:
         of_part = message.tensors if names is None else {n: message.tensors[n] for n in names if n in message.tensors}
-        part = _part(SEVERAL, kind, values, of_part)
-        answers.append(part if part.kind == FAILED else answer(part))
+        answers.append(answer(Message(kind, values, of_part)))
         if answers[-1].kind in (UNPREPARED, NOT_BEGUN):
             return answers[-1]
-    tensors: Tree = {}
     for i, each in enumerate(answers):
         tensors |= with_prefix(each.tensors, f"{i}/")
     return Message(ANSWERS, {"parts": [[each.kind, each.values] for each in answers]}, tensors)
@@ -120,17 +116,21 @@ def answer_each(message: Message, answer: Callable[[Message], Message]) -> Messa
 
 def answers_in(answer: Message) -> list[Message]:
     """The answers that one stands for."""
-    return [
-        _part(ANSWERS, kind, values, subtree(answer.tensors, f"{i}/"))
-        for i, (kind, values) in enumerate(answer.values["parts"])
-    ]
+    parts = enumerate(answer.values["parts"])
+    return [Message(kind, values, subtree(answer.tensors, f"{i}/")) for i, (kind, values) in parts]
 
 
-def _part(whole: str, kind: str, values: dict[str, Any], tensors: Tree) -> Message:
-    """A part of a message; a failure without tensors if such a message has no such part."""
-    allowed = kind in _PARTS[whole]
-    problem = problem_of_values(kind, values) if allowed else f"its part is of the kind {kind[:100]!r}, which is odd"
-    return Message(FAILED, {"reason": problem}) if problem else Message(kind, values, tensors)
+def problem_of_answer(kind: str, answer: Message) -> str:
+    """Why an answer is none to a message of this kind, in a few words; empty if it is one."""
+    if answer.kind in (FAILED, LEAVES):
+        return one_line(answer.values.get("reason") or "it gives no reason")
+    return "" if answer.kind == ANSWER_TO[kind] else f"its answer to '{kind}' is '{one_line(answer.kind)}'"
+
+
+def one_line(text: str) -> str:
+    """What another machine has sent as a text, on one line that is not too long, without a terminal's commands."""
+    start = "".join(letter if letter.isprintable() else " " for letter in text[: 10 * _LONGEST])
+    return " ".join(start.split())[:_LONGEST]
 
 
 def is_same(a: Message, b: Message) -> bool:

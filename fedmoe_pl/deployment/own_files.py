@@ -8,8 +8,8 @@ from typing import NamedTuple
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES
 from fedmoe_pl.checkpoints.client_state import File, Names, RemoteStates, read_tree, selected, write_tree
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.deployment.clients import files_of
 from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.deployment.remote_clients import files_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import sources
 from fedmoe_pl.rounds.begin import begin_phase

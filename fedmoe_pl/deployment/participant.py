@@ -24,22 +24,18 @@ from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
-from fedmoe_pl.deployment.clients import one_line, reason_of
 from fedmoe_pl.deployment.descriptions import check_same, described, own_data
 from fedmoe_pl.deployment.messages import (
-    ANSWERS,
-    BEGUN,
     FAILED,
     LEAVES,
     NOT_BEGUN,
-    NOTE,
-    PREPARED,
     SEVERAL,
     UNPREPARED,
     BadMessageError,
     Message,
     answer_each,
-    answers_in,
+    one_line,
+    problem_of_answer,
 )
 from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.evaluation.clients import evaluate_clients
@@ -85,10 +81,34 @@ class Participant:
         self._phase = ""
         self._plan: Plan | None = None
         self._own: OwnFiles
+        self._said_phase, self._said = "", set[str]()
         self._initial_server: Tree = {}  # what the server need not send to clients that train alone
 
     def answer(self, message: Message) -> Message:
-        """Answers a message; an exception becomes an answer that says what failed."""
+        """Answers a message, and tells whoever runs the client what goes on, each thing once."""
+        if message.kind == SEVERAL:
+            return answer_each(message, self.answer)
+        if message.kind == "note":
+            self._say(f"the server says: {one_line(message.values['text'])}")
+            return Message("noted")
+        phase = one_line(message.values.get("phase", self._said_phase))
+        if phase != self._said_phase:
+            self._said_phase, self._said = phase, set()
+            self._say(f"phase '{phase}'")
+        answer = self._answer(message)
+        if answer.kind == "description":
+            self._say(f"client {self.client} has described its data to the server")
+        if answer.kind == FAILED:
+            self._say(f"this client has failed: {problem_of_answer(message.kind, answer)}")
+        return answer
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(f"join: {text}.")
+
+    def _answer(self, message: Message) -> Message:
+        """The answer; an exception becomes one that says what failed."""
         answers: dict[str, Callable[[Message], Message]] = {
             "describe": self._describe,
             "prepare": self._prepare,
@@ -100,8 +120,6 @@ class Participant:
             "exchange": self._exchange,
             "finish": self._finish,
         }
-        if message.kind == SEVERAL:
-            return answer_each(message, self.answer)
         if message.kind not in answers:
             return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
         try:
@@ -167,7 +185,7 @@ class Participant:
         self.run.folder = self._files
         self.run.writer = CheckpointWriter(checkpoint)
         self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}
-        return Message(PREPARED)
+        return Message("prepared")
 
     def _begin(self, message: Message) -> Message:
         """Plans a phase with the tensors that it starts from."""
@@ -188,7 +206,7 @@ class Participant:
         self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
         self._remember("phase", message)
-        return Message(BEGUN)
+        return Message("begun")
 
     @property
     def checkpoint(self) -> Path | None:
@@ -281,47 +299,6 @@ class Participant:
     def _check_exchanges(self) -> None:
         if self._training.algorithm.exchange is None:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
-
-
-class ReportingParticipant:
-    """Answers as a participant does, and tells whoever runs the client what goes on, each thing once."""
-
-    def __init__(self, participant: Participant) -> None:
-        self.participant = participant
-        self._phase = ""
-        self._said = set[str]()
-
-    def answer(self, message: Message) -> Message:
-        """Answers a message."""
-        if message.kind == NOTE:
-            self._say(f"join: the server says: {one_line(message.values['text'])}.")
-            return Message("noted")
-        if message.kind == SEVERAL:
-            return self._said_of_parts(answer_each(message, self.answer))
-        phase = one_line(message.values.get("phase", self._phase))
-        if phase != self._phase:
-            self._phase, self._said = phase, set()
-            rank_zero_info(f"join: phase '{phase}'.")
-        answer = self.participant.answer(message)
-        if answer.kind == "description":
-            self._say(f"join: client {self.participant.client} has described its data to the server.")
-        self._say_failure(answer)
-        return answer
-
-    def _said_of_parts(self, answer: Message) -> Message:
-        """Says why parts have failed that were refused before they were answered."""
-        for part in answers_in(answer) if answer.kind == ANSWERS else []:
-            self._say_failure(part)
-        return answer
-
-    def _say_failure(self, answer: Message) -> None:
-        if answer.kind == FAILED:
-            self._say(f"join: this client has failed: {reason_of(answer)}.")
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            rank_zero_info(text)
 
 
 def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:

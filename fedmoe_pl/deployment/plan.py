@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
+from fedmoe_pl.algorithms.algorithm import needs_server_state
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import (
     Backend,
@@ -19,9 +19,9 @@ from fedmoe_pl.backends import (
     one_thread,
 )
 from fedmoe_pl.backends.backend import fold, group_update
-from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, out_of_proportion, problem_of, update_of
-from fedmoe_pl.deployment.clients import AtClient, Clients, NoAnswer, files_of
+from fedmoe_pl.deployment.answers import cannot_be_used, out_of_proportion, problem_of, update_of
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
+from fedmoe_pl.deployment.remote_clients import AtClient, Clients, NoAnswer, files_of
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
 
 
@@ -59,9 +59,9 @@ class ClientsPlan(Plan):
         """Asks the clients, if the algorithm has requests; one without a request that can be met asks for nothing."""
         if self.training.algorithm.client_request is None:
             return {client: {} for client in clients}
-        answers = self._ask("request", {client: {} for client in clients}, kept, round)
+        messages = self._messages("request", {client: {} for client in clients}, kept, round)
         requests = {}
-        for client, answer in answers.items():
+        for client, answer in self.clients.ask(self.training, messages).items():
             requests[client] = {} if isinstance(answer, Failure) else answer.tensors
             try:
                 self.training.algorithm.server_send(server, client, requests[client])
@@ -154,11 +154,10 @@ class ClientsPlan(Plan):
             for sender, of_sender in of_senders.items():
                 received |= with_prefix(of_parts(given[sender], of_sender), f"{sender}.")
             sent[client] = of_server, received
-        written = self._ask("exchange", {client: {**a, **b} for client, (a, b) in sent.items()}, kept, round)
-        for client, answer in written.items():
-            keeps = answer if isinstance(answer, Failure) else kept_of(answer)
-            if isinstance(keeps, AtClient):  # the others keep what they kept
-                yield client, keeps, *sent[client]
+        messages = self._messages("exchange", {client: {**a, **b} for client, (a, b) in sent.items()}, kept, round)
+        for client, answer in self.clients.ask(self.training, messages).items():
+            if not isinstance(answer, Failure):  # the others keep what they kept
+                yield client, AtClient(answer.values["keeps"]), *sent[client]
 
     def sent(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What each client receives: the answer to its last request, or to a new one, and what the aggregation adds.
@@ -176,24 +175,26 @@ class ClientsPlan(Plan):
                 sent[client] = {**self.training.algorithm.server_send(server, client, request), **added}
         return sent
 
-    def _ask(
-        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, **values: Mapping[int, Any]
-    ) -> dict[int, Message | Failure]:
-        """Sends clients messages of this phase; arguments as in ``_messages``."""
-        return self.clients.ask(self.training, self._messages(kind, tensors, kept, round, **values))
+    def about_result(
+        self, kind: str, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
+    ) -> dict[int, Message]:
+        """Messages with all that clients need to make their models: what they would receive, or the server's state.
+
+        An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation.
+        """
+        if needs_server_state(self.training.algorithm):
+            sent = dict.fromkeys(clients, server)
+        else:
+            sent = self.sent(server, clients, kept, round)
+        return self._messages(kind, sent, kept, round)
 
     def _messages(
-        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, **values: Mapping[int, Any]
+        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int
     ) -> dict[int, Message]:
-        """Messages of this phase to clients, each with its tensors and its values of other names."""
-        common: dict[str, Any] = {"phase": self.training.phase, "round": round}
+        """Messages of this phase to clients, each with its tensors and the files that it goes on from."""
+        values = {"phase": self.training.phase, "round": round}
         return {
-            client: Message(
-                kind,
-                {**common, "kept": files_of(kept, client), **{name: each[client] for name, each in values.items()}},
-                tree,
-            )
-            for client, tree in tensors.items()
+            client: Message(kind, {**values, "kept": files_of(kept, client)}, tree) for client, tree in tensors.items()
         }
 
     def _update(self, client: int, answer: Message) -> Update | Failure:
@@ -232,8 +233,11 @@ class ClientsPlan(Plan):
 
     def _given(self, parts: Mapping[int, list[str]], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What clients give each other, by sender; warns of tensors that are not those that were asked for."""
+        messages = self._messages("read", {client: {} for client in parts}, kept, round)
+        for client, message in messages.items():
+            message.values["parts"] = parts[client]
         given = {}
-        for client, answer in self._ask("read", {client: {} for client in parts}, kept, round, parts=parts).items():
+        for client, answer in self.clients.ask(self.training, messages).items():
             if isinstance(answer, Failure):
                 rank_zero_warn(f"client {client} is left out of the exchange: {answer.reason}.")
                 continue

@@ -9,14 +9,14 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import EvaluationPoint, needs_server_state
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.deployment.answers import evaluation_of, without_values
-from fedmoe_pl.deployment.clients import Clients, files_of
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
+from fedmoe_pl.deployment.remote_clients import Clients, files_of
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -24,25 +24,6 @@ from fedmoe_pl.trees import Tree
 
 _FILE = "handed_over.json"
 """Which clients have the last phase's result."""
-
-
-def _about_result(
-    kind: str,
-    asked: Clients,
-    training: LocalTraining,
-    server: Tree,
-    kept: Mapping[int, Tree],
-    clients: Sequence[int],
-    values: dict[str, Any],
-) -> dict[int, Message]:
-    """Messages with all that clients need to make their models: what they would receive, or the server's state."""
-    sent = dict.fromkeys(clients, server)
-    if not needs_server_state(training.algorithm):
-        sent = ClientsPlan(training, asked).sent(server, clients, kept, values["round"])
-    values = {**values, "phase": training.phase}
-    return {
-        client: Message(kind, {**values, "kept": files_of(kept, client)}, tensors) for client, tensors in sent.items()
-    }
 
 
 def evaluate_at_clients(
@@ -60,7 +41,7 @@ def evaluate_at_clients(
     An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation. Clients whose
     next training was announced to the plan train in the same message.
     """
-    messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round})
+    messages = ClientsPlan(training, asked).about_result("evaluate", server, clients, kept, round)
     of_points = {
         client: [replace(message, values={**message.values, "evaluation_point": point}) for point in evaluation_points]
         for client, message in messages.items()
@@ -115,19 +96,18 @@ class HandOver(FederationCallback):
         if not clients:
             return {}
         state, training = run.states[phase.name], run.training(phase)
+        plan = ClientsPlan(training, self.clients)
+        messages = plan.about_result("finish", state.server, clients, state.clients, state.round)
         of_state = {name: getattr(state, name) for name in ("round", "stopped", "best_round")}
-        values = {"round": state.round, "state": of_state}
-        messages = _about_result("finish", self.clients, training, state.server, state.clients, clients, values)
         for client, message in messages.items():
-            message.values["evaluations"] = [_of_client(each, client) for each in state.evaluations]
+            evaluations = [_of_client(each, client) for each in state.evaluations]
+            message.values.update(state=of_state, evaluations=evaluations)
         held = {}
         for client, answer in self.clients.ask(training, messages).items():
-            phases = None if isinstance(answer, Failure) else answer.values.get("phases")
-            if isinstance(phases, list):
-                held[client] = phases
+            if not isinstance(answer, Failure):
+                held[client] = answer.values["phases"]
             elif client not in self._had_last:
-                reason = answer.reason if isinstance(answer, Failure) else "its answer is none"
-                rank_zero_warn(f"{phase}: client {client} has not confirmed that it has the result: {reason}")
+                rank_zero_warn(f"{phase}: client {client} has not confirmed that it has the result: {answer.reason}")
         self._tell_untrained(phase, state, held)
         return held
 

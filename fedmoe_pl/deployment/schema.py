@@ -162,41 +162,58 @@ _EVALUATION = {
 _OF_RUN = {"run": _name}
 _OF_PHASE = {**_OF_RUN, "phase": _name, "round": _ROUND}
 _OF_PHASE |= {"kept": _list(_row(_name, _FILE, _or_nothing(_by_name(_name))), _MOST_FILES)}
-_PART = (_name, _dict)  # whoever takes the message apart checks the kind and the values
-_KINDS: dict[str, dict[str, Check]] = {
-    # the server's
-    "describe": {"num_clients": _or_nothing(_CLIENT)},
-    "prepare": {
-        **_OF_RUN,
-        "num_clients": _CLIENT,
-        "num_classes": _count(MOST_UNITS),
-        "description": _record(_DESCRIPTION),
-    },
-    "begin": {**_OF_RUN, "phase": _name, "rounds_before": _ROUND},
-    **dict.fromkeys(("request", "train", "exchange"), _OF_PHASE),
-    "read": {**_OF_PHASE, "parts": _list(_name)},
-    "evaluate": {**_OF_PHASE, "evaluation_point": _one_of(*get_args(EvaluationPoint))},
-    "finish": {
-        **_OF_PHASE,
-        "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),
-        "evaluations": _list(_record(_EVALUATION), 2),
-    },
-    "several": {"parts": _list(_row(*_PART, _or_nothing(_list(_name))), 3)},
-    "note": {"text": _text},
-    "end": {},
-    # the clients'
-    "description": _DESCRIPTION,
-    "requested": {},
-    "update": {"weight": _number, "keeps": _FILE},
-    "kept": {"keeps": _FILE},
-    "given": {},
-    "evaluation": _EVALUATION_OF_CLIENT,
-    "finished": {"phases": _list(_name)},
+_MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
+    # a message of the server, the client's answer, and the values of both
+    "describe": ({"num_clients": _or_nothing(_CLIENT)}, "description", _DESCRIPTION),
+    "prepare": (
+        {
+            **_OF_RUN,
+            "num_clients": _CLIENT,
+            "num_classes": _count(MOST_UNITS),
+            "description": _record(_DESCRIPTION),
+        },
+        "prepared",
+        {},
+    ),
+    "begin": ({**_OF_RUN, "phase": _name, "rounds_before": _ROUND}, "begun", {}),
+    "request": (_OF_PHASE, "requested", {}),
+    "train": (_OF_PHASE, "update", {"weight": _number, "keeps": _FILE}),
+    "exchange": (_OF_PHASE, "kept", {"keeps": _FILE}),
+    "read": ({**_OF_PHASE, "parts": _list(_name)}, "given", {}),
+    "evaluate": (
+        {**_OF_PHASE, "evaluation_point": _one_of(*get_args(EvaluationPoint))},
+        "evaluation",
+        _EVALUATION_OF_CLIENT,
+    ),
+    "finish": (
+        {
+            **_OF_PHASE,
+            "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),
+            "evaluations": _list(_record(_EVALUATION), 2),
+        },
+        "finished",
+        {"phases": _list(_name)},
+    ),
+    # stand for several messages, or the answers to them; the values of these are checked, too
+    "several": (
+        {"parts": _list(_row(_one_of("evaluate", "train"), _dict, _or_nothing(_list(_name))), 3)},
+        "answers",
+        {"parts": _list(_row(_one_of("evaluation", "update", "failed"), _dict), 3)},
+    ),
+    "note": ({"text": _text}, "noted", {}),
+    "end": ({}, "ended", {}),
+}
+_INSTEAD: dict[str, dict[str, Check]] = {
+    # in place of the answer to any message
     "failed": {"reason": _or_nothing(_text), "is_configuration": _or_nothing(_flag)},
     "leaves": {"reason": _text},
-    "answers": {"parts": _list(_row(*_PART), 3)},
-    **{kind: {} for kind in ("prepared", "begun", "noted", "ended", "unprepared", "not begun")},
+    "unprepared": {},
+    "not begun": {},
 }
+_KINDS = {kind: values for kind, (values, _, _) in _MESSAGES.items()}
+_KINDS |= {answer: values for _, answer, values in _MESSAGES.values()} | _INSTEAD
+ANSWER_TO = {kind: answer for kind, (_, answer, _) in _MESSAGES.items()}
+"""The kind of a client's answer, by the kind of the message."""
 HEADER = _record(
     {
         "kind": _name,
@@ -211,8 +228,10 @@ def problem_of_values(kind: str, values: dict[str, Any]) -> str:
     """Why no message of this kind has these values, in a few words; empty if one may have them."""
     if kind not in _KINDS:
         return f"it is of the kind {_shown(kind)}, which is unknown"
-    wrong = _wrong(values, _KINDS[kind])
-    return wrong and f"its {_shown(wrong)[1:-1]} is {_shown(values.get(wrong))}, which no '{kind}' has"
+    if wrong := _wrong(values, _KINDS[kind]):
+        return f"its {_shown(wrong)[1:-1]} is {_shown(values.get(wrong))}, which no '{kind}' has"
+    parts = values["parts"] if kind in ("several", "answers") else ()
+    return next(filter(None, (problem_of_values(of_part, its_values) for of_part, its_values, *_ in parts)), "")
 
 
 def _shown(value: Any) -> str:

@@ -28,11 +28,11 @@ from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.deployment.clients import Clients, Transport
 from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
 from fedmoe_pl.deployment.plan import ClientsBackend
+from fedmoe_pl.deployment.remote_clients import Clients, ClientsStore
 from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
-from fedmoe_pl.deployment.store import ClientsStore
+from fedmoe_pl.deployment.transport import Transport
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run

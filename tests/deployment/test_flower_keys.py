@@ -14,7 +14,8 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.provisioning import provision as command
-from fedmoe_pl.deployment import Message, flower_keys, nodes
+from fedmoe_pl.deployment import Message, flower_keys
+from fedmoe_pl.deployment import transport as transports
 from fedmoe_pl.deployment.connection import Security, check_certificate, free_port
 from fedmoe_pl.deployment.flower_keys import public_keys
 from fedmoe_pl.deployment.flower_server import superlink
@@ -170,7 +171,7 @@ flower_client.answer_messages(answer, Path(folder) / "of" / key, address, Securi
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower uses
 def test_a_key_is_one_client_and_a_key_that_was_removed_is_nobody(keys, tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "NOTED_WITHIN", 300.0)  # a machine may be busy
+    monkeypatch.setattr(transports, "_NOTED_WITHIN", 300.0)  # a machine may be busy
     address, security, logs = f"127.0.0.1:{free_port()}", Security(*server_files(keys), keys / "server/clients"), {}
     (tmp_path / "flower").mkdir()
 

@@ -17,7 +17,6 @@ from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_federation
 from fedmoe_pl.deployment import Message
-from fedmoe_pl.deployment.participant import ReportingParticipant
 from fedmoe_pl.models import GlobalOnly
 
 CLIENT = 1
@@ -88,7 +87,7 @@ def test_no_read_gets_what_stays_with_the_client(name, tmp_path):
 def test_whoever_runs_the_client_sees_what_it_has_refused(tmp_path, caplog):
     client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        ReportingParticipant(client).answer(Message("read", {**values, "kept": [], "parts": ["local_expert"]}))
+        client.answer(Message("read", {**values, "kept": [], "parts": ["local_expert"]}))
     refused = "it refuses the message 'read': clients exchange nothing in phase 'FedPer'."
     assert f"join: this client has failed: {refused}" in caplog.messages
 

@@ -9,7 +9,7 @@ import torch
 from helpers.odd_messages import raw
 
 from fedmoe_pl.deployment import BadMessageError, Message
-from fedmoe_pl.deployment.clients import one_line
+from fedmoe_pl.deployment.messages import one_line
 from fedmoe_pl.deployment.schema import DTYPES
 
 UPDATE = {"kind": "update", "values": {"weight": 3.0, "keeps": 1}, "tensors": []}

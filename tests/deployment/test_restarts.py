@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import Changing, Passing, deploy, federation, kept_by, killed, participant, participants
+from helpers.deployed import Passing, deploy, federation, kept_by, killed, participant, participants
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -114,54 +114,6 @@ def test_clients_of_another_run_keep_their_files(tmp_path):
     deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert before and all(path.read_bytes() == content for path, content in before.items())
     assert kept_by(tmp_path, first, "MF", 0)
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"weight": "3", "keeps": 1}, "its weight is '3', which no 'update' has"),
-        ({"weight": 3.0, "keeps": True}, "its keeps is True, which no 'update' has"),
-        ({"weight": 3.0, "keeps": -1}, "its keeps is -1, which no 'update' has"),
-        ({"weight": 3.0, "keeps": None}, "its keeps is None, which no 'update' has"),
-        ({"weight": float("nan"), "keeps": 1}, "its weight is nan"),
-    ],
-)
-def test_an_answer_that_is_no_update_is_a_failure(values, reason, tmp_path):
-    assert_left_out(tmp_path, lambda answer: Message("update", values, answer.tensors), reason)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda tensor: tensor[:1], "its global_expert.classifier.1.weight is not as in the server's model"),
-        (lambda tensor: tensor.float(), "its global_expert.classifier.1.weight is not as in the server's model"),
-        (lambda tensor: tensor * float("inf"), "its global_expert.classifier.1.weight is not finite"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_a_failure(change, reason, tmp_path):
-    name = "global_expert.classifier.1.weight"
-
-    def changed(answer):
-        return Message("update", answer.values, {**answer.tensors, name: change(answer.tensors[name])})
-
-    assert_left_out(tmp_path, changed, reason)
-
-
-def assert_left_out(tmp_path, change, reason):
-    """A client whose answers in the first round are changed is left out of it with this reason."""
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
-    changed = []
-
-    def change_first(answer):
-        changed.append(answer)
-        return change(answer) if len(changed) == 1 else answer
-
-    transport.participants = {
-        client: Changing(each, "train", change_first) for client, each in transport.participants.items()
-    }
-    with pytest.warns(UserWarning, match=f"round 1: client . is left out: {reason}"):
-        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    assert deployed.run.states["FedAvg"].failed == 1
 
 
 def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_path):

@@ -12,11 +12,11 @@ from helpers.deployed import Passing, federation, participant, participants
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.deployment import Message, commands
-from fedmoe_pl.deployment.commands import plain_warnings
+from fedmoe_pl.callbacks import ClusterMonitor, GateMonitor, PartitionMonitor, ResultFiles
+from fedmoe_pl.deployment import Message, serve_and_join
 from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
-from fedmoe_pl.deployment.participant import ReportingParticipant
-from fedmoe_pl.deployment.processes import own_folder, private
+from fedmoe_pl.deployment.serve_and_join import own_folder, plain_warnings, private
+from fedmoe_pl.deployment.server import callbacks_of_server
 
 METHOD = METHODS["FedPer"]
 
@@ -28,24 +28,24 @@ def lines(caplog):
 
 
 def test_a_client_says_once_that_it_has_reached_the_server(tmp_path, lines):
-    reporting = ReportingParticipant(participant(METHOD, data(), tmp_path, 1))
+    client = participant(METHOD, data(), tmp_path, 1)
     for _ in range(3):
-        assert reporting.answer(Message("describe")).kind == "description"
+        assert client.answer(Message("describe")).kind == "description"
     assert lines() == ["join: client 1 has described its data to the server."]
 
 
 def test_a_client_shows_what_the_server_says(tmp_path, lines):
-    reporting = ReportingParticipant(participant(METHOD, data(), tmp_path, 1))
+    client = participant(METHOD, data(), tmp_path, 1)
     for text in ("lr is 2\nand more", "lr is 2\nand more", "the end"):
-        assert reporting.answer(Message("note", {"text": text})).kind == "noted"
+        assert client.answer(Message("note", {"text": text})).kind == "noted"
     assert lines() == ["join: the server says: lr is 2 and more.", "join: the server says: the end."]
 
 
 def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
-    reporting = ReportingParticipant(participant(METHOD, data(), tmp_path, 1))
-    reporting.participant.answer = lambda message: Message("failed", {"reason": "no memory"})
+    client = participant(METHOD, data(), tmp_path, 1)
+    client._answer = lambda message: Message("failed", {"reason": "no memory"})
     for phase in ("A", "A", "B"):
-        assert reporting.answer(Message("train", {"phase": phase})).kind == "failed"
+        assert client.answer(Message("train", {"phase": phase})).kind == "failed"
     failed = "join: this client has failed: no memory."
     assert lines() == ["join: phase 'A'.", failed, "join: phase 'B'.", failed]
 
@@ -83,11 +83,11 @@ def test_clients_are_told_why_the_server_has_ended(tmp_path, monkeypatch):
         raise MisconfigurationException("client 1: the shape of its samples is [3].")
 
     flower = SimpleNamespace(superlink=lambda *args: nullcontext(transport))
-    monkeypatch.setattr(commands, "module_of_flower", lambda *args: flower)
-    monkeypatch.setattr(commands, "serve", refuse)
+    monkeypatch.setattr(serve_and_join, "module_of_flower", lambda *args: flower)
+    monkeypatch.setattr(serve_and_join, "serve", refuse)
     settings = federation(METHOD.phases(), tmp_path)
     with pytest.raises(MisconfigurationException, match="the shape"):
-        commands.run_server(settings, METHOD.model(), data(), 2, f"127.0.0.1:{free_port()}", None, False, None)
+        serve_and_join.run_server(settings, METHOD.model(), data(), 2, f"127.0.0.1:{free_port()}", None, False, None)
     text = "the server has ended: client 1: the shape of its samples is [3]"
     assert [(client, message.values["text"]) for client, message in transport.heard] == [(0, text), (1, text)]
 
@@ -115,3 +115,12 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
         pass
     with own_folder(tmp_path / "client_0"):
         pass
+
+
+def test_the_server_draws_nothing_that_it_would_compute_from_clients_data():
+    """Its stand-in for the data is zeros, with which it would choose a cluster for each client."""
+    gates = GateMonitor()
+    files, clusters, other = callbacks_of_server([PartitionMonitor(), ResultFiles(), ClusterMonitor(), gates])
+    assert (files.partition, files.gate_weights) == (False, True)
+    assert isinstance(clusters, ClusterMonitor) and not clusters.by_client
+    assert other is gates

@@ -1,19 +1,44 @@
-"""Which node of a network is which client, and which nodes still owe an answer."""
+"""How messages reach clients: which node of a network is which client, and which nodes still owe an answer."""
 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fedmoe_pl.deployment.clients import NOTED_WITHIN, Transport, reason_of
-from fedmoe_pl.deployment.messages import NOTE, Message
+from fedmoe_pl.deployment.messages import Message, problem_of_answer
 
 LOOK = 0.1
 """Seconds between two looks for messages."""
 _DESCRIBED_WITHIN = 300.0  # with the commands of Flower, each message starts a process that imports PyTorch
+_NOTED_WITHIN = 20.0  # seconds that the server waits until a client has shown a note
+
+
+class Transport(ABC):
+    """Carries messages to clients, and their answers back."""
+
+    @abstractmethod
+    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> Mapping[int, Message | None]:
+        """Sends each client its message, and waits for the answers.
+
+        Args:
+            messages: what to send, by client.
+            seconds: how long to wait; None as long as the clients are connected.
+
+        Returns:
+            The answers by client; None of a client that did not answer in time, and nothing of one to which no message
+            was sent.
+        """
+
+    def why_absent(self, client: int) -> str:
+        """Why no message was sent to a client."""
+        return "it is not connected"
+
+    def tell(self, texts: Mapping[int, str]) -> None:
+        """Has clients show a text to whoever runs them; texts by client."""
+        self.ask({client: Message("note", {"text": text}) for client, text in texts.items()}, _NOTED_WITHIN)
 
 
 class NodesTransport(Transport):
@@ -71,23 +96,25 @@ class NodesTransport(Transport):
         for node, answer in self._ask_nodes(dict.fromkeys(new, message), _DESCRIBED_WITHIN).items():
             if answer is None:
                 continue
-            client = answer.values.get("client")
-            if type(client) is not int or not 0 <= client < self.num_clients:
-                rank_zero_warn(f"a machine that connected is left out, because it is no client: {reason_of(answer)}.")
+            client = answer.values.get("client", self.num_clients)
+            problem = problem_of_answer("describe", answer)
+            if problem or client >= self.num_clients:
+                problem = problem or f"it says that it is client {client}"
+                rank_zero_warn(f"a machine that connected is left out, because it is no client: {problem}.")
                 self._refused[node] = None
             elif (owner := self.owners.get(node, client)) != client:
                 rank_zero_warn(f"a client is left out: it says that it is client {client}, with client {owner}'s key.")
                 self._refused[node] = None
                 text = f"this key is client {owner}'s, but --client is {client}; end this command with Ctrl-C"
-                notes[node] = Message(NOTE, {"text": text})
+                notes[node] = Message("note", {"text": text})
             elif client in self.nodes:
                 rank_zero_warn(f"a client is left out: it says that it is client {client}, which is connected.")
                 self._refused[node] = client
                 text = f"another process takes part as client {client}; this one waits until that has ended"
-                notes[node] = Message(NOTE, {"text": text})
+                notes[node] = Message("note", {"text": text})
             else:
                 self.nodes[client] = node
-        self._ask_nodes(notes, NOTED_WITHIN)
+        self._ask_nodes(notes, _NOTED_WITHIN)
 
     def _ask_nodes(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message | None]:
         """Sends each node that owes none its message, and collects the answers; None of those that do not come."""

@@ -1,10 +1,9 @@
-"""The clients of a deployed federation as the server sees them: how it reaches them, and what it refers to there."""
+"""The clients of a deployed federation as the server sees them, and what it refers to on their machines."""
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,54 +13,22 @@ from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
 from fedmoe_pl.checkpoints.client_state import File, RemoteStates
+from fedmoe_pl.checkpoints.client_store import Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.messages import (
-    ANSWERS,
-    BEGUN,
     FAILED,
     NOT_BEGUN,
-    NOTE,
-    PREPARED,
+    SEVERAL,
     UNPREPARED,
     Message,
     answers_in,
     joined,
+    problem_of_answer,
 )
+from fedmoe_pl.deployment.transport import Transport
 from fedmoe_pl.trees import Tree
 
-_LONGEST = 1000  # characters of a client's reason
-NOTED_WITHIN = 20.0
-"""Seconds that the server waits until a client has shown a note."""
 _TRIES = 10  # messages to a client that has to be prepared for one
-
-
-class Transport(ABC):
-    """Carries messages to clients, and their answers back."""
-
-    @abstractmethod
-    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> Mapping[int, Message | None]:
-        """Sends each client its message, and waits for the answers.
-
-        Args:
-            messages: what to send, by client.
-            seconds: how long to wait; None as long as the clients are connected.
-
-        Returns:
-            The answers by client; None of a client that did not answer in time, and nothing of one to which no message
-            was sent.
-        """
-
-    def why_absent(self, client: int) -> str:
-        """Why no message was sent to a client."""
-        return "it is not connected"
-
-    def tell(self, texts: Mapping[int, str]) -> None:
-        """Has clients show a text to whoever runs them.
-
-        Args:
-            texts: the texts by client.
-        """
-        self.ask({client: Message(NOTE, {"text": text}) for client, text in texts.items()}, NOTED_WITHIN)
 
 
 class NoAnswer(Failure):
@@ -127,8 +94,7 @@ class Clients:
         """The same with several messages to a client, which travel as one."""
         asked, answers, reached = dict[int, Message](), dict[int, Message](), set[int]()
         for client, parts in messages.items():
-            of_run = [replace(part, values={**part.values, "run": self.name}) for part in parts]
-            asked[client] = joined(of_run) if len(of_run) > 1 else of_run[0]
+            asked[client] = joined([replace(part, values={**part.values, "run": self.name}) for part in parts])
         failures = dict[int, Message | Failure]()
         most = max(map(len, messages.values()), default=1)
         seconds = math.inf if training.client_timeout is None else most * training.client_timeout
@@ -147,9 +113,9 @@ class Clients:
             for client, answer in answered.items():
                 if answer.kind == UNPREPARED:
                     pending[client] = self._prepare(client)
-                elif answer.kind in (NOT_BEGUN, PREPARED):
+                elif answer.kind in (NOT_BEGUN, "prepared"):
                     pending[client] = self._begin(training, client)
-                elif answer.kind == BEGUN:
+                elif answer.kind == "begun":
                     pending[client] = asked[client]
                     self._phases[client] = training.phase
         self._check_configuration(answers)
@@ -157,9 +123,7 @@ class Clients:
             late, absent = NoAnswer("its answer did not come in time"), self.transport.why_absent(client)
             failures[client] = late if client in reached else NoAnswer(absent, is_absent=True)
         return {
-            client: [failures[client]] * len(parts)
-            if client in failures
-            else self._checked_each(answers[client], len(parts))
+            client: [failures[client]] * len(parts) if client in failures else _checked_each(parts, answers[client])
             for client, parts in messages.items()
         }
 
@@ -178,34 +142,44 @@ class Clients:
         refusals = [answer.kind == FAILED and answer.values.get("is_configuration") for answer in answers.values()]
         if refusals and all(refusals) and not any(state.round for state in self.states.values()):
             client, answer = next(iter(answers.items()))
-            raise MisconfigurationException(f"client {client}: {reason_of(answer)}")
-
-    def _checked_each(self, answer: Message, number: int) -> list[Message | Failure]:
-        """The answers to so many messages of a client."""
-        checked = self._checked(answer)
-        if number == 1 or isinstance(checked, Failure):
-            return [checked] * number
-        parts = answers_in(checked) if checked.kind == ANSWERS else []
-        no_answers = Failure(f"its answer is not one to {number} messages")
-        return [self._checked(part) for part in parts] if len(parts) == number else [no_answers] * number
-
-    def _checked(self, answer: Message) -> Message | Failure:
-        if answer.kind in (UNPREPARED, NOT_BEGUN, PREPARED, BEGUN):
-            return Failure("it starts again and again")
-        return Failure(reason_of(answer)) if answer.kind == FAILED else answer
+            raise MisconfigurationException(f"client {client}: {problem_of_answer('train', answer)}")
 
 
-def reason_of(answer: Message) -> str:
-    """Why a client has failed, as it says."""
-    return one_line(answer.values.get("reason") or "it gives no reason")
+def _checked_each(messages: Sequence[Message], answer: Message) -> list[Message | Failure]:
+    """A client's answers to messages that travelled as one; a failure in place of each that is none."""
+    whole = _checked(SEVERAL if len(messages) > 1 else messages[0].kind, answer)
+    if len(messages) == 1 or isinstance(whole, Failure):
+        return [whole] * len(messages)
+    parts = answers_in(whole)
+    if len(parts) != len(messages):
+        return [Failure(f"its answer is not one to {len(messages)} messages")] * len(messages)
+    return [_checked(message.kind, part) for message, part in zip(messages, parts, strict=True)]
 
 
-def one_line(text: str) -> str:
-    """What another machine has sent as a text, on one line that is not too long, without a terminal's commands."""
-    start = "".join(letter if letter.isprintable() else " " for letter in text[: 10 * _LONGEST])
-    return " ".join(start.split())[:_LONGEST]
+def _checked(kind: str, answer: Message) -> Message | Failure:
+    problem = problem_of_answer(kind, answer)
+    return Failure(problem) if problem else answer
 
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:
     """The files of a client that a mapping refers to."""
     return kept.files.get(client, []) if isinstance(kept, RemoteStates) else []
+
+
+class ClientsStore(Store):
+    """Refers to what clients keep on their own machines, where they themselves remove what has been replaced."""
+
+    def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, list[File]]:
+        """The files that the clients have written."""
+        return {
+            client: [(phase, tree.keeps, None)] if isinstance(tree, AtClient) and tree.keeps else []
+            for client, tree in trees.items()
+        }
+
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, list[File]]) -> RemoteStates:
+        """Refers to the new files."""
+        return RemoteStates({**{client: files_of(kept, client) for client in kept}, **written})
+
+    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> RemoteStates:
+        """Refers to the same files."""
+        return self.updated(phase, kept, {})

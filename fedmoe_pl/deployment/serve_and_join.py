@@ -1,24 +1,27 @@
-"""``fedmoe serve`` and ``fedmoe join``: their checks before anything starts, and Flower between them."""
+"""``fedmoe serve`` and ``fedmoe join``: their checks before anything starts, their folders, and Flower between them."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
+from fedmoe_pl.checkpoints.lock import exclusive
+from fedmoe_pl.checkpoints.writing import cannot_be_made, unwritable
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.connection import Security, check_is_free
 from fedmoe_pl.deployment.messages import Message
-from fedmoe_pl.deployment.participant import Participant, ReportingParticipant
-from fedmoe_pl.deployment.processes import own_folder, private
+from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.failures import ClientError
@@ -72,11 +75,34 @@ def run_client(
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
     with plain_warnings("join"), private(folder), own_folder(folder / "flower"):
-        flower_client.answer_messages(ReportingParticipant(participant).answer, folder / "flower", address, security)
+        flower_client.answer_messages(participant.answer, folder / "flower", address, security)
     if participant.leaves:
         raise MisconfigurationException(f"join: {participant.leaves}.")
     if participant.checkpoint is not None:
         print(f"The server has ended. This client's models: {participant.checkpoint}")
+
+
+@contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder for Flower's files, and keeps other processes from it until this context ends."""
+    taken = f"Another process uses '{folder}'; end that one first."
+    with exclusive(folder / "lock", taken, lambda error: cannot_be_made(folder, error)):
+        yield
+
+
+@contextmanager
+def private(folder: Path) -> Iterator[None]:
+    """Makes a folder that no other user of the machine can enter, nor read what this process writes meanwhile."""
+    before = os.umask(0o077)
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
