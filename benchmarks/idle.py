@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import fedmoe_pl.backends.client
-import fedmoe_pl.rounds.loop
+import fedmoe_pl.rounds.fit
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import LocalTraining, StackedBackend, TrainerBackend
@@ -46,7 +46,7 @@ class Turns(TrafficLedger):
         self.random = random.Random(0)
         self.kind, self.start, self.checking = "", 0.0, 0.0
         self.training: LocalTraining
-        self.check = fedmoe_pl.rounds.loop.check_finite
+        self.check = fedmoe_pl.rounds.fit.check_finite
 
     def on_fit_start(self, run: Run) -> None:
         """Gets hold of what says whether transfers are recorded."""
@@ -66,7 +66,7 @@ class Turns(TrafficLedger):
         self.kind = self.turn.pop()
         checked, recorded = KINDS[self.kind]
         check = self.timed_check if checked else lambda *_: None
-        fedmoe_pl.backends.client.check_finite = fedmoe_pl.rounds.loop.check_finite = check
+        fedmoe_pl.backends.client.check_finite = fedmoe_pl.rounds.fit.check_finite = check
         run.records_transfers = recorded
         object.__setattr__(self.training, "record_transfers", recorded)
         self.start = time.process_time()

@@ -4,7 +4,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ClusteredMoE, MixtureOfExperts, PersonalizedMoE, RepresentationMoE, SparseMoE
-from fedmoe_pl.phases.failures import ClientFailures
+from fedmoe_pl.phases.participation import ClientFailures
 from fedmoe_pl.phases.phase import Evaluate, Phase, Select
 from fedmoe_pl.version import __version__
 

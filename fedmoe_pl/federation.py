@@ -14,10 +14,9 @@ from torchmetrics import Metric
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback, with_defaults
 from fedmoe_pl.callbacks.partition import write_partition
-from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint
-from fedmoe_pl.checkpoints.client_store import Store
+from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint, locked
+from fedmoe_pl.checkpoints.client_state import Store
 from fedmoe_pl.checkpoints.configuration import configuration
-from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
@@ -30,17 +29,16 @@ from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
 from fedmoe_pl.evaluation.outputs import ClientModule
 from fedmoe_pl.logs.summary import format_table, format_validation
-from fedmoe_pl.phases.failures import ClientFailures
+from fedmoe_pl.phases.participation import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import find_starts
 from fedmoe_pl.rounds.begin import read_result_for_new_clients
+from fedmoe_pl.rounds.fit import fit
 from fedmoe_pl.rounds.interruption import interruptible, requeued
-from fedmoe_pl.rounds.loop import fit
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.check_run import check_phases
+from fedmoe_pl.setup.check_run import check_phases, check_trainer
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run, store_of
-from fedmoe_pl.setup.trainer import check_trainer
 
 _SKIP = ClientFailures()
 _SETTINGS_OF_RUN = (

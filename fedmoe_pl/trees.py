@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
-from functools import lru_cache, partial
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -171,37 +170,3 @@ def copy_module(module: Module) -> Module:
             elif type(value) is OrderedDict and not value:  # a dozen of hooks in every part; copying them takes long
                 known[id(value)] = OrderedDict()
     return copy.deepcopy(module, known)
-
-
-@lru_cache(maxsize=10_000)  # every client of every round asks for the same names
-def _matches(name: str, *patterns: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-class Patterns:
-    """Names chosen by glob patterns such as ``global_expert.*``.
-
-    Args:
-        patterns: one pattern or several; ``*`` matches any characters, dots included.
-
-    Example:
-        >>> "global_expert.fc.weight" in Patterns("global_expert.*")
-        True
-    """
-
-    def __init__(self, patterns: str | list[str]) -> None:
-        self.patterns = [patterns] if isinstance(patterns, str) else patterns
-
-    def __contains__(self, name: str) -> bool:
-        """Whether one of the patterns matches the name."""
-        return _matches(name, *self.patterns)
-
-    def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
-        """Refuses a pattern that matches nothing, because it is probably misspelt; messages name argument and owner."""
-        names = list(names)
-        for pattern in self.patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
-                raise MisconfigurationException(
-                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops}."
-                )

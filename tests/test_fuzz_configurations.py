@@ -13,7 +13,7 @@ import pytest
 import yaml
 from helpers.configurations import REPOSITORY, printed, shortened
 
-from fedmoe_pl.cli import FederationCLI, commands
+from fedmoe_pl.cli import FederationCLI, command_line
 
 CONFIGURATIONS = (
     *("quickstart", "opt_out_digits", "pfedmoe_digits", "fedmoe_da_digits", "adaptive_experts_digits"),
@@ -50,7 +50,7 @@ def no_training(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)  # for runs without a folder
     monkeypatch.setattr("sys.argv", ["fedmoe"])
-    monkeypatch.setattr(commands, "FederationCLI", OnlyFit)
+    monkeypatch.setattr(command_line, "FederationCLI", OnlyFit)
     monkeypatch.setattr("fedmoe_pl.federation.fit", started)
     before = signal.signal(signal.SIGPROF, timed_out)
     yield
@@ -148,7 +148,7 @@ def outcome(options: list[str], capfd) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            commands.main(["fit", *options])
+            command_line.main(["fit", *options])
         result = "started: the run is over"
     except Started:
         result = "started"

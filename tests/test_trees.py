@@ -10,10 +10,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.trees import (
-    Patterns,
     changed,
     copy_module,
     difference,

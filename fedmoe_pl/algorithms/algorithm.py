@@ -9,9 +9,12 @@ way, but only the module's tensors are loaded into a module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, get_args
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -20,7 +23,6 @@ from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
-    Patterns,
     Tree,
     changed,
     check_names,
@@ -48,6 +50,40 @@ Need = Literal[
     "fixed_gate",
 ]
 """What an algorithm may need, see ``needs`` of :class:`Algorithm`."""
+
+
+@lru_cache(maxsize=10_000)  # every client of every round asks for the same names
+def _matches(name: str, *patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class Patterns:
+    """Names chosen by glob patterns such as ``global_expert.*``.
+
+    Args:
+        patterns: one pattern or several; ``*`` matches any characters, dots included.
+
+    Example:
+        >>> "global_expert.fc.weight" in Patterns("global_expert.*")
+        True
+    """
+
+    def __init__(self, patterns: str | list[str]) -> None:
+        self.patterns = [patterns] if isinstance(patterns, str) else patterns
+
+    def __contains__(self, name: str) -> bool:
+        """Whether one of the patterns matches the name."""
+        return _matches(name, *self.patterns)
+
+    def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
+        """Refuses a pattern that matches nothing, because it is probably misspelt; messages name argument and owner."""
+        names = list(names)
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
+                raise MisconfigurationException(
+                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops}."
+                )
 
 
 class Algorithm:

@@ -13,7 +13,7 @@ from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.logs.summary import value_text, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.setup.check_data import check_metric
+from fedmoe_pl.setup.data import check_metric
 
 
 class CostToTarget(FederationCallback):

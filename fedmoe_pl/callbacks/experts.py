@@ -8,8 +8,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
 from fedmoe_pl.callbacks.figures import add_colorbar, beside_samples, draw_map, figure_pixels, styled
-from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.evaluation.gate_weights import expert_usage
+from fedmoe_pl.evaluation.evaluation import Evaluation, expert_usage
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

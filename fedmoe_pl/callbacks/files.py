@@ -7,8 +7,7 @@ import math
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands.lightning import write_lightning
 from fedmoe_pl.data import partition_rows
-from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.evaluation.gate_weights import gate_rows
+from fedmoe_pl.evaluation.evaluation import Evaluation, gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

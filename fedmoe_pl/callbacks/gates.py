@@ -8,8 +8,7 @@ import numpy as np
 
 from fedmoe_pl.callbacks.figures import figure_pixels, gate_figure
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.evaluation.gate_weights import gate_rows
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, gate_rows
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

@@ -9,7 +9,8 @@ import shutil
 import time
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,9 +20,17 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.client_state import ClientFiles, RemoteStates, StatesOnDisk
+from fedmoe_pl.checkpoints.files import (
+    DamagedFileError,
+    TensorFiles,
+    exclusive,
+    needed,
+    read_sealed,
+    replacing,
+    unwritable,
+    write_json,
+)
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.tensor_files import TensorFiles
-from fedmoe_pl.checkpoints.writing import DamagedFileError, needed, read_sealed, replacing, unwritable, write_json
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.trees import Tree
 
@@ -302,3 +311,15 @@ def run_versions(runs: Path) -> list[int]:
     """The version numbers of the runs in a folder."""
     names = [path.name.removeprefix("version_") for path in runs.glob("version_*")]
     return [int(name) for name in names if name.isdigit()]
+
+
+@contextmanager
+def locked(checkpoint: Path) -> Iterator[None]:
+    """Keeps other processes from training the run."""
+    if not is_of_run(checkpoint):
+        yield
+        return
+    path = checkpoint.with_name("lock")
+    taken = f"ckpt_path is '{checkpoint}', but another process trains this run now; wait until it ends, or end it."
+    with exclusive(path, taken, lambda error: unwritable(path, error)):
+        yield

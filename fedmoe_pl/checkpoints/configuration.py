@@ -26,7 +26,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import plain
 from fedmoe_pl.data import FederatedDataModule
 
 _HARMLESS = re.compile(
@@ -145,7 +144,8 @@ def _is_harmless(key: str, places: bool = False) -> bool:
 
 def _described(value: Any, name: str = "", depth: int = 0) -> Any:
     """What a value is, in plain values that are the same in every process."""
-    value = plain(value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

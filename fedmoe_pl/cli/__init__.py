@@ -1,6 +1,5 @@
 """The command ``fedmoe``."""
 
-from fedmoe_pl.cli.cli import FederationCLI
-from fedmoe_pl.cli.commands import main
+from fedmoe_pl.cli.command_line import FederationCLI, main
 
 __all__ = ["FederationCLI", "main"]

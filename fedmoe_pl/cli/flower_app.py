@@ -12,7 +12,7 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedmoe_pl.cli.commands import objects_of
+from fedmoe_pl.cli.command_line import objects_of
 from fedmoe_pl.deployment.flower import TYPE, FlowerTransport, packed, unpacked
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import serve

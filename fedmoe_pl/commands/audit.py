@@ -19,10 +19,10 @@ from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT, Direction
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.phases.cohort import cohort_of
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
-from fedmoe_pl.rounds.loop import run_round
+from fedmoe_pl.rounds.fit import run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.train import draw_cohort
 

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.commands.lightning import write_lightning
 from fedmoe_pl.evaluation.outputs import has_trained_gate

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.parsing import clean_namespace
 
 from fedmoe_pl.algorithms.algorithm import chooses_model
-from fedmoe_pl.checkpoints.writing import replacing
-from fedmoe_pl.evaluation.clients import has_own_model
+from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.evaluation.client_models import has_own_model
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
 from fedmoe_pl.rounds.run import Run
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.evaluation.metrics import predicts_classes, preds_of
+from fedmoe_pl.evaluation.metrics import predict, predicts_classes, preds_of
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.phases.phase import Phase

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedmoe_pl.checkpoints.configuration import changes
 from fedmoe_pl.checkpoints.configuration import configuration as configuration_of
-from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.deployment.messages import Message, one_line, problem_of_answer

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError
 
 _AUTHORITY, _DAYS_OF_AUTHORITY = "authority of a federation", 3650

@@ -20,8 +20,8 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.client import given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same, described, own_data
@@ -38,7 +38,7 @@ from fedmoe_pl.deployment.messages import (
     problem_of_answer,
 )
 from fedmoe_pl.deployment.own_files import OwnFiles
-from fedmoe_pl.evaluation.clients import evaluate_clients
+from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run

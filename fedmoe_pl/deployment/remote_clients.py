@@ -12,8 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
-from fedmoe_pl.checkpoints.client_state import File, RemoteStates
-from fedmoe_pl.checkpoints.client_store import Store
+from fedmoe_pl.checkpoints.client_state import File, RemoteStates, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.messages import (
     FAILED,

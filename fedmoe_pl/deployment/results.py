@@ -11,8 +11,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan

@@ -15,8 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.checkpoints.lock import exclusive
-from fedmoe_pl.checkpoints.writing import cannot_be_made, unwritable
+from fedmoe_pl.checkpoints.files import cannot_be_made, exclusive, unwritable
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.connection import Security, check_is_free
@@ -24,7 +23,7 @@ from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.phases.failures import ClientError
+from fedmoe_pl.phases.participation import ClientError
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 

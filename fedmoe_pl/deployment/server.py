@@ -25,7 +25,7 @@ from fedmoe_pl.callbacks import (
 )
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.configuration import configuration
-from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
@@ -36,7 +36,7 @@ from fedmoe_pl.deployment.transport import Transport
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.check_data import TooManyClassesError
+from fedmoe_pl.setup.data import TooManyClassesError
 
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 

@@ -1,16 +1,16 @@
-"""Accuracies and other metrics of the clients' models, and how they spread over the clients."""
+"""Accuracies, other metrics and gate weights of the clients' models, and how they spread over the clients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedmoe_pl.checks import check_choice
+from fedmoe_pl.checks import InvalidArgumentError
 
 METRICS = ("local_test", "reweighted_test", "global_test", "validation")
 """The accuracies; the first that clients have is the one that is shown and compared unless another is named."""
@@ -78,7 +78,8 @@ class ClientEvaluation:
         Raises:
             MisconfigurationException: if the model has no such metric.
         """
-        check_choice("Evaluation", "metric", metric, tuple(self.names))
+        if metric not in self.names:
+            raise InvalidArgumentError("Evaluation", "metric", metric, f"one of {', '.join(self.names)}")
         return self.metrics[metric] if metric in self.metrics else getattr(self, metric)
 
     @property
@@ -197,7 +198,7 @@ class Evaluation:
         """
         if not self.values(metric, clients):
             measured = [name for client in self.clients[:1] for name in client.names if self.values(name, clients)]
-            check_choice("Evaluation", "metric", metric, tuple(measured))
+            raise InvalidArgumentError("Evaluation", "metric", metric, f"one of {', '.join(measured)}")
         return self.spread_or_nan(metric, clients)
 
     def spread_or_nan(self, metric: str, clients: Collection[int] | None = None) -> Spread:
@@ -210,3 +211,45 @@ class Evaluation:
         tenth = math.ceil(len(values) / 10)
         worst = above[-tenth:] if metric in self.lower_is_better else above[:tenth]
         return Spread((lowest + above.mean()).item(), above.std(correction=0).item(), (lowest + worst.mean()).item())
+
+
+def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, object]]:
+    """One method's rows of ``gate_weights.csv``: the gate's mean weights on each client's own samples of each class.
+
+    A client has one row, for the total weight of the global experts. If no expert is global, it has a row for each.
+    """
+    for client in evaluation.clients:
+        if client.gate_weights is None or client.gate_labels is None:
+            continue
+        if client.global_weights is not None:
+            weights = {"global": client.global_weights}
+        else:
+            weights = {str(expert): column for expert, column in enumerate(client.gate_weights.unbind(dim=1))}
+        for expert, column in weights.items():
+            means = _means_by_class(column, client.gate_labels, num_classes).tolist()
+            yield {
+                "method": evaluation.method,
+                "evaluation_point": evaluation.evaluation_point,
+                "client": client.client,
+                "expert": expert,
+                **{f"class_{label}": mean for label, mean in enumerate(means)},
+            }
+
+
+def _means_by_class(weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Mean of the weights, shape (n,), of each class, shape (num_classes,); nan for classes without a sample."""
+    labels = labels.cpu()
+    sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights.detach().cpu().double())
+    return sums / torch.bincount(labels, minlength=num_classes)  # 0 / 0 is nan
+
+
+def expert_usage(evaluation: Evaluation) -> Tensor:
+    """For each client and expert, the share of the client's own samples whose largest gate weight is that expert's."""
+    weights = [client.gate_weights for client in evaluation.clients]
+    most = max(client_weights.shape[1] for client_weights in weights if client_weights is not None)
+    shares = torch.full((len(weights), most), math.nan, dtype=torch.float64)
+    for row, client_weights in zip(shares, weights, strict=True):
+        if client_weights is not None:
+            samples, experts = client_weights.shape
+            row[:experts] = client_weights.argmax(dim=1).bincount(minlength=experts).double() / samples
+    return shares

@@ -1,19 +1,26 @@
-"""The metrics of a run beside accuracy, each computed on the samples of one client or on the global test set."""
+"""Predictions of a model, and the accuracies and other metrics of the clients that have it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import InvalidArgumentError, check_kind
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS
-from fedmoe_pl.evaluation.outputs import mixture_of
+from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
+from fedmoe_pl.evaluation.outputs import has_trained_gate, labelled_batches, mixture_of, outputs_of
+from fedmoe_pl.evaluation.stacked_models import StackedModels
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.mixtures.tasks import preds_and_target
 
 
@@ -138,3 +145,177 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason) from error
         finally:
             metric.reset()
+
+
+Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
+"""Scores (b, C) or other outputs, weights (b, experts) of a gate that is not constant, and labels (b,) or other targets
+of some samples after others."""
+
+
+@torch.inference_mode()
+def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Logits and gate weights for some samples of the data module."""
+    logits, weights, _ = zip(*_outputs(module, datamodule, samples), strict=True)
+    return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
+
+
+def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> Outputs:
+    """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
+    for batch, y in labelled_batches(datamodule, samples):
+        logits, weights = outputs_of(module, batch, datamodule.has_pairs)
+        yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
+
+
+@torch.inference_mode()
+def _on_global_test(
+    module: LightningModule, datamodule: FederatedDataModule, models: StackedModels | None, meter: Meter
+) -> tuple[Tensor, Tensor] | None:
+    """Measures one model or k of them; the accuracies of each, None without class labels."""
+    samples, has_classes = datamodule.global_test, predicts_classes(module, datamodule)
+    if models:
+        scores, targets = models.outputs(datamodule, samples)
+    elif has_classes:
+        scores, targets = predict(module, datamodule, samples)[0][None], datamodule.y[samples].cpu()
+    else:
+        for outputs, _, targets in _outputs(module, datamodule, samples):
+            meter.update(outputs, targets)
+        return None
+    for of_model in scores if meter.values else ():
+        meter.update(of_model, targets)
+    return _accuracies(scores.argmax(2), datamodule, scores.shape[2]) if has_classes else None
+
+
+def _accuracies(predicted: Tensor, datamodule: FederatedDataModule, outputs: int) -> tuple[Tensor, Tensor]:
+    """Accuracy of k models on the global test set: of each class (k, C), and over all samples (k,)."""
+    labels = datamodule.y[datamodule.global_test].cpu().expand(predicted.shape)
+    by_class, overall = (
+        multiclass_accuracy(predicted, labels, outputs, average=average, multidim_average="samplewise")
+        for average in ("none", "micro")
+    )
+    return by_class[:, : datamodule.num_classes].double(), overall
+
+
+def evaluate(
+    module: LightningModule,
+    datamodule: FederatedDataModule,
+    clients: Sequence[int],
+    validation: ClientSamples,
+    metrics: Mapping[str, Metric],
+    models: StackedModels | None = None,
+) -> Iterator[ClientEvaluation]:
+    """The evaluations of clients that all have this model, or small models of their own, computed together."""
+    chosen = torch.tensor(clients)
+    held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
+    samples, has_classes = _own_samples(module, datamodule, chosen), predicts_classes(module, datamodule)
+    with_loss = measures_loss(module, datamodule)
+    of_global = Meter(module, metrics, [len(datamodule.global_test)] * (len(clients) if models else 1), with_loss)
+    own = Meter(module, metrics, samples.sizes.tolist(), with_loss, (held_out.sizes > 0).tolist())
+    of_validation = Meter(module, metrics, validation.sizes.tolist(), with_loss or _has_own_loss(module))
+
+    def outputs(parts: ClientSamples) -> Outputs:
+        return models.of_each(datamodule, parts) if models else _outputs(module, datamodule, parts.indices)
+
+    of_classes = _on_global_test(module, datamodule, models, of_global)
+    own_accuracy, _, weights = _measured(module, outputs(samples), samples, own, has_classes)
+    validation_accuracy, validation_loss, _ = _measured(
+        module, outputs(validation), validation, of_validation, has_classes
+    )
+    reweighted = overall = torch.full((len(clients),), math.nan)
+    if of_classes is not None:
+        reweighted = _weighted(of_classes[0], datamodule.class_shares[chosen], datamodule)
+        overall = of_classes[1].expand(len(clients))
+    no_gate: list[None] = [None] * len(clients)
+    columns = zip(
+        clients,
+        datamodule.train_samples.sizes[chosen].tolist(),
+        own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
+        reweighted.tolist(),
+        overall.tolist(),
+        validation_accuracy.tolist(),
+        _pieces(torch.cat(weights), samples.sizes) if weights else no_gate,
+        _pieces(datamodule.y[samples.indices], samples.sizes) if weights and has_classes else no_gate,
+        of_validation.values.pop(LOSS, validation_loss.tolist()),
+        [getattr(module, "has_global_expert", True)] * len(clients),
+        _by_client(len(clients), own.values, of_global.values, of_validation.values),
+        strict=True,
+    )
+    return itertools.starmap(ClientEvaluation, columns)
+
+
+def _own_samples(module: LightningModule, datamodule: FederatedDataModule, chosen: Tensor) -> ClientSamples:
+    """Each client's held-out samples; for the weights of a trained gate, its training samples if it has none."""
+    held_out = datamodule.test_samples.select(chosen)
+    if not has_trained_gate(module):
+        return held_out
+    train = datamodule.train_samples.select(chosen)
+    both = ClientSamples(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
+    return both.select(torch.arange(len(chosen)) + len(chosen) * (held_out.sizes == 0))
+
+
+def _has_own_loss(module: LightningModule) -> bool:
+    return isinstance(module, MixtureOfExperts) and module.criterion is not None
+
+
+def _by_client(number: int, *of_splits: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """The metrics of each client, by names such as ``local_test_f1``."""
+    names = dict.fromkeys(name for values in of_splits for name in values)
+    columns = {
+        f"{split}_{name}": [*values[name]] * (number if len(values[name]) == 1 else 1)
+        for name in names
+        for split, values in zip(SPLITS, of_splits, strict=True)
+        if name in values
+    }
+    return [{name: column[client] for name, column in columns.items()} for client in range(number)]
+
+
+@torch.inference_mode()
+def _measured(
+    module: LightningModule, outputs: Outputs, parts: ClientSamples, meter: Meter, has_classes: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Accuracy and mean loss of each part, (len(parts),), nan for an empty one, and weights of a trained gate."""
+    right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
+    for scores, batch_weights, targets in outputs:
+        if has_classes:
+            right.append(scores.argmax(1) == targets)
+            losses.append(_losses(module, scores, targets))
+        if meter.values:
+            meter.update(scores, targets)
+        if batch_weights is not None:
+            weights.append(batch_weights)
+    if not has_classes:
+        nan = torch.full((len(parts),), math.nan)
+        return nan, nan, weights
+    ends = parts.sizes.cumsum(0)
+    counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
+    accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
+    sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
+    return accuracies, (sums[ends] - sums[ends - parts.sizes]) / parts.sizes, weights
+
+
+def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
+    """Loss of every sample, float64 (n,): the mixture's own loss, or cross-entropy for another module.
+
+    nan if the mixture has a loss of the user's, which gives the mean of several samples.
+    """
+    if not isinstance(module, MixtureOfExperts):
+        return F.cross_entropy(scores, labels, reduction="none").double()
+    if _has_own_loss(module):
+        return torch.full((len(labels),), math.nan, dtype=torch.float64)
+    return module.loss_of(scores, labels, reduction="none").double()
+
+
+def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Splits a tensor along its first dimension into copies, because a view would be pickled with the whole tensor."""
+    return [piece.clone() for piece in tensor.split(sizes.tolist())]
+
+
+def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
+    """Mean of the class accuracies (1 or k, C), weighted with the clients' shares (k, C) of classes in the test set.
+
+    nan for rotated images: the global test set has them in all rotations, which class shares know nothing of.
+    """
+    if datamodule.rotations is not None:
+        return shares.new_full((len(shares),), math.nan)
+    tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
+    shares = shares * tested
+    return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)

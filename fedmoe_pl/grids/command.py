@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checkpoints.lock import exclusive
+from fedmoe_pl.checkpoints.files import exclusive
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.grids.cells import Configured, finished_run, has_begun, make_cells
 from fedmoe_pl.grids.grid import read_grid

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.phases.cohort import phase_cohort
+from fedmoe_pl.phases.participation import phase_cohort
 from fedmoe_pl.phases.phase import Phase
 
 

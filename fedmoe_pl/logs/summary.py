@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from fedmoe_pl.checkpoints.writing import replacing, unwritable
+from fedmoe_pl.checkpoints.files import replacing, unwritable
 from fedmoe_pl.evaluation.evaluation import LOSS, METRICS, Evaluation, Spread
 
 DESCRIPTIONS = {

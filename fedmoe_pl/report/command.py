@@ -12,7 +12,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from fedmoe_pl.callbacks.figures import styles
-from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.report.markdown import markdown, with_section

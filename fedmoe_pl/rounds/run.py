@@ -15,16 +15,15 @@ from torchmetrics import Metric
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
-from fedmoe_pl.checkpoints.client_store import MemoryStore, Store
+from fedmoe_pl.checkpoints.client_state import MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.clients import client_predictor, evaluate_moments, personal_tensors
+from fedmoe_pl.evaluation.client_models import client_predictor, evaluate_moments, personal_tensors
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
-from fedmoe_pl.phases.cohort import evaluated_clients
-from fedmoe_pl.phases.failures import ClientFailures
+from fedmoe_pl.phases.participation import ClientFailures, evaluated_clients
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized

@@ -17,8 +17,7 @@ from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.checkpoints.client_state import readable
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.evaluation.flops import FlopCounter
-from fedmoe_pl.phases.cohort import phase_cohort
-from fedmoe_pl.phases.failures import RETRIES, client_error
+from fedmoe_pl.phases.participation import RETRIES, client_error, phase_cohort
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.evaluate import is_over
 from fedmoe_pl.rounds.run import Run

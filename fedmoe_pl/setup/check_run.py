@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -17,7 +22,7 @@ from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Need, asks_clients, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
-from fedmoe_pl.backends import overridden_hooks
+from fedmoe_pl.backends import overridden_hooks, quiet
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -26,14 +31,13 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
-from fedmoe_pl.phases.cohort import cohort_of, cohort_size, takes_all
+from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, warn_of_computed_parts
-from fedmoe_pl.rounds.aggregate import server_parameters, shared_by
 from fedmoe_pl.rounds.begin import check_moments
+from fedmoe_pl.rounds.fit import server_parameters, shared_by
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.check_data import check_metric, check_monitor, check_task
-from fedmoe_pl.setup.trainer import check_trainer
+from fedmoe_pl.setup.data import check_metric, check_monitor, check_task
 from fedmoe_pl.trees import copy_module, names_of_same_tensors, of_algorithm
 
 _NEEDS: dict[Need, str] = {
@@ -360,3 +364,36 @@ def _weighed(module: LightningModule) -> list[str]:
     """Those of them to which the gate gives a weight."""
     parts, gate = _parts(module), getattr(module, "gate", None)
     return [part for index, part in enumerate(parts) if not isinstance(gate, FixedGate) or index in gate.active]
+
+
+_PROCESSES_PER_CORE = 8
+
+
+def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
+    """Refuses arguments of a Trainer that no client can have; gives a device for each client trained at a time.
+
+    A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use.
+    """
+    if arguments["max_epochs"] is None:
+        raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
+    check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
+    with quiet(), tried("trainer" if owner == "Trainer" else f"{owner}: trainer"):
+        copied = copy.deepcopy({name: value for name, value in arguments.items() if name != "logger"})
+        logger = {"logger": arguments["logger"]} if "logger" in arguments else {}  # a copy of WandbLogger opens its run
+        trainer = Trainer(**{**copied, **logger, "devices": 1})  # it changes a strategy that it is given
+        accelerator, cores = trainer.accelerator, len(os.sched_getaffinity(0))
+        devices = arguments.get("devices", "auto")
+        if devices == "auto":
+            devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
+        parsed = accelerator.parse_devices(devices)
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        name = "strategy" if trainer.num_nodes == 1 else "num_nodes"
+        because = "a client trains on one device; RayBackend trains clients on several machines"
+        raise InvalidArgumentError(owner, f"trainer.{name}", arguments.get(name), "left out", because)
+    if trainer.precision.endswith("-true") and trainer.precision != "32-true":
+        because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
+        raise InvalidArgumentError(owner, "trainer.precision", trainer.precision, "32-true or mixed", because)
+    if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
+        because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
+        raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
+    return accelerator.get_parallel_devices(parsed)

@@ -14,12 +14,11 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, next_folder
-from fedmoe_pl.checkpoints.client_store import FileStore, MemoryStore, Store
-from fedmoe_pl.checkpoints.lock import locked
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, next_folder
+from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
+from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
-from fedmoe_pl.checkpoints.writing import cannot_be_made, replacing
 from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers

@@ -11,7 +11,7 @@ from helpers.prototypes import SIZES, without_a_class
 
 from fedmoe_pl.algorithms import FD, Local
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 
 MEAN, COUNT = "outputs/mean", "outputs/count"
 

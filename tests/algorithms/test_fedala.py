@@ -19,7 +19,7 @@ from fedmoe_pl.algorithms import FedALA
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import with_prefix
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.models import ConstantGate, FeatureGate
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.trees import load_tree
 
 

@@ -15,7 +15,7 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedEM
 from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.models import EqualWeights
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 
 momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.01)
 

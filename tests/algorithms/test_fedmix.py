@@ -13,7 +13,7 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedMix
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import begin_client
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 
 
 @torch.no_grad()

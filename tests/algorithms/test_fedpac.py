@@ -16,7 +16,7 @@ from fedmoe_pl.algorithms import FedPAC, Local
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.fedpac import combination_weights
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.trees import subtree
 
 EXTRACTOR, CLASSIFIER = "global_expert.extractor.", "global_expert.classifier."

@@ -8,7 +8,7 @@ from helpers import PureOneWeight, blobs, mixture, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
 
 from fedmoe_pl.algorithms import Scaffold
-from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.participation import sample_cohort
 
 
 def simulate_scaffold(rounds, cohorts, server_lr, decay=1.0):

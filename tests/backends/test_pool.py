@@ -17,7 +17,7 @@ import fedmoe_pl.backends.workers.backend
 from fedmoe_pl import ClientFailures, Federation, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
-from fedmoe_pl.phases.failures import ClientError
+from fedmoe_pl.phases.participation import ClientError
 
 
 @pytest.mark.usefixtures("clients_alone")

@@ -9,7 +9,7 @@ from fedmoe_pl.callbacks.clusters import cluster_figure
 from fedmoe_pl.callbacks.experts import aggregation_figure, expert_usage_figure
 from fedmoe_pl.callbacks.figures import gate_figure
 from fedmoe_pl.callbacks.representations import representation_figure
-from fedmoe_pl.evaluation.gate_weights import gate_rows
+from fedmoe_pl.evaluation.evaluation import gate_rows
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
 

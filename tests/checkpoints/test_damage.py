@@ -18,7 +18,7 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.checkpoints import checkpoint
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, copy_checkpoint, load_checkpoint, rows_of
-from fedmoe_pl.checkpoints.writing import DamagedFileError, read_tensors, replacing, write_json, write_tensors
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_tensors, replacing, write_json, write_tensors
 from fedmoe_pl.models import ConstantGate
 
 CHECKPOINT, PREVIOUS = "checkpoints/last.ckpt", "checkpoints/previous.ckpt"

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.checkpoints.lock import locked
+from fedmoe_pl.checkpoints.checkpoint import locked
 
 TRAINS = """
 import subprocess, sys

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checkpoints.writing import write_json
+from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.cli import main
 
 REPOSITORY = Path(__file__).parents[2]

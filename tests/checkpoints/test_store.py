@@ -14,7 +14,7 @@ from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.checkpoints import client_state
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, load_checkpoint
-from fedmoe_pl.checkpoints.client_store import FileStore
+from fedmoe_pl.checkpoints.client_state import FileStore
 from fedmoe_pl.models import ConstantGate, LinearGate
 
 # of the phase that shares what the clients of the phase before keep to themselves

@@ -6,7 +6,7 @@ import torch
 from helpers.runs import assert_same
 from safetensors.torch import load_file
 
-from fedmoe_pl.checkpoints.tensor_files import TensorFiles
+from fedmoe_pl.checkpoints.files import TensorFiles
 
 
 def read(folder, content):

@@ -17,7 +17,7 @@ from helpers.configurations import (
 )
 
 from fedmoe_pl import data
-from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.cli.command_line import configured
 
 PAPERS = [path for path in CONFIGURATIONS if not needs_no_download(path)]
 # These differ from a faster one in their data, shares or widths alone.

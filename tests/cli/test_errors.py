@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli import FederationCLI
-from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.cli.command_line import configured
 from fedmoe_pl.cli.errors import with_key
 
 

@@ -9,7 +9,7 @@ from helpers.configurations import QUICKSTART
 from helpers.grids import TINY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.cli.command_line import configured
 
 
 def phases_of(*arguments: str) -> dict[str, dict]:

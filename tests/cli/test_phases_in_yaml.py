@@ -15,7 +15,7 @@ from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, NearestNeighborMixing, UnderAttack
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.cli import FederationCLI, main
-from fedmoe_pl.cli.commands import configured, objects_of
+from fedmoe_pl.cli.command_line import configured, objects_of
 from fedmoe_pl.models import SmallMLP
 
 

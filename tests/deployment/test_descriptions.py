@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import FromDataModule, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
-from fedmoe_pl.setup.check_data import TooManyClassesError
+from fedmoe_pl.setup.data import TooManyClassesError
 
 METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
 OF_TRAINER = {"backend": TrainerBackend()}

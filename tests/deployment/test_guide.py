@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.deployed import Passing
 
-from fedmoe_pl.cli.commands import objects_of
+from fedmoe_pl.cli.command_line import objects_of
 from fedmoe_pl.deployment import Participant, serve
 
 GUIDE = Path(__file__).parents[2] / "docs/guide/deployment.md"

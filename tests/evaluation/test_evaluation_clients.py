@@ -12,7 +12,7 @@ from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.phases.cohort import evaluated_clients
+from fedmoe_pl.phases.participation import evaluated_clients
 
 SIZES = (13, 8, 11, 9, 12, 10)
 

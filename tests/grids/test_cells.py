@@ -7,7 +7,7 @@ from helpers.configurations import REPOSITORY
 from helpers.grids import pretended_configured, write_grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.cli.command_line import configured
 from fedmoe_pl.grids.cells import make_cells
 from fedmoe_pl.grids.grid import published_for, read_grid
 

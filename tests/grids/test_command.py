@@ -18,7 +18,7 @@ from helpers.grids import pretended_configured, pretended_fit, write_grid
 from helpers.reports import markdown_tables
 
 from fedmoe_pl.cli import main
-from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.cli.command_line import configured
 from fedmoe_pl.grids import processes
 from fedmoe_pl.grids.cells import cut_run, finished_run, make_cells
 from fedmoe_pl.grids.grid import read_grid
@@ -46,7 +46,7 @@ def pretend(monkeypatch, tmp_path):
     """Lets cells run a process that writes a run's files at once, and leaves out the checks."""
 
     def use(kind):
-        monkeypatch.setattr("fedmoe_pl.cli.commands.configured", pretended_configured)
+        monkeypatch.setattr("fedmoe_pl.cli.command_line.configured", pretended_configured)
         monkeypatch.setattr(processes, "_command", pretended_fit(kind, tmp_path))
 
     return use

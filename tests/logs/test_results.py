@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers.evaluations import evaluation, mixture, nan
 
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.evaluation.gate_weights import expert_usage, gate_rows
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, expert_usage, gate_rows
 from fedmoe_pl.logs.summary import client_rows, format_table, round_row, summary_row, write_csv
 
 

@@ -10,7 +10,7 @@ from helpers.models import samples
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.evaluation.clients import evaluated_model
+from fedmoe_pl.evaluation.client_models import evaluated_model
 from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.models import (
     ClusteredMoE,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import OptInFedAvg
-from fedmoe_pl.phases.cohort import cohort_size, phase_cohort, sample_cohort
+from fedmoe_pl.phases.participation import cohort_size, phase_cohort, sample_cohort
 
 
 @given(

@@ -16,8 +16,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.phases.cohort import sample_cohort
-from fedmoe_pl.phases.failures import ClientError, ClientFailures
+from fedmoe_pl.phases.participation import ClientError, ClientFailures, sample_cohort
 
 BACKENDS = {"trainer": TrainerBackend, "stacked": StackedBackend, "workers": TwoInThisProcess}
 REASONS = {"raise": "ZeroDivisionError: in a client", "nan": "its global_expert.extractor.0.weight is not finite"}

@@ -42,7 +42,7 @@ from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly
-from fedmoe_pl.phases.cohort import phase_cohort, sample_poisson
+from fedmoe_pl.phases.participation import phase_cohort, sample_poisson
 
 needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 MEAN = DifferentialPrivacy(0.0, math.inf, 1e-5)  # changes nothing but the weights

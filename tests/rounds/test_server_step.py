@@ -22,7 +22,7 @@ from fedmoe_pl.algorithms import (
 )
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.aggregate import server_step
+from fedmoe_pl.rounds.fit import server_step
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 HALF = partial(torch.optim.SGD, lr=0.5)

@@ -23,7 +23,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import LinearGate
-from fedmoe_pl.setup.trainer import check_trainer
+from fedmoe_pl.setup.check_run import check_trainer
 
 sgd = partial(SGD, lr=0.1)
 STEP = partial(StepLR, step_size=1)

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, overrides, received
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.evaluation.accuracies import evaluate
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
+from fedmoe_pl.evaluation.metrics import evaluate
 from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts

@@ -1,4 +1,4 @@
-"""What a federation does when clients fail, or drop out."""
+"""Which clients take part in a round, which are evaluated, and what happens when some fail or drop out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,91 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.aggregation.aggregation import Cohort
+from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.backends import Failure
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number, is_finite
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.seeds import derive_seed, named_seed
+
+_COHORT, _EVALUATED = 1, 8  # separate the random numbers of cohorts and of evaluated clients from each other and others
+
+
+def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
+    """Number of clients in a round.
+
+    Example:
+        >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, 1), cohort_size(100, 1.0), cohort_size(4, 0.1)
+        (10, 7, 1, 100, 1)
+    """
+    if clients_per_round is None:
+        return num_clients
+    if isinstance(clients_per_round, float):
+        return max(floor_of_share(clients_per_round, num_clients), 1)
+    return clients_per_round
+
+
+def takes_all(clients_per_round: int | float | None) -> bool:
+    """Whether all clients that take part train in every round: None or a share of 1."""
+    return clients_per_round is None or (isinstance(clients_per_round, float) and clients_per_round == 1)
+
+
+def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int, attempt: int = 0) -> list[int]:
+    """Draws ``size`` clients uniformly without replacement; the random numbers depend on (seed, round, attempt) only.
+
+    Example:
+        >>> sample_cohort(range(4), 4, seed=0, round=0)
+        [0, 1, 2, 3]
+        >>> sample_cohort(range(100), 3, seed=0, round=5) == sample_cohort(range(100), 3, seed=0, round=5)
+        True
+    """
+    rng = np.random.default_rng(derive_seed(seed, _COHORT, round, *([attempt] if attempt else [])))
+    chosen = np.sort(rng.choice(len(ids), size, replace=False))
+    return [ids[i] for i in chosen]
+
+
+def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int, attempt: int = 0) -> list[int]:
+    """Draws for each client whether it joins the round; the random numbers depend on (seed, round, attempt) only.
+
+    Example:
+        >>> sample_poisson(range(3), 3, seed=0, round=0), sample_poisson(range(6), 2, seed=0, round=2)
+        ([0, 1, 2], [4])
+    """
+    rng = np.random.default_rng(derive_seed(seed, _COHORT, round, *([attempt] if attempt else [])))
+    return [client for client, draw in zip(ids, rng.random(len(ids)), strict=True) if draw * len(ids) < expected]
+
+
+def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
+    """The number of clients in each round of a phase, and those that they are drawn from.
+
+    A share below 1 counts all clients, not only the participants.
+    """
+    participants = phase.algorithm.opt_out.participants(range(num_clients), seed)
+    all_of_them = takes_all(phase.clients_per_round)
+    return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
+
+
+def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt: int = 0) -> list[int]:
+    """Draws the clients of a round from the participants, as the phase's aggregation needs it."""
+    cohort = cohort_of(phase, num_clients, seed)
+    if phase.aggregation is not None and phase.aggregation.poisson_sampling:
+        # a phase may start from two others, whose epsilons add up only if their cohorts are drawn independently
+        return sample_poisson(cohort.participants, cohort.size, named_seed(seed, phase.name), round, attempt)
+    return sample_cohort(cohort.participants, cohort.size, seed, round, attempt)
+
+
+def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[int]:
+    """The clients that are evaluated, the same in all rounds and phases; the draw depends on the seed only.
+
+    Example:
+        >>> evaluated_clients(3, None, seed=0), len(evaluated_clients(100, 20, seed=0))
+        ([0, 1, 2], 20)
+    """
+    if number is None:
+        return [*range(num_clients)]
+    rng = np.random.default_rng(derive_seed(seed, _EVALUATED))
+    return np.sort(rng.choice(num_clients, number, replace=False)).tolist()
+
 
 RETRIES = 3
 """How often a round is tried again, with another cohort, after too few clients answered."""

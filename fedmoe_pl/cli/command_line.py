@@ -1,11 +1,15 @@
-"""The command line: LightningCLI with a group ``federation`` beside ``model``, ``data`` and ``trainer``."""
+"""The command ``fedmoe``: LightningCLI with a group ``federation``, and errors as one line."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+import traceback
+import warnings
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +26,17 @@ from torch import nn
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import completion_parser, script
-from fedmoe_pl.cli.constructing import Constructor, check_values, describe_failure, with_modules
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.listing import list_parser
-from fedmoe_pl.cli.packaged import configs_parser, with_files
-from fedmoe_pl.cli.parsing import ConfigFile, ListAction
-from fedmoe_pl.cli.provisioning import provision_parser
+from fedmoe_pl.cli.listing import list_classes, list_parser
+from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
+from fedmoe_pl.cli.parsing import ConfigFile, Constructor, ListAction, check_values, describe_failure, with_modules
+from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.grids.command import benchmark
 from fedmoe_pl.grids.grid import grid_parser
-from fedmoe_pl.report.command import report_parser
+from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.report.command import report, report_parser
 from fedmoe_pl.version import __version__
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
@@ -114,8 +119,10 @@ class FederationCLI(LightningCLI):
                 action.__class__ = ListAction
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        """Adds the federation's commands, and lists the others, which ``commands.py`` runs; Lightning's signature."""
+        """Adds the federation's commands and, unless one of them is run, lists the others; Lightning's signature."""
         super()._add_subcommands(parser, **kwargs)
+        if self._asked in self.subcommands():
+            return
         commands = parser._subcommands_action
         assert commands is not None, "Lightning has added its own"
         for name, make in OTHER_PARSERS.items():
@@ -242,3 +249,101 @@ def _command(arguments: Sequence[str]) -> str:
         elif not word.startswith("--ckpt_path="):
             words.append(str(word))
     return shlex.join([*program, *words])
+
+
+def main(args: ArgsType = None) -> None:
+    """Runs the command line.
+
+    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
+    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
+    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
+    143.
+
+    Args:
+        args: command line arguments; None takes ``sys.argv``.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    arguments = sys.argv[1:] if args is None else args
+    try:
+        if not isinstance(arguments, list) or not arguments or arguments[0] not in _OTHERS:
+            FederationCLI(args)
+            return
+        _run_other(*map(str, arguments))
+    except (ArgumentError, MisconfigurationException) as error:
+        print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
+        sys.exit(2)
+    except ClientError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"fedmoe: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _benchmark(arguments: list[str]) -> None:
+    """Runs ``fedmoe benchmark``, and exits with its code."""
+    sys.exit(benchmark(arguments, configured))
+
+
+class _Configured(FederationCLI):
+    """Makes everything that the configuration of ``fit`` names, and trains nothing."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only ``fit``: the parsers of the others take time."""
+        return {"fit": FederationCLI.subcommands()["fit"]}
+
+    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+
+
+class _Checked(_Configured):
+    """Also makes all checks, for which the data are read."""
+
+    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+        self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def configured(arguments: Sequence[str], check: bool) -> Federation:
+    """The federation that ``fedmoe fit`` would train; with all checks, for which the data are read, or without."""
+    return objects_of(arguments, _Checked if check else _Configured)[0]
+
+
+def objects_of(
+    arguments: Sequence[str], kind: type[_Configured] = _Configured
+) -> tuple[Federation, LightningModule, FederatedDataModule]:
+    """The federation, the model and the data module of ``fedmoe fit`` with these arguments; nothing is read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
+        made = kind(["fit", *arguments])
+    return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
+
+
+def _print(command: Callable[[list[str]], object], arguments: list[str]) -> None:
+    """Runs a command that prints a list, whose end nobody may read, as in ``fedmoe list | head``."""
+    try:
+        command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(141)
+
+
+_OTHERS = {
+    "benchmark": _benchmark,
+    "report": report,
+    "list": partial(_print, list_classes),
+    "configs": partial(_print, configs),
+    "provision": provision,
+}
+
+
+def _run_other(command: str, *arguments: str) -> None:
+    """Runs a command that is not a method of Federation."""
+    try:
+        _OTHERS[command](with_files(arguments))
+    except ArgumentError as error:
+        raise MisconfigurationException(cause_of(error, OTHER_PARSERS[command]())) from error
