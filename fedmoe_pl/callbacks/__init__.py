@@ -1,16 +1,16 @@
 """Callbacks of a federation, called between the rounds, and of a client's training."""
 
 from fedmoe_pl.backends.best_epoch import BestEpoch
-from fedmoe_pl.callbacks.accuracies import AccuracyMonitor
-from fedmoe_pl.callbacks.clusters import ClusterMonitor
-from fedmoe_pl.callbacks.costs import CostToTarget
-from fedmoe_pl.callbacks.experts import ExpertMonitor
+from fedmoe_pl.callbacks.accuracy_monitor import AccuracyMonitor
+from fedmoe_pl.callbacks.cluster_monitor import ClusterMonitor
+from fedmoe_pl.callbacks.cost_to_target import CostToTarget
+from fedmoe_pl.callbacks.expert_monitor import ExpertMonitor
 from fedmoe_pl.callbacks.files import ClientCheckpoint, ResultFiles
-from fedmoe_pl.callbacks.gates import GateMonitor
-from fedmoe_pl.callbacks.ledger import TrafficLedger
-from fedmoe_pl.callbacks.partition import PartitionMonitor
+from fedmoe_pl.callbacks.gate_monitor import GateMonitor
+from fedmoe_pl.callbacks.partition_monitor import PartitionMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
-from fedmoe_pl.callbacks.representations import RepresentationMonitor
+from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor
+from fedmoe_pl.callbacks.traffic_ledger import TrafficLedger
 from fedmoe_pl.rounds.run import FederationCallback
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -14,6 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from fedmoe_pl.rounds.run import Run
+
 INK = "#000001"
 """The colour of text and lines: black in print. On a report's page it becomes that of the page's text."""
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", INK)
@@ -22,6 +24,7 @@ LINE_STYLES = ("-", "--", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.4
 """Inches: a column of a two-column paper."""
+_PIXELS = 700  # of the width: TensorBoard shows 350 and leaves out the others, but lines of one point survive
 _MOST_NAMED = 40  # rows that have room for the client's id
 _MOST_ROWS = 1000  # as many as there are pixels
 _MOST_EXPERTS = 4  # with a map of their own each
@@ -95,16 +98,16 @@ def new_figure(height: float) -> Figure:
 
 
 @styled
-def figure_pixels(figure: Figure, width: int = 700) -> np.ndarray:
-    """Renders a figure to pixels, a uint8 array of shape (height, width, 3).
-
-    TensorBoard shows pictures 350 pixels wide, and leaves out pixels: of 700, lines of one point survive.
-    """
-    figure.set_dpi(width / WIDTH)
+def log_figure(run: Run, tag: str, draw: Callable[[], Figure], step: int, method: str | None = None) -> None:
+    """Sends a figure to loggers that take pictures; without any, it is not drawn."""
+    if not run.loggers.take_images:
+        return
+    figure = draw()
+    figure.set_dpi(_PIXELS / WIDTH)
     figure.set_facecolor("white")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    run.loggers.log_image(tag, np.asarray(canvas.buffer_rgba())[..., :3].copy(), step, method)
 
 
 def by_class(rows: Iterable[Mapping[str, Any]]) -> np.ndarray:

@@ -33,10 +33,10 @@ from fedmoe_pl.cli.parsing import ConfigFile, Constructor, ListAction, check_val
 from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.grids.command import benchmark
+from fedmoe_pl.grids.benchmark import benchmark
 from fedmoe_pl.grids.grid import grid_parser
 from fedmoe_pl.phases.participation import ClientError
-from fedmoe_pl.report.command import report, report_parser
+from fedmoe_pl.report.report import report, report_parser
 from fedmoe_pl.version import __version__
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that

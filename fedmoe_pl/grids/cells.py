@@ -48,7 +48,7 @@ class Cell:
         return self.configuration[SEED]
 
 
-def make_cells(grid: Grid, configured: Configured, has_begun: Callable[[Cell], bool]) -> list[Cell]:
+def make_cells(grid: Grid, configured: Configured) -> list[Cell]:
     """The cells of a grid, in the order of its variants and values; the seed changes first.
 
     Cells that differ only in their seed are checked once.
@@ -60,7 +60,7 @@ def make_cells(grid: Grid, configured: Configured, has_begun: Callable[[Cell], b
         where = {**({} if variant is None else {VARIANT: variant}), **dict(zip(others, values, strict=True))}
         logging.disable(logging.INFO)  # a cell's run will log its configuration
         try:
-            cells += _cells_of(grid, where, configured, has_begun)
+            cells += _cells_of(grid, where, configured)
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{_name(grid, where) or 'every cell'}: {error}") from error
         finally:
@@ -68,15 +68,13 @@ def make_cells(grid: Grid, configured: Configured, has_begun: Callable[[Cell], b
     return cells
 
 
-def _cells_of(
-    grid: Grid, where: dict[str, Any], configured: Configured, has_begun: Callable[[Cell], bool]
-) -> list[Cell]:
+def _cells_of(grid: Grid, where: dict[str, Any], configured: Configured) -> list[Cell]:
     """The cells with these values, one for each seed."""
     configuration = _configuration(grid, where, configured)
     shown = _shown(grid, configuration["federation"]["phases"])
     cells = [_cell(grid, where, seed, configuration, shown) for seed in grid.values.get(SEED, [configuration[SEED]])]
-    if all(map(has_begun, cells)):
-        return cells
+    if all(finished_run(cell) or cut_run(cell) for cell in cells):
+        return cells  # they were checked when they began
     configuration = configured(["--config", json.dumps(cells[0].configuration)], True).hparams
     return [_cell(grid, where, cell.seed, configuration, shown) for cell in cells]
 
@@ -186,11 +184,6 @@ def cut_run(cell: Cell) -> Path | None:
         if phases == _phases(cell.configuration) and (path.is_file() or path.with_name(PREVIOUS).is_file()):
             return path
     return None
-
-
-def has_begun(cell: Cell) -> bool:
-    """Whether a cell has a run that is finished or goes on."""
-    return finished_run(cell) is not None or cut_run(cell) is not None
 
 
 def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:

@@ -168,12 +168,7 @@ def _as_overlays(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def value_name(value: Any) -> str:
-    """A value in the name of a cell and in the table: the name of a class, and others as in YAML.
-
-    Example:
-        >>> value_name(0.5), value_name(None), value_name({"class_path": "fedmoe_pl.data.IID"})
-        ('0.5', 'null', 'IID')
-    """
+    """A value in the name of a cell and in the table: the name of a class, and others as in YAML."""
     if isinstance(value, Mapping):
         return str(value.get("class_path", value)).rsplit(".", 1)[-1]
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

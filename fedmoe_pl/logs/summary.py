@@ -30,13 +30,6 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``rounds.csv``: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
 
     The loss and the other metrics follow.
-
-    Example:
-        >>> from fedmoe_pl.evaluation.evaluation import ClientEvaluation
-        >>> clients = [ClientEvaluation(0, 10, 0.75, float("nan"), 0.5, float("nan"))]
-        >>> row = round_row(Evaluation("FedAvg", 3, "global expert", "after aggregation", "last round", clients))
-        >>> row["round"], row["clients"], row["local_test_mean"], row["global_test_worst_tenth"]
-        (3, 'all 1', 0.75, 0.5)
     """
     row: dict[str, object] = {
         "method": evaluation.method,
@@ -135,12 +128,7 @@ def value_text(metric: str, value: float) -> str:
 
 
 def axis_label(metric: str) -> str:
-    """The name of a metric in words, for a picture in which accuracies are in percent.
-
-    Example:
-        >>> axis_label("local_test"), axis_label("local_test_rmse")
-        ('local test, percent', 'local test rmse')
-    """
+    """The name of a metric in words, for a picture in which accuracies are in percent."""
     return metric.replace("_", " ") + (", percent" if metric in METRICS else "")
 
 
@@ -183,12 +171,7 @@ def present_metrics(evaluations: Iterable[Evaluation]) -> list[str]:
 
 
 def on_test_samples(metrics: Iterable[str]) -> list[str]:
-    """Those of the metrics that are on test samples; the loss is one of them only if there are no others.
-
-    Example:
-        >>> on_test_samples(["global_test", "validation", "global_test_f1", "global_test_loss"])
-        ['global_test', 'global_test_f1']
-    """
+    """Those of the metrics that are on test samples; the loss is one of them only if there are no others."""
     found = [metric for metric in metrics if metric.startswith(("local_test", "reweighted_test", "global_test"))]
     return [metric for metric in found if not metric.endswith(f"_{LOSS}")] or found
 
@@ -226,12 +209,7 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
 
 
 def description(metric: str, lower_is_better: bool = False) -> str:
-    """What an accuracy or another metric means.
-
-    Example:
-        >>> description("local_test_rmse", lower_is_better=True)
-        "rmse on the client's held-out samples; lower is better"
-    """
+    """What an accuracy or another metric means."""
     if metric in DESCRIPTIONS:
         return DESCRIPTIONS[metric]
     split = next(split for split in _SAMPLES if metric.startswith(f"{split}_"))

@@ -6,18 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedmoe_pl.callbacks.costs import target_rows
+from fedmoe_pl.callbacks.cost_to_target import target_rows
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.tables import Condition, Method, Table
 
 
 class Cost(NamedTuple):
-    """A method's costs, as means over the seeds that reached the target; nan if none did.
-
-    All rounds of the phases that a method starts from are counted. ``reached`` of so many ``seeds`` reached the target.
-    ``best`` is the best value of all evaluated rounds, a mean over all seeds.
-    """
+    """A method's costs, as means over the ``reached`` of its ``seeds`` that reached the target; nan if none did."""
 
     label: str
     reached: int
@@ -25,7 +21,7 @@ class Cost(NamedTuple):
     rounds: float
     bytes: float
     flops: float
-    best: float
+    best: float  # of all evaluated rounds, a mean over all seeds
 
 
 def cost_table(condition: Condition, metric: str, target: float) -> Table:

@@ -37,11 +37,6 @@ def with_section(page: str, name: str, text: str) -> str:
     r"""A page of Markdown with a new text between the marks of a section.
 
     The text's headings become bold lines: what comes after the section would else belong to the last of them.
-
-    Example:
-        >>> page = "Digits\n<!-- fedmoe report: a -->\nold\n<!-- end of a -->\nagree.\n"
-        >>> with_section(page, "a", "### new\n").splitlines()
-        ['Digits', '<!-- fedmoe report: a -->', '', '**new**', '', '<!-- end of a -->', 'agree.']
     """
     marks = f"<!-- fedmoe report: {name} -->", f"<!-- end of {name} -->"
     before, *parts = page.split(marks[0])

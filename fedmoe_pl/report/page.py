@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,7 +15,7 @@ from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 from fedmoe_pl.logs.summary import axis_label, value_text
 from fedmoe_pl.report.costs import cost_table, default_target
 from fedmoe_pl.report.pictures import AMOUNTS, Picture, cost_figure, curves_figure, distribution_figure, picture
-from fedmoe_pl.report.runs import RunFiles, metrics_of
+from fedmoe_pl.report.runs import metrics_of
 from fedmoe_pl.report.settings import differences
 from fedmoe_pl.report.tables import (
     Column,
@@ -68,7 +66,7 @@ def page(sections: Sequence[Section], styles: Mapping[str, Style], facts: Mappin
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"([/,=_])(?=\S)", r"\1<wbr>", str(escape(text))))
     colors = {label: "currentColor" if style.color == INK else style.color for label, style in styles.items()}
     conditions = [section.condition for section in sections]
-    runs = [_run(run) for condition in conditions for run in condition.runs]
+    runs = [run for condition in conditions for run in condition.runs]
     settings = sum(len(condition.settings) for condition in conditions)
     # the keys in which conditions differ, each of which is the same in all settings of a condition
     rows = differences([_agreed(condition) for condition in conditions])
@@ -92,29 +90,13 @@ def _agreed(condition: Condition) -> Mapping[str, Any]:
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
-def _run(run: RunFiles) -> Mapping[str, Any]:
-    return {
-        "name": run.name,
-        "seed": "-" if run.seed is None else run.seed,
-        "state": "finished" if run.is_finished else "not finished",
-        "date": written(run.folder),
-        "folder": str(run.folder),
-    }
-
-
-def written(folder: Path) -> str:
-    """When a run wrote its newest result, in local time."""
-    times = [path.stat().st_mtime for path in (folder / "rounds.csv", folder / "summary.csv") if path.exists()]
-    return datetime.fromtimestamp(max(times)).strftime("%Y-%m-%d %H:%M")
-
-
 def section_of(condition: Condition, styles: Mapping[str, Style]) -> Section:
     """The section of a condition."""
     title = condition.name or condition.data or condition.settings[0].name
     facts = [condition.data if condition.data != title else "", condition.seeds_text]
     blocks = [
         _curve_block(condition, styles),
-        Block("Distribution over clients", pictures=[*_distributions(condition, styles)]),
+        _distribution_block(condition, styles),
         _cost_block(condition, styles),
         _gate_block(condition),
         _partition_block(condition),
@@ -154,9 +136,10 @@ def _every(condition: Condition) -> Table:
 
 def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     caption = "Mean of the clients over rounds; several seeds as mean and a band of one standard deviation."
-    figures = {metric: curves_figure(condition.methods, metric, styles) for metric in condition.metrics}
     pictures = [
-        picture(f"curves {metric} {condition.name}", caption, figure) for metric, figure in figures.items() if figure
+        picture(f"curves {metric} {condition.name}", caption, figure)
+        for metric in condition.metrics
+        if (figure := curves_figure(condition.methods, metric, styles))
     ]
     if not condition.choices.rounds:
         return Block("Learning curves", pictures=pictures)
@@ -164,11 +147,14 @@ def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     return Block("Learning curves", text, curve_table(condition), pictures)
 
 
-def _distributions(condition: Condition, styles: Mapping[str, Style]) -> Iterator[Picture]:
+def _distribution_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     caption = "One box per method over the clients of all seeds: quartiles, whiskers, diamond for the mean."
-    for metric in condition.metrics:
-        if figure := distribution_figure(condition.methods, metric, styles):
-            yield picture(f"clients {metric} {condition.name}", caption, figure)
+    pictures = [
+        picture(f"clients {metric} {condition.name}", caption, figure)
+        for metric in condition.metrics
+        if (figure := distribution_figure(condition.methods, metric, styles))
+    ]
+    return Block("Distribution over clients", pictures=pictures)
 
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:

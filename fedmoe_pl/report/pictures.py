@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from fedmoe_pl.callbacks.costs import spent
+from fedmoe_pl.callbacks.cost_to_target import spent
 from fedmoe_pl.callbacks.figures import INK, Style, new_figure, styled, wrapped
 from fedmoe_pl.logs.summary import axis_label, scale
 from fedmoe_pl.report.runs import Row

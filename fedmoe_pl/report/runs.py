@@ -6,6 +6,7 @@ import csv
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,13 @@ class RunFiles:
     def seeds(self) -> tuple[Any, Any]:
         """The run's seed and that of its partition, None where there is none."""
         return self.seed, self.config.get("data", {}).get("init_args", {}).get("partition_seed")
+
+    @property
+    def written(self) -> str:
+        """When it wrote its newest result, in local time."""
+        paths = [self.folder / name for name in ("rounds.csv", "summary.csv")]
+        newest = max(path.stat().st_mtime for path in paths if path.exists())
+        return datetime.fromtimestamp(newest).strftime("%Y-%m-%d %H:%M")
 
     @property
     def methods(self) -> list[str]:

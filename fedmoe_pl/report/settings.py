@@ -140,12 +140,7 @@ def _is_of_condition(key: str, keys: Collection[str]) -> bool:
 
 
 def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ, in the order of the first mapping that has them.
-
-    Example:
-        >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "c": 0}])
-        ['b', 'c']
-    """
+    """The keys whose values differ, in the order of the first mapping that has them."""
     keys = dict.fromkeys(key for mapping in values for key in mapping)
     return [key for key in keys if len({repr(mapping.get(key)) for mapping in values}) > 1]
 

@@ -43,12 +43,7 @@ class Difference(NamedTuple):
 
 
 def over_seeds(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation of a value over seeds.
-
-    Example:
-        >>> over_seeds([1.0, 2.0, 3.0])
-        Spread(mean=2.0, std=1.0)
-    """
+    """Mean and sample standard deviation of a value over seeds."""
     return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan)
 
 
@@ -300,12 +295,7 @@ def words(metric: str) -> str:
 
 
 def over_seeds_text(metric: str, spread: Spread) -> str:
-    """A metric, an accuracy in percent, with its deviation over seeds if there are several.
-
-    Example:
-        >>> over_seeds_text("local_test", Spread(0.9, 0.0125)), over_seeds_text("test_f1", Spread(0.9, math.nan))
-        ('90.00 ± 1.25', '0.9')
-    """
+    """A metric, an accuracy in percent, with its deviation over seeds if there are several."""
     return value_text(metric, spread.mean) + ("" if math.isnan(spread.std) else f" ± {value_text(metric, spread.std)}")
 
 

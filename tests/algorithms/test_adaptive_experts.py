@@ -29,7 +29,7 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FineTunedCluster, Local
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks import ClusterMonitor
-from fedmoe_pl.callbacks.clusters import cluster_figure
+from fedmoe_pl.callbacks.cluster_monitor import cluster_figure
 from fedmoe_pl.models import ConstantGate, NetworkGate
 from fedmoe_pl.trees import copy_module, load_tree
 
@@ -195,7 +195,7 @@ def test_tensorboard_shows_the_cluster_of_each_client_beside_its_samples(by_clie
         drawn[method] = clusters, num_clusters
         return cluster_figure(method, clusters, num_clusters, counts)
 
-    monkeypatch.setattr("fedmoe_pl.callbacks.clusters.cluster_figure", figure)
+    monkeypatch.setattr("fedmoe_pl.callbacks.cluster_monitor.cluster_figure", figure)
     data, before = blobs(), phase("Local", Local("local_expert.*"), gate=only(3, 4))
     ifca = Phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0, 4), rounds=3, start="Local")
     monitor = ClusterMonitor(by_client)

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from helpers.evaluations import evaluation, mixture
 
-from fedmoe_pl.callbacks.accuracies import sorted_accuracy_figure
-from fedmoe_pl.callbacks.clusters import cluster_figure
-from fedmoe_pl.callbacks.experts import aggregation_figure, expert_usage_figure
+from fedmoe_pl.callbacks.accuracy_monitor import sorted_accuracy_figure
+from fedmoe_pl.callbacks.cluster_monitor import cluster_figure
+from fedmoe_pl.callbacks.expert_monitor import aggregation_figure, expert_usage_figure
 from fedmoe_pl.callbacks.figures import gate_figure
-from fedmoe_pl.callbacks.representations import representation_figure
+from fedmoe_pl.callbacks.representation_monitor import representation_figure
 from fedmoe_pl.evaluation.evaluation import gate_rows
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])

@@ -21,7 +21,7 @@ from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import CostToTarget
-from fedmoe_pl.callbacks.costs import target_rows
+from fedmoe_pl.callbacks.cost_to_target import target_rows
 from fedmoe_pl.callbacks.figures import partition_figure
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import (
@@ -35,8 +35,8 @@ from fedmoe_pl.data import (
 from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.metrics import Meter
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
-from fedmoe_pl.report.command import report
 from fedmoe_pl.report.costs import costs, default_target
+from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.settings import conditions, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of

@@ -22,7 +22,7 @@ def no_arguments_of_pytest(monkeypatch):
 
 
 def cells_of(folder, make=configured, **changes):
-    return make_cells(read_grid(write_grid(folder, **changes)), make, lambda cell: False)
+    return make_cells(read_grid(write_grid(folder, **changes)), make)
 
 
 def names_of(configuration):
@@ -79,7 +79,7 @@ def test_methods_keep_the_phases_that_they_start_from(tmp_path):
     assert cell.phases == ["Local", "PFL-FT"]
 
 
-def test_a_condition_that_has_begun_is_not_checked_again(tmp_path):
+def test_a_condition_that_has_begun_is_not_checked_again(tmp_path, monkeypatch):
     checks = []
 
     def recording(arguments, check):
@@ -87,9 +87,10 @@ def test_a_condition_that_has_begun_is_not_checked_again(tmp_path):
         return pretended_configured(arguments, check)
 
     grid = read_grid(write_grid(tmp_path))
-    first = make_cells(grid, recording, lambda cell: False)
+    first = make_cells(grid, recording)
     assert checks == [False, True]
-    assert make_cells(grid, recording, lambda cell: True) == first
+    monkeypatch.setattr("fedmoe_pl.grids.cells.finished_run", lambda cell: cell.folder)
+    assert make_cells(grid, recording) == first
     assert checks == [False, True, False]
 
 
@@ -118,7 +119,7 @@ def grid_of(path):
 
 
 def cells_of_file(path):
-    return make_cells(grid_of(path), lambda arguments, check: configured(arguments, False), lambda cell: False)
+    return make_cells(grid_of(path), lambda arguments, check: configured(arguments, False))
 
 
 @pytest.mark.parametrize("path", [*GRIDS, *STUDIES], ids=lambda path: path.stem)

@@ -11,8 +11,8 @@ from helpers.reports import Page, markdown_tables
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.report.command import report
 from fedmoe_pl.report.pictures import Picture
+from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import find_runs
 
 LOCAL, GLOBAL = "reweighted_test", "global_test"

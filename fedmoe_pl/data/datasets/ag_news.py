@@ -76,24 +76,14 @@ def tokenize(text: str) -> list[str]:
 
 
 def vocabulary(texts: Iterable[list[str]], size: int) -> dict[str, int]:
-    """The ids, from 2, of the ``size`` most frequent words by frequency; ties are in alphabetical order.
-
-    Example:
-        >>> vocabulary([["b", "c", "a"], ["c"]], 2)
-        {'c': 2, 'a': 3}
-    """
+    """The ids, from 2, of the ``size`` most frequent words by frequency; ties are in alphabetical order."""
     counts = Counter(word for text in texts for word in text)
     words = sorted(counts, key=lambda word: (-counts[word], word))[:size]
     return {word: i for i, word in enumerate(words, start=_FIRST_WORD)}
 
 
 def to_ids(texts: list[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """The ids of each text's words, cut or padded to a length, int64, shape (texts, length).
-
-    Example:
-        >>> to_ids([["c", "x"], ["a", "c", "c", "a"]], {"c": 2, "a": 3}, 3).tolist()
-        [[2, 1, 0], [3, 2, 2]]
-    """
+    """The ids of each text's words, cut or padded to a length, int64, shape (texts, length)."""
     x = torch.full((len(texts), length), PAD)
     for row, text in zip(x.numpy(), texts, strict=True):
         cut = text[:length]

@@ -152,7 +152,7 @@ def test_another_configuration_is_another_run(pretend, tmp_path):
     assert run(arguments) == 0
 
     def cell(*more):
-        return make_cells(read_grid([*arguments, *more]), pretended_configured, lambda cell: False)[0]
+        return make_cells(read_grid([*arguments, *more]), pretended_configured)[0]
 
     assert finished_run(cell()) == tmp_path / "runs/seed_everything=0/version_0"
     assert finished_run(cell("--overrides.trainer.accelerator", "auto")) is not None  # the same result
@@ -170,7 +170,7 @@ def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
 
 
 def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
-    on_cpu, _ = make_cells(read_grid(write_grid(tmp_path)), pretended_configured, lambda cell: True)
+    on_cpu, _ = make_cells(read_grid(write_grid(tmp_path)), pretended_configured)
     on_gpu = replace(on_cpu, configuration={"trainer": {"accelerator": "auto"}})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for visible, names in (("", ["0", "1", "0"]), ("3,5", ["3", "5", "3"])):
@@ -181,7 +181,7 @@ def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
 
 def test_fit_writes_what_a_finished_cell_needs(tmp_path, capsys):
     arguments = write_grid(tmp_path, methods=["FedAvg"])
-    cells = make_cells(read_grid(arguments), configured, lambda cell: False)
+    cells = make_cells(read_grid(arguments), configured)
     for cell in cells:
         assert finished_run(cell) is None
         path = tmp_path / f"{cell.seed}.yaml"

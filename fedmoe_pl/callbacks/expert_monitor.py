@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
-from fedmoe_pl.callbacks.figures import add_colorbar, beside_samples, draw_map, figure_pixels, styled
+from fedmoe_pl.callbacks.figures import add_colorbar, beside_samples, draw_map, log_figure, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation, expert_usage
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -42,15 +44,15 @@ class ExpertMonitor(FederationCallback):
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the last matrix and the use of the experts."""
         self._draw_matrix(run, phase)
-        if evaluation is not None and run.loggers.take_images and _chooses(evaluation):
-            pixels = figure_pixels(expert_usage_figure(evaluation, run.datamodule.class_counts().numpy()))
-            run.loggers.log_image("used_experts/by_client", pixels, run.states[phase.name].round, phase.name)
+        if evaluation is not None and _chooses(evaluation):
+            draw = partial(expert_usage_figure, evaluation, run.datamodule.class_counts().numpy())
+            log_figure(run, "used_experts/by_client", draw, run.states[phase.name].round, phase.name)
 
     def _draw_matrix(self, run: Run, phase: Phase) -> None:
         matrix = aggregation_matrix(run.states[phase.name].server)
-        if matrix is not None and run.loggers.take_images:
-            pixels = figure_pixels(aggregation_figure(*matrix, phase.name, run.datamodule.class_counts().numpy()))
-            run.loggers.log_image("used_experts/averaged_with", pixels, run.states[phase.name].round, phase.name)
+        if matrix is not None:
+            draw = partial(aggregation_figure, *matrix, phase.name, run.datamodule.class_counts().numpy())
+            log_figure(run, "used_experts/averaged_with", draw, run.states[phase.name].round, phase.name)
 
 
 def _chooses(evaluation: Evaluation) -> bool:

@@ -11,7 +11,7 @@ from helpers.runs import assert_same
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFedMoE, PFLMoE
-from fedmoe_pl.callbacks.costs import CostToTarget, target_rows
+from fedmoe_pl.callbacks.cost_to_target import CostToTarget, target_rows
 from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import ConstantGate, LinearGate

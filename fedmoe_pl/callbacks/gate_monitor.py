@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 
-from fedmoe_pl.callbacks.figures import figure_pixels, gate_figure
+from fedmoe_pl.callbacks.figures import gate_figure, log_figure
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, gate_rows
 from fedmoe_pl.phases.phase import Phase
@@ -58,12 +59,11 @@ class GateMonitor(FederationCallback):
             return
         if run.loggers.take_histograms:
             self._log_samples(run, evaluation)
-        rows = [*gate_rows(evaluation, run.datamodule.num_classes)]
-        if run.loggers.take_images and rows:
+        if rows := [*gate_rows(evaluation, run.datamodule.num_classes)]:
             means = {client.client: client.mean_gate_weight for client in evaluation.clients}
             title = f"{evaluation.method}: mean weight of the global expert"
-            pixels = figure_pixels(gate_figure(rows, means, run.datamodule.class_counts().numpy(), title))
-            run.loggers.log_image("mean_gate_weight/by_client_and_class", pixels, evaluation.step, evaluation.method)
+            draw = partial(gate_figure, rows, means, run.datamodule.class_counts().numpy(), title)
+            log_figure(run, "mean_gate_weight/by_client_and_class", draw, evaluation.step, evaluation.method)
 
     def _log_samples(self, run: Run, evaluation: Evaluation) -> None:
         description = "Weight of the global expert on the client's own samples: one count per sample."
@@ -87,12 +87,6 @@ def mean_weights(clients: Iterable[ClientEvaluation]) -> dict[str, float]:
 
     Experts are called ``global`` and ``local`` if there is one of each, ``global_0``, ``global_1`` ... if several are
     global, and ``expert_0``, ``expert_1`` ... if none is.
-
-    Example:
-        >>> import torch
-        >>> nan, weights = float("nan"), torch.tensor([[0.25, 0.75], [0.75, 0.25]])
-        >>> mean_weights([ClientEvaluation(0, 2, nan, nan, nan, nan, weights, torch.tensor([0, 1]))])
-        {'global': 0.5, 'local': 0.5}
     """
     of_experts: dict[str, list[float]] = {}
     for client in clients:

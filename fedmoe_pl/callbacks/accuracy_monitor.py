@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from matplotlib.figure import Figure
 
-from fedmoe_pl.callbacks.figures import figure_pixels, new_figure, styled, styles
+from fedmoe_pl.callbacks.figures import log_figure, new_figure, styled, styles
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
 from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
 from fedmoe_pl.logs.summary import format_table, present_metrics, scale
@@ -51,9 +51,8 @@ class AccuracyMonitor(FederationCallback):
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
             hparams = {"method": final.method, **of_phases.get(phase.name, {})}
             run.loggers.log_result(final.method, hparams, means, final.step, [*of_phases.values()])
-        if evaluation is not None and run.loggers.take_images:
-            pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
-            run.loggers.log_image("sorted_accuracies", pixels, run.step)
+        if evaluation is not None:
+            log_figure(run, "sorted_accuracies", lambda: sorted_accuracy_figure(run.results.values()), run.step)
 
     def on_fit_end(self, run: Run) -> None:
         """Logs the table."""

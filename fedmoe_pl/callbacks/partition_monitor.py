@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedmoe_pl.callbacks.figures import figure_pixels, partition_figure
+from fedmoe_pl.callbacks.figures import log_figure, partition_figure
 from fedmoe_pl.data import FederatedDataModule, partition_rows, partition_table
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -15,8 +15,7 @@ class PartitionMonitor(FederationCallback):
     def on_fit_start(self, run: Run) -> None:
         """Draws the partition and writes it as a table, unless the run is resumed."""
         if not run.step and run.loggers.take_images:
-            pixels = figure_pixels(partition_figure([*partition_rows(run.datamodule)]))
-            run.loggers.log_image("partition", pixels, run.step)
+            log_figure(run, "partition", lambda: partition_figure([*partition_rows(run.datamodule)]), run.step)
             run.loggers.log_text("partition", partition_table(run.datamodule), run.step)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
-from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed, representations_of
+from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor, embed, representations_of
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, ProxyGate, SparseMoE

@@ -16,7 +16,7 @@ from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.report.markdown import markdown, with_section
-from fedmoe_pl.report.page import page, section_of, written
+from fedmoe_pl.report.page import page, section_of
 from fedmoe_pl.report.runs import RunFiles, find_runs
 from fedmoe_pl.report.settings import conditions, flat_name, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of
@@ -108,7 +108,7 @@ def _notes(runs: Sequence[RunFiles], left_out: Sequence[RunFiles]) -> list[str]:
 
 def origin(runs: Sequence[RunFiles]) -> str:
     """When the runs wrote their newest results, and when and where the report was written."""
-    days = sorted(written(run.folder)[:10] for run in runs)
+    days = sorted(run.written[:10] for run in runs)
     of_runs = days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
     return f"Runs of {of_runs}; report of {date.today()}, {_machine()}."
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor, nn
 
-from fedmoe_pl.callbacks.figures import MARKERS, figure_pixels, new_figure, styled
+from fedmoe_pl.callbacks.figures import MARKERS, log_figure, new_figure, styled
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of
@@ -77,8 +77,8 @@ class RepresentationMonitor(FederationCallback):
         if not representations:
             return
         points = {name: embed(values, run.seed) for name, values in representations.items()}
-        pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
-        run.loggers.log_image("representations", pixels, evaluation.step, evaluation.method)
+        draw = partial(representation_figure, phase.name, points, classes.numpy(), owners.numpy())
+        log_figure(run, "representations", draw, evaluation.step, evaluation.method)
         metadata: list[Any] = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
         for writer in run.loggers.writers(evaluation.method):
             for name, values in representations.items():

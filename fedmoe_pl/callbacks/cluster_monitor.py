@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.algorithms.shared.clusters import cluster_in_use
-from fedmoe_pl.callbacks.figures import beside_samples, draw_map, figure_pixels, new_figure, styled
+from fedmoe_pl.callbacks.figures import beside_samples, draw_map, log_figure, new_figure, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -46,8 +47,7 @@ class ClusterMonitor(FederationCallback):
         picks = cluster_picks(state.server)
         if picks is None or not len(picks) or not run.loggers.take_images:
             return
-        pixels = figure_pixels(_picks_figure(phase.name, picks))
-        run.loggers.log_image("picked/all_rounds", pixels, state.round, phase.name)
+        log_figure(run, "picked/all_rounds", partial(_picks_figure, phase.name, picks), state.round, phase.name)
         if evaluation is None or not self.by_client:
             return
         clients = [client.client for client in evaluation.clients[:_MOST_CLIENTS]]
@@ -56,8 +56,8 @@ class ClusterMonitor(FederationCallback):
         known = {client: cluster for client, cluster in clusters if cluster is not None}
         if known:
             counts = run.datamodule.class_counts().numpy()
-            pixels = figure_pixels(cluster_figure(phase.name, known, picks.shape[1], counts))
-            run.loggers.log_image("picked/by_client", pixels, state.round, phase.name)
+            draw = partial(cluster_figure, phase.name, known, picks.shape[1], counts)
+            log_figure(run, "picked/by_client", draw, state.round, phase.name)
 
 
 @styled

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.files import exclusive
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.grids.cells import Configured, finished_run, has_begun, make_cells
+from fedmoe_pl.grids.cells import Configured, finished_run, make_cells
 from fedmoe_pl.grids.grid import read_grid
 from fedmoe_pl.grids.processes import run_cells
 from fedmoe_pl.grids.table import write_tables
@@ -24,7 +24,7 @@ def benchmark(arguments: Sequence[str], configured: Configured) -> int:
     """Runs a grid, prints and writes its table, and returns the exit code: 1 if a cell failed, 128 + n for signal n."""
     grid = read_grid(arguments)
     print(f"checking the configurations of {grid.number} runs", flush=True)
-    cells = make_cells(grid, configured, has_begun)
+    cells = make_cells(grid, configured)
     with _locked(Path(grid.folder)):
         try:
             failed = run_cells(cells, grid)
