@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers.configurations import QUICKSTART, REPOSITORY, shortened
+from helpers.reports import leave_pictures_blank
 
 import fedmoe_pl
 from fedmoe_pl import backends, models
@@ -28,7 +29,8 @@ def blocks(language: str, text: str) -> list[str]:
 
 @pytest.fixture
 def few_digits(monkeypatch):
-    """A sixth of the digits: the commands are the page's, and a run takes less time."""
+    """A sixth of the digits and blank pictures: the commands are the page's, and a run takes less time."""
+    leave_pictures_blank(monkeypatch)
     load = Digits.load
 
     def load_some(self):

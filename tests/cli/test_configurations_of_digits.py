@@ -3,6 +3,7 @@
 import pytest
 import yaml
 from helpers.configurations import CONFIGURATIONS, QUICKSTART, REPOSITORY, needs_no_download, run_short
+from helpers.reports import leave_pictures_blank
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -20,7 +21,8 @@ DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
     ],
     ids=lambda path: path.stem,
 )
-def test_every_configuration_of_digits_runs_one_round(path, tmp_path, capfd):
+def test_every_configuration_of_digits_runs_one_round(path, tmp_path, capfd, monkeypatch):
+    leave_pictures_blank(monkeypatch)
     run = run_short(path, tmp_path, capfd)
     assert {"checkpoints", "summary.csv"} <= {file.name for file in run.iterdir()}
 

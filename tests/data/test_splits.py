@@ -27,21 +27,24 @@ def test_a_stratified_split_rounds_each_class_of_a_client_by_itself():
     assert other.test_samples[1].tolist() != data.test_samples[1].tolist()
 
 
-@given(st.integers(1, 10), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
+@given(st.booleans(), st.integers(1, 12), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
 @settings(max_examples=60, deadline=None)
-def test_a_stratified_split_holds_every_sample_once_and_trains_every_class(num_clients, test, validation, seed):
+def test_every_sample_is_held_once_and_every_client_can_train(stratify, num_clients, test, validation, seed):
     if test + validation >= 1:
         return
     labels = np.random.default_rng(seed).integers(0, 3, 40)
     arguments = {"num_clients": num_clients, "test_fraction": test, "validation_fraction": validation}
-    data = set_up(Own(numbered(labels), stratify=True, partition_seed=seed, **arguments))
-    held = torch.cat([*data.train_samples, *data.validation_samples, *data.test_samples])
-    assert held.sort().values.tolist() == list(range(40))
+    data = set_up(Own(numbered(labels), stratify=stratify, partition_seed=seed, **arguments))
+    assert data.global_test.tolist() == [40, 41]
     dealt = IID()(labels, num_clients, np.random.default_rng(np.random.SeedSequence(seed)))
     for client, part in enumerate(dealt):
-        own = torch.cat([parts[client] for parts in (data.train_samples, data.validation_samples, data.test_samples)])
-        assert own.sort().values.tolist() == sorted(part.tolist())
-        assert set(data.y[data.train_samples[client]].tolist()) == set(labels[part].tolist())
+        parts = [parts[client] for parts in (data.train_samples, data.validation_samples, data.test_samples)]
+        assert torch.cat(parts).sort().values.tolist() == sorted(part.tolist())
+        trained = set(data.y[parts[0]].tolist())
+        assert trained == set(labels[part].tolist()) if stratify else trained
+        own = torch.cat(parts[:2])
+        expected = torch.bincount(data.y[own], minlength=data.num_classes).double() / len(own)
+        torch.testing.assert_close(data.class_shares[client], expected)
 
 
 def test_pooled_data_are_all_shared_out_and_tested_on_what_is_held_out():

@@ -1,8 +1,16 @@
-"""A page that is read back."""
+"""Pictures that are not drawn, and a page that is read back."""
 
 from html.parser import HTMLParser
 
+from matplotlib.figure import Figure
+
 _WITHOUT_END = {"meta", "link", "br", "img", "hr", "input", "wbr"}
+
+
+def leave_pictures_blank(monkeypatch):
+    """Lets figures be made, logged and written, but not drawn, which is most of the time that they take."""
+    monkeypatch.setattr(Figure, "draw", lambda self, renderer: None)
+    monkeypatch.setattr(Figure, "draw_without_rendering", lambda self: None)
 
 
 class Page(HTMLParser):
