@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from loky.backend.context import set_start_method
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
@@ -66,7 +66,7 @@ def train(folder: Path, workers: int) -> None:
     phases = [
         Phase("FedPer", FedAvg("global_expert.*"), rounds=25, select=Select("global_test"), **mixed),
         Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
-        Phase("PFL-MF", PFLMoE(), gate=FeatureGate(), max_epochs=3),
+        Phase("PFL-MF", PFLMoE(), gate=FeatureGate(), train=Train(max_epochs=3)),
     ]
     federation = Federation(
         phases,

@@ -35,7 +35,7 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Arrays, Dirichlet, FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import derive_seed
 
@@ -124,9 +124,23 @@ def federated_personalization(
     timer = PhaseTimer()
     expert = FineTuning("local_expert.classifier.*", GATE_FRACTION)
     phases = [
-        Phase("PFL-FB", expert, start="initial", gate=ConstantGate(0), optimizer=EXPERT_OPTIMIZER, evaluate=False),
+        Phase(
+            "PFL-FB",
+            expert,
+            start="initial",
+            gate=ConstantGate(0),
+            train=Train(optimizer=EXPERT_OPTIMIZER),
+            evaluate=False,
+        ),
         *(
-            Phase(name, PFLMoE(GATE_FRACTION), start="PFL-FB", gate=gate(), optimizer=GATE_OPTIMIZER, evaluate=False)
+            Phase(
+                name,
+                PFLMoE(GATE_FRACTION),
+                start="PFL-FB",
+                gate=gate(),
+                train=Train(optimizer=GATE_OPTIMIZER),
+                evaluate=False,
+            )
             for name, gate in GATES.items()
         ),
     ]

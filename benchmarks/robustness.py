@@ -25,7 +25,7 @@ from functools import partial
 
 import torch
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
 from fedmoe_pl.aggregation import (
     Aggregation,
     ALittleIsEnough,
@@ -87,10 +87,10 @@ def pfl_moe(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
     fedavg = FedAvg("global_expert.*", weighting="uniform")
     return [
         Phase("FedAvg", fedavg, rounds, gate=GlobalOnly(), aggregation=aggregation),
-        Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly(), max_epochs=5),
-        Phase("equal weights", PFLMoE(), gate=EqualWeights(), max_epochs=0),
-        Phase("PFL-MF", PFLMoE(), gate=LinearGate(), max_epochs=5, optimizer=ADAM),
-        Phase("PFL-MFE", PFLMoE(), gate=FeatureGate(), max_epochs=5, optimizer=ADAM),
+        Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly(), train=Train(max_epochs=5)),
+        Phase("equal weights", PFLMoE(), gate=EqualWeights(), train=Train(max_epochs=0)),
+        Phase("PFL-MF", PFLMoE(), gate=LinearGate(), train=Train(max_epochs=5, optimizer=ADAM)),
+        Phase("PFL-MFE", PFLMoE(), gate=FeatureGate(), train=Train(max_epochs=5, optimizer=ADAM)),
     ]
 
 
@@ -154,7 +154,9 @@ def rows_of_privacy(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[s
 
 def rows_of_local(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Evaluation], int]]:
     """The rows of training alone: the clients that ``attacks`` calls honest, and all clients."""
-    results = evaluations(arguments, [Phase("Local", Local(), gate=LocalOnly(), max_epochs=arguments.rounds)])
+    results = evaluations(
+        arguments, [Phase("Local", Local(), gate=LocalOnly(), train=Train(max_epochs=arguments.rounds))]
+    )
     yield "honest clients", results, arguments.clients // 5
     yield "all clients", results, 0
 

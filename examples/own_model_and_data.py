@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from fedmoe_pl import Evaluate, Federation, Phase
+from fedmoe_pl import Evaluate, Federation, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.data import Dirichlet, FromDatasets
 
@@ -52,9 +52,11 @@ def main() -> None:
     train, test = datasets()
     federation = Federation(
         phases=[
-            Phase("Local", Local(), max_epochs=20),
+            Phase("Local", Local(), train=Train(max_epochs=20)),
             Phase("FedAvg", FedAvg(), rounds=10),
-            Phase("fine-tuned", Local(), start="FedAvg", max_epochs=10, evaluate=Evaluate(every_n_epochs=5)),
+            Phase(
+                "fine-tuned", Local(), start="FedAvg", train=Train(max_epochs=10), evaluate=Evaluate(every_n_epochs=5)
+            ),
         ],
         trainer={"max_epochs": 2, "accelerator": "cpu"},
         name="tumours",

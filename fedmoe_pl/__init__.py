@@ -5,7 +5,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ClusteredMoE, MixtureOfExperts, PersonalizedMoE, RepresentationMoE, SparseMoE
 from fedmoe_pl.phases.participation import ClientFailures
-from fedmoe_pl.phases.phase import Evaluate, Phase, Select
+from fedmoe_pl.phases.phase import Evaluate, Phase, Select, Train
 from fedmoe_pl.version import __version__
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "RepresentationMoE",
     "Select",
     "SparseMoE",
+    "Train",
     "Update",
     "__version__",
 ]

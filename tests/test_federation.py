@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks import ClientCheckpoint, GateMonitor
 from fedmoe_pl.models import ConstantGate
@@ -77,7 +77,7 @@ def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):
 
     kept = []
     for epochs, scheduler in ((1, None), (4, stop), (4, None)):
-        phase = Phase("Local", Local(), max_epochs=epochs, lr_scheduler=scheduler, gate=ConstantGate(0.0))
+        phase = Phase("Local", Local(), train=Train(max_epochs=epochs, lr_scheduler=scheduler), gate=ConstantGate(0.0))
         run = federation(tmp_path / str(len(kept)), [phase])
         torch.manual_seed(0)
         run.fit(PersonalizedMoE(NoDropout(), optimizer=partial(torch.optim.SGD, lr=0.1)), data())

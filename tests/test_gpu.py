@@ -23,7 +23,7 @@ from helpers.runs import Kill
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 
-from fedmoe_pl import Federation
+from fedmoe_pl import Federation, Train
 from fedmoe_pl.algorithms import (
     FedAvg,
     FedMoEDA,
@@ -131,7 +131,10 @@ CASES = {
 # not stacked: optimizers that clients keep, an LSTM
 ALONE = {
     "interleaved": (
-        lambda: [phase("F", FedAvg()), phase("last", PFLMoE(interleaved=True), rounds=4, keep_optimizer=True)],
+        lambda: [
+            phase("F", FedAvg()),
+            phase("last", PFLMoE(interleaved=True), rounds=4, train=Train(keep_optimizer=True)),
+        ],
         lambda: mixture(FeatureGate(6), optimizer=adam),
         points,
     ),

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checkpoints.configuration import parameters_of
 from fedmoe_pl.logs.loggers import method_tag
-from fedmoe_pl.phases.phase import Evaluate, Phase, Select
+from fedmoe_pl.phases.phase import Evaluate, Phase, Select, Train
 
 _GROUPS = ("trainer", "model", "data")
 _ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default
@@ -71,10 +71,10 @@ def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], d
     phases = {}
     for phase in federation.get("phases", []):
         arguments = _without_defaults(phase, Phase)
-        for name, kind in (("select", Select), ("evaluate", Evaluate)):
+        for name, kind in (("train", Train), ("select", Select), ("evaluate", Evaluate)):
             settings = arguments.pop(name, None)
             arguments[name] = _without_defaults(settings, kind) if isinstance(settings, Mapping) else {}
-        arguments["trainer"] = _trainer(arguments.get("trainer") or {})
+        arguments["train"]["trainer"] = _trainer(arguments["train"].get("trainer") or {})
         phases[phase["name"]] = dict(_leaves(arguments))
     return dict(_leaves(groups)), phases
 

@@ -148,7 +148,7 @@ def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
         for name in audit.names
         if name not in leaving and (algorithm.is_shared(name) or without_numbers(name) in exchanged)
     ]
-    own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.keep_optimizer else [])
+    own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.train.keep_optimizer else [])
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
     audit.stays = [name for name in audit.names + own if name not in {*leaving, *audit.may_leave, *received}]
     audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)

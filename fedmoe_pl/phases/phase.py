@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule
@@ -68,6 +68,36 @@ class Evaluate:
 
 
 @dataclass
+class Train:
+    """How the clients train in a phase: what differs from the trainer, the data module and the model.
+
+    Args:
+        max_epochs: local epochs of a client in a round; None means the trainer's.
+        batch_size: local batch size; None means the data module's.
+        optimizer: local optimizer; None means the model's. Unless ``keep_optimizer``, each round has a new one.
+        lr_scheduler: its scheduler, new in each round and stepped once per local epoch; None means the model's.
+        round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
+            once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of new
+            clients begin with the rate of the first round.
+        keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
+            phase.
+        callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, in addition to the
+            federation's.
+        trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
+            ``devices`` and ``num_nodes`` are the same in all phases.
+    """
+
+    max_epochs: int | None = None
+    batch_size: int | None = None
+    optimizer: OptimizerCallable | None = None
+    lr_scheduler: LRSchedulerCallable | None = None
+    round_lr_scheduler: LRSchedulerCallable | None = None
+    keep_optimizer: bool = False
+    callbacks: list[Callback] | None = None
+    trainer: dict[str, Any] | None = None
+
+
+@dataclass
 class Phase:
     """One algorithm for a number of rounds; its result is a row of the final table, and a start for later phases.
 
@@ -88,15 +118,7 @@ class Phase:
             names one for each part of the model, such as ``{"global_expert": "FedAvg", "local_expert": "Ditto"}``: the
             phase takes the server's tensors of this part and those that clients kept. Parts that are not named start
             from the initial model. The rounds before the phase are then those of its longest chain of starts.
-        max_epochs: local epochs of a client in a round; None means the trainer's.
-        batch_size: local batch size; None means the data module's.
-        optimizer: local optimizer; None means the model's. Unless ``keep_optimizer``, each round has a new one.
-        lr_scheduler: its scheduler, new in each round and stepped once per local epoch; None means the model's.
-        round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
-            once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of new
-            clients begin with the rate of the first round.
-        keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
-            phase.
+        train: how the clients train in this phase, where it differs from the trainer, the data module and the model.
         server_optimizer: takes the server's step in place of the mean: its gradient is the server's parameters minus
             the clients' mean. It may be any of PyTorch's that needs only a gradient, with a constant learning rate:
             ``torch.optim.SGD`` with a rate of 1 and a momentum is FedAvgM; ``FedAdagrad``, ``FedAdam`` and ``FedYogi``
@@ -107,10 +129,6 @@ class Phase:
             means the algorithm's own.
         select: selects the round that is the phase's result, and may end the phase early; None takes the last round.
         evaluate: when the phase is evaluated; False if it is only a start for others, without a row in the table.
-        callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, in addition to the
-            federation's.
-        trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
-            ``devices`` and ``num_nodes`` are the same in all phases.
         ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
             same name), or Lightning's with the same parameter names.
     """
@@ -123,26 +141,20 @@ class Phase:
     gate: Gate | None = None
     mixing: Mixing | None = None
     start: str | dict[str, str] | None = None
-    max_epochs: int | None = None
-    batch_size: int | None = None
-    optimizer: OptimizerCallable | None = None
-    lr_scheduler: LRSchedulerCallable | None = None
-    round_lr_scheduler: LRSchedulerCallable | None = None
-    keep_optimizer: bool = False
+    train: Train = field(default_factory=Train)
     server_optimizer: OptimizerCallable | None = None
     aggregation: Aggregation | None = None
     select: Select | None = None
     evaluate: Evaluate | bool = True
-    callbacks: list[Callback] | None = None
-    trainer: dict[str, Any] | None = None
     ckpt_path: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the arguments, in which numbers of NumPy become those of Python."""
-        for settings in (self, self.select, self.evaluate):
-            for field in [] if settings is None or isinstance(settings, bool) else fields(settings):
-                setattr(settings, field.name, plain(getattr(settings, field.name)))
-        self.trainer = self.trainer and {name: plain(value) for name, value in self.trainer.items()}
+        for settings in (self, self.train, self.select, self.evaluate):
+            for each in [] if settings is None or isinstance(settings, bool) else fields(settings):
+                setattr(settings, each.name, plain(getattr(settings, each.name)))
+        trainer = self.train.trainer
+        self.train.trainer = trainer and {name: plain(value) for name, value in trainer.items()}
         if not isinstance(self.name, str) or not is_file_name(self.name) or self.name == INITIAL:
             allowed = f"printable, of at most 200 bytes, without '/' and other than '..' and '{INITIAL}'"
             raise InvalidArgumentError("Phase", "name", self.name, allowed, "files and logs are named after it")
@@ -182,22 +194,22 @@ class Phase:
 
     def epochs(self, trainer: dict[str, Any]) -> int:
         """Local epochs of a client in a round; the argument are all clients' Trainers' arguments."""
-        return trainer["max_epochs"] if self.max_epochs is None else self.max_epochs
+        return trainer["max_epochs"] if self.train.max_epochs is None else self.train.max_epochs
 
     def client_trainer(self, trainer: dict[str, Any]) -> dict[str, Any]:
         """Arguments of each client's Trainer in this phase, from those of all phases."""
-        arguments = {**trainer, **(self.trainer or {}), "max_epochs": self.epochs(trainer)}
-        if self.callbacks:
+        arguments = {**trainer, **(self.train.trainer or {}), "max_epochs": self.epochs(trainer)}
+        if self.train.callbacks:
             common = arguments.get("callbacks") or []
-            arguments["callbacks"] = [*(common if isinstance(common, list) else [common]), *self.callbacks]
+            arguments["callbacks"] = [*(common if isinstance(common, list) else [common]), *self.train.callbacks]
         return arguments
 
     def _check_numbers(self) -> None:
         """Refuses numbers that are out of range."""
         for name, value, lowest in (
             ("rounds", self.rounds, 1),
-            ("max_epochs", self.max_epochs, 0),
-            ("batch_size", self.batch_size, 1),
+            ("train.max_epochs", self.train.max_epochs, 0),
+            ("train.batch_size", self.train.batch_size, 1),
             ("evaluate.every_n_rounds", self.evaluation.every_n_rounds, 0),
             ("evaluate.every_n_epochs", self.evaluation.every_n_epochs, 1),
         ):
@@ -230,6 +242,6 @@ class Phase:
     def _check_trainer(self) -> None:
         """Refuses arguments of the Trainer that would be overlooked."""
         reasons = dict.fromkeys(("accelerator", "devices", "num_nodes"), "it is the same for all phases")
-        for name, because in {**reasons, "max_epochs": "it is an argument of the phase itself"}.items():
-            if name in (self.trainer or {}):
-                raise InvalidArgumentError(str(self), "trainer", self.trainer, f"without {name}", because)
+        for name, because in {**reasons, "max_epochs": "it is an argument of 'train' itself"}.items():
+            if name in (self.train.trainer or {}):
+                raise InvalidArgumentError(str(self), "train.trainer", self.train.trainer, f"without {name}", because)

@@ -32,13 +32,14 @@ _TRAINED = "after local training"  # in Evaluation.evaluation_point
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
     """A copy of the model, with the phase's gate, mixing, optimizer and scheduler."""
     module = copy_module(model)
-    for part in ("gate", "mixing", "optimizer", "lr_scheduler"):
-        replacement = getattr(phase, part)
+    train = {"train.optimizer": phase.train.optimizer, "train.lr_scheduler": phase.train.lr_scheduler}
+    for key, replacement in {"gate": phase.gate, "mixing": phase.mixing, **train}.items():
+        part = key.removeprefix("train.")
         if replacement is None:
             continue
         if not isinstance(module, MixtureOfExperts):
             because = f"only a MixtureOfExperts lets a phase replace it, and the model is a {type(module).__name__}"
-            raise InvalidArgumentError(str(phase), part, "given", "left out", because)
+            raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
         with naming(phase):
             module.check_parts()

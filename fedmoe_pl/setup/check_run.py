@@ -69,7 +69,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
     by_name, trained = {phase.name: phase for phase in run.phases}, dict[str, set[str]]()
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
-        if phase.trainer:
+        if phase.train.trainer:
             check_trainer(trainer, str(phase))
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
@@ -149,7 +149,7 @@ def check_needs(
         "classes": (not has_classes, (owner, "algorithm", algorithm, "another for these data and this model")),
         "loss_of_outputs": (not has_loss, (owner, "algorithm", algorithm, "another for these data and this model")),
         "plain_steps": (bool(clip), (owner, "trainer.gradient_clip_val", clip, "left out")),
-        "fresh_optimizers": (phase.keep_optimizer, (owner, "keep_optimizer", True, "False")),
+        "fresh_optimizers": (phase.train.keep_optimizer, (owner, "train.keep_optimizer", True, "False")),
         "fixed_gate": (trains_gate, (owner, "gate", gate, "EqualWeights, GlobalOnly or another fixed one")),
         "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),
         "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
@@ -245,19 +245,19 @@ def check_optimizer(phase: Phase, module: LightningModule) -> None:
         parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
         with tried(f"{phase}: server_optimizer cannot be made"):
             phase.server_optimizer(parameters)
-    if phase.round_lr_scheduler is None and not phase.keep_optimizer:
+    if phase.train.round_lr_scheduler is None and not phase.train.keep_optimizer:
         return
     optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
-    option, because = "keep_optimizer" if phase.keep_optimizer else "round_lr_scheduler", ""
+    option, because = "train.keep_optimizer" if phase.train.keep_optimizer else "train.round_lr_scheduler", ""
     if optimizer is None:
         because = f"configure_optimizers of {type(module).__name__} returns more than an optimizer and its scheduler"
-    elif phase.round_lr_scheduler is not None and isinstance(scheduler, OneCycleLR | CyclicLR):
+    elif phase.train.round_lr_scheduler is not None and isinstance(scheduler, OneCycleLR | CyclicLR):
         because = f"{type(scheduler).__name__}, a scheduler over epochs, has learning rates of its own"
     if because:
         raise InvalidArgumentError(str(phase), option, "given", "left out", because)
-    if phase.round_lr_scheduler is not None:
-        with tried(f"{phase}: round_lr_scheduler cannot be stepped once per round"):
-            learning_rates(module, phase.round_lr_scheduler, min(1, phase.rounds - 1))
+    if phase.train.round_lr_scheduler is not None:
+        with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
+            learning_rates(module, phase.train.round_lr_scheduler, min(1, phase.rounds - 1))
 
 
 def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase]) -> None:
@@ -305,7 +305,9 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
     shared = {name for name, _ in module.named_parameters() if algorithm.is_shared(name)}
     if shared and trained and not trained & shared and max_epochs and not phase.ckpt_path:
         because = f"{type(algorithm).__name__} trains none of the shared parameters, such as '{min(shared)}'"
-        raise InvalidArgumentError(str(phase), "max_epochs", max_epochs, "higher, or other parameters shared", because)
+        raise InvalidArgumentError(
+            str(phase), "train.max_epochs", max_epochs, "higher, or other parameters shared", because
+        )
     if "fresh_optimizers" in algorithm.needs:  # it trains shared ones under other names
         return trained | (shared & {*names})
     if overrides(algorithm, "client_loss"):

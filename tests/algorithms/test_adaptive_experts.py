@@ -25,7 +25,7 @@ from helpers.clusters import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FineTunedCluster, Local
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks import ClusterMonitor
@@ -39,7 +39,7 @@ def mixture_phases(federated: Phase, num_clusters: int, start="Local") -> list[P
     torch.manual_seed(5)
     gate = NetworkGate(GateNet(1 if num_clusters == 1 else num_clusters + 1)).double()
     return [
-        phase("Local", Local("local_expert.*"), gate=last, max_epochs=3),
+        phase("Local", Local("local_expert.*"), gate=last, train=Train(max_epochs=3)),
         federated,
         Phase("mixture", ClusterMixture(), gate=gate, start=federated.name),
     ]
@@ -104,7 +104,7 @@ def test_a_client_is_evaluated_with_and_fine_tunes_the_cluster_of_its_lowest_tra
     data = blobs((13, 8, 11, 30, 25))
     phases = all_phases()
     phases[2].max_epochs = 0
-    tuned = Phase("tuned", FineTunedCluster(), gate=only(0), max_epochs=5, start="IFCA")
+    tuned = Phase("tuned", FineTunedCluster(), gate=only(0), train=Train(max_epochs=5), start="IFCA")
     federation = run([*phases, tuned], clustered(), data, tmp_path)
     trained = copy_module(federation.run.model)
     trained.load_state_dict({**trained.state_dict(), **tensors_of(federation.run.states["IFCA"].server)})
@@ -157,7 +157,7 @@ def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen
     algorithm = ClusterMixture(frozen_train_mode=frozen_train_mode)
     phases = [
         phase("Local", Local("local_expert.*")),
-        phase("FedAvg", FedAvg("global_experts.*"), start="Local", max_epochs=0),
+        phase("FedAvg", FedAvg("global_experts.*"), start="Local", train=Train(max_epochs=0)),
         phase("mixture", algorithm, start="FedAvg"),
     ]
     federation = run(phases, module, data, tmp_path)

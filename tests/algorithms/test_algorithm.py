@@ -18,7 +18,7 @@ from helpers import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Algorithm, Phase, algorithms
+from fedmoe_pl import Algorithm, Phase, Train, algorithms
 from fedmoe_pl.algorithms import (
     EpsilonGreedyIFCA,
     FedAvg,
@@ -115,9 +115,11 @@ def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_do
 )
 def test_only_what_is_trainable_changes_and_the_rest_is_the_same_to_the_bit(tmp_path, stage, trained):
     datamodule, model = blobs(), mixture(FeatureGate(6))
-    phases = [phase("FedAvg", FedAvg()), phase("Before", FineTuning(gate_fraction=0.25), max_epochs=0)]
+    phases = [phase("FedAvg", FedAvg()), phase("Before", FineTuning(gate_fraction=0.25), train=Train(max_epochs=0))]
     decaying = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)  # would change frozen parameters, too
-    federation = run([*phases, phase("After", stage, start="Before", optimizer=decaying)], model, datamodule, tmp_path)
+    federation = run(
+        [*phases, phase("After", stage, start="Before", train=Train(optimizer=decaying))], model, datamodule, tmp_path
+    )
     for client in range(3):
         before = federation.client_module("Before", client).state_dict()
         after = federation.client_module("After", client).state_dict()

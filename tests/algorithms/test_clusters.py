@@ -7,6 +7,7 @@ from helpers.clusters import FIRST, Watch, clustered, conflicting, losses_by_han
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from fedmoe_pl import Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, GlobalOnly
 from fedmoe_pl.trees import copy_module
@@ -21,7 +22,7 @@ def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
         if losses_of_first_cluster(module := two_clusters(seed), data) in ({True}, {False})
     )
     algorithm = EpsilonGreedyIFCA(epsilon=1.0, good_init=0.5)
-    good = phase("IFCA", algorithm, gate=ConstantGate(FIRST[2]), max_epochs=0)
+    good = phase("IFCA", algorithm, gate=ConstantGate(FIRST[2]), train=Train(max_epochs=0))
     federation = run([good], module, data, tmp_path, callbacks=[watch])
     drawn = copy_module(module)
     drawn.load_state_dict({**module.state_dict(), **tensors_of(watch.servers[0])})
@@ -32,7 +33,12 @@ def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
 
     again = run([good], module, data, tmp_path / "again")
     assert_same_bits(*(tensors_of(f.run.states["IFCA"].server) for f in (federation, again)))
-    without = run([phase("IFCA", EpsilonGreedyIFCA(0.0), gate=good.gate, max_epochs=0)], drawn, data, tmp_path / "one")
+    without = run(
+        [phase("IFCA", EpsilonGreedyIFCA(0.0), gate=good.gate, train=Train(max_epochs=0))],
+        drawn,
+        data,
+        tmp_path / "one",
+    )
     kept = run([good], drawn, data, tmp_path / "kept")  # models that are good already are not drawn anew
     assert_same_bits(*(tensors_of(f.run.states["IFCA"].server) for f in (without, kept)))
 
@@ -50,13 +56,13 @@ def test_new_draws_keep_what_clusters_share_and_end_if_no_draw_can_be_good(tmp_p
     module = ClusteredMoE(Convolutional(), 2, gate=GlobalOnly(), clusters_share_fc=True)
     images = torch.rand(12, 1, 3, 3)
     data = TensorData(images, torch.arange(12) % 2, torch.arange(12).split(3), batch_size=3)
-    good = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), max_epochs=0)
+    good = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), train=Train(max_epochs=0))
     server = run([good], module, data, tmp_path).run.states["IFCA"].server
     assert torch.equal(server["global_experts.0.fc.weight"], server["global_experts.1.fc.weight"])
     assert not torch.equal(server["global_experts.0.conv.weight"], server["global_experts.1.conv.weight"])
 
     monkeypatch.setattr("fedmoe_pl.algorithms.shared.clusters.DRAWS", 3)
-    one_client = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), max_epochs=0, clients_per_round=1)
+    one_client = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), train=Train(max_epochs=0), clients_per_round=1)
     with pytest.raises(MisconfigurationException, match=r"good_init is 0\.5, but must be lower for these data"):
         run([one_client], module, data, tmp_path)
 

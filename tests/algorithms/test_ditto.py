@@ -18,7 +18,7 @@ from helpers.bare import (
 
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local
 from fedmoe_pl.models import GlobalOnly, LocalOnly
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.trees import subtree
 
 EPOCHS = 2
@@ -83,7 +83,7 @@ def test_a_client_that_never_took_part_uses_the_first_w_also_in_later_phases(tmp
     phases = [
         phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly()),
         Phase("Ditto", Ditto(), clients_per_round=1, gate=LocalOnly(), start="FedAvg"),
-        phase("Local", Local(), max_epochs=0, start="Ditto"),
+        phase("Local", Local(), train=Train(max_epochs=0), start="Ditto"),
     ]
     federation = run(phases, two_experts(), blobs(), tmp_path, EPOCHS)
     (trained,) = federation.run.states["Ditto"].clients

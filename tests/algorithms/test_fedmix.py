@@ -9,7 +9,7 @@ from helpers.backends import UNEQUAL, assert_agree, local_training
 from helpers.shared_experts import FOUR, choosy, logits_of_gate, loss_of_likelihood, rounds_by_hand
 from lightning.pytorch import Callback
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import FedMix
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import begin_client
@@ -115,7 +115,9 @@ def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(
             of_own_experts = loss_of_likelihood(pl_module.module, x, y, pl_module.constants["experts"])
             seen.append((trainer.callback_metrics["validation_loss"].item(), of_own_experts))
 
-    mix = phase("it", FedMix(), rounds=2, evaluate=True, callbacks=[Seen()], trainer={"limit_val_batches": 1.0})
+    mix = phase(
+        "it", FedMix(), rounds=2, evaluate=True, train=Train(callbacks=[Seen()], trainer={"limit_val_batches": 1.0})
+    )
     federation = run([mix], choosy(), data, tmp_path)
     for client in range(4):
         samples = data.validation_samples[client]

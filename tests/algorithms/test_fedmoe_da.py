@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.models import ConstantGate
@@ -220,7 +220,7 @@ def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp
 @pytest.mark.parametrize("shared_init", [True, False])
 def test_clients_start_from_the_same_gate_and_experts_unless_they_draw_their_own(shared_init, tmp_path):
     algorithm = FedMoEDA(shared_init=shared_init)
-    federation = run([phase("DA", algorithm, max_epochs=0)], sparse_mixture(2), blobs(), tmp_path)
+    federation = run([phase("DA", algorithm, train=Train(max_epochs=0))], sparse_mixture(2), blobs(), tmp_path)
     first, second = (tensors(federation.client_module("DA", client)) for client in (0, 1))
     for name in first:
         same = shared_init or name.startswith("embedding.")
@@ -231,8 +231,8 @@ def test_clients_start_from_the_same_gate_and_experts_unless_they_draw_their_own
 
 def fitted(path, callbacks=None, ckpt_path=None, **kwargs):
     phases = [
-        Phase("DA", FedMoEDA(2, interval=2), rounds=4, select=Select("reweighted_test"), max_epochs=1),
-        Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), max_epochs=0),
+        Phase("DA", FedMoEDA(2, interval=2), rounds=4, select=Select("reweighted_test"), train=Train(max_epochs=1)),
+        Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), train=Train(max_epochs=0)),
     ]
     arguments = {"logger": False, "enable_progress_bar": False, "callbacks": callbacks, **kwargs}
     federation = Federation(phases, default_root_dir=str(path), **{"trainer": {"accelerator": "cpu"}, **arguments})

@@ -12,6 +12,7 @@ from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import SIZES, personalized, without_a_class
 from torch import nn
 
+from fedmoe_pl import Train
 from fedmoe_pl.algorithms import FedPAC, Local
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.fedpac import combination_weights
@@ -197,7 +198,7 @@ def test_one_client_per_round_keeps_its_own_classifier(tmp_path):
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_later_phase_starts_from_the_combined_classifiers(in_files, tmp_path):
-    phases = [it(rounds=3, clients_per_round=2), phase("later", Local(), max_epochs=0, start="it")]
+    phases = [it(rounds=3, clients_per_round=2), phase("later", Local(), train=Train(max_epochs=0), start="it")]
     fed = run(phases, model(), without_a_class(), tmp_path, enable_checkpointing=in_files)
     for client in range(3):
         before, after = (tensors(fed.client_module(name, client).global_expert) for name in ("it", "later"))

@@ -9,7 +9,7 @@ from helpers import Expert, client_generator, mixture, momentum_sgd, phase, run,
 from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import OWN_CLASSES, SIZES, without_a_class
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedProto
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
 
@@ -132,7 +132,7 @@ def test_the_loss_of_a_class_that_a_client_cannot_predict_is_finite(tmp_path):
 
 
 def test_a_client_without_a_prototype_of_its_classes_predicts_with_its_module(tmp_path):
-    it = Phase("it", FedProto(prediction="prototype"), rounds=2, max_epochs=0, gate=GlobalOnly())
+    it = Phase("it", FedProto(prediction="prototype"), rounds=2, train=Train(max_epochs=0), gate=GlobalOnly())
     fed = run([it], mixture(), without_a_class(), tmp_path)
     state = fed.run.states["it"]
     state.server[KNOWN].zero_()

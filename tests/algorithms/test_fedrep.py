@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, FedRep, Local
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 
 SIZES, HEAD = [13, 8, 11], "global_expert.classifier."
 
@@ -71,7 +71,9 @@ def test_fedrep_is_fedavg_without_a_head_and_local_without_a_body(tmp_path):
 def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path):
     phases = [
         phase("FedRep", FedRep(head_epochs=1), rounds=2, clients_per_round=2),
-        Phase("heads", Local("global_expert.classifier.*"), start="FedRep", gate=GlobalOnly(), max_epochs=3),
+        Phase(
+            "heads", Local("global_expert.classifier.*"), start="FedRep", gate=GlobalOnly(), train=Train(max_epochs=3)
+        ),
     ]
     data = blobs()
     federation = run(phases, two_experts(), data, tmp_path, 2, seed=SEED)

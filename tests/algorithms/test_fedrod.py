@@ -10,7 +10,7 @@ from helpers import Expert, assert_same_bits, client_generator, mixture, momentu
 from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import SIZES, without_a_class
 
-from fedmoe_pl import Evaluate, Select
+from fedmoe_pl import Evaluate, Select, Train
 from fedmoe_pl.algorithms import FedRoD, Local
 from fedmoe_pl.backends import TrainerBackend
 
@@ -73,7 +73,10 @@ def test_a_loss_of_the_model_takes_the_place_of_both_cross_entropies():
 
 def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_path):
     """So does a later phase that starts from this one."""
-    phases = [phase("it", FedRoD(), rounds=2, clients_per_round=1), phase("later", Local(), max_epochs=0, start="it")]
+    phases = [
+        phase("it", FedRoD(), rounds=2, clients_per_round=1),
+        phase("later", Local(), train=Train(max_epochs=0), start="it"),
+    ]
     fed = run(phases, mixture(), without_a_class(), tmp_path)
     state = fed.run.states["it"]
     assert 1 <= len(state.clients) < 3
@@ -93,7 +96,10 @@ def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, t
         "server_optimizer": optimizer,
         "evaluate": True,
     }
-    phases = [phase("it", FedRoD(), rounds=4, **arguments), phase("later", Local(), max_epochs=0, start="it")]
+    phases = [
+        phase("it", FedRoD(), rounds=4, **arguments),
+        phase("later", Local(), train=Train(max_epochs=0), start="it"),
+    ]
     fed = run(phases, mixture(optimizer=partial(torch.optim.SGD, lr=3.0)), without_a_class(), tmp_path)
     state = fed.run.states["it"]
     assert state.best_round < state.round and len(state.clients) < 3
@@ -103,7 +109,7 @@ def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, t
 
 
 def test_a_phase_goes_on_with_the_heads_of_the_phase_that_it_starts_from(tmp_path):
-    phases = [phase("it", FedRoD(), rounds=2), phase("again", FedRoD(), start="it", max_epochs=0)]
+    phases = [phase("it", FedRoD(), rounds=2), phase("again", FedRoD(), start="it", train=Train(max_epochs=0))]
     fed = run(phases, mixture(), without_a_class(), tmp_path)
     for client in range(3):
         heads = (fed.client_module(name, client).local_expert.classifier for name in ("it", "again"))

@@ -22,7 +22,7 @@ from helpers.clusters import (
 )
 from torch import nn
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.ifca import cluster_picks
@@ -216,7 +216,7 @@ def validated(**kwargs) -> TensorData:
 
 def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
     algorithm = EpsilonGreedyIFCA(epsilon=0.3, patience=patience, check_every_n_rounds=2)
-    return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), max_epochs=6, **kwargs)
+    return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), train=Train(max_epochs=6), **kwargs)
 
 
 def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_the_last_one(tmp_path):

@@ -11,7 +11,7 @@ from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import (
     ClusterMixture,
     EpsilonGreedyIFCA,
@@ -71,7 +71,7 @@ def test_with_tau_1_the_best_model_of_equal_classes_reaches_the_bayes_error_of_e
     y = torch.where(torch.arange(1500) < 1000, y == 0, y < 3).long()  # 10 % and 30 % of class 1
     data = TensorData(x, y, [range(1000), range(1000, 1500)], dtype=torch.float64)
     taus = (0.0, 0.5, 1.0, 1.5)
-    phases = [fedavg(1, max_epochs=0), *(prior(LabelPrior(tau), str(tau)) for tau in taus)]
+    phases = [fedavg(1, train=Train(max_epochs=0)), *(prior(LabelPrior(tau), str(tau)) for tau in taus)]
     run = fitted(tmp_path, *phases, model=PersonalizedMoE(expert).double(), data=data)
     points = torch.linspace(-4, 4, 800_001, dtype=torch.float64)[:, None]
     for client, share in enumerate((0.1, 0.3)):
@@ -106,7 +106,7 @@ def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
 def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_path):
     data = blobs((23, 12))
     mixtures = [
-        Phase("equal", PFLMoE(), gate=EqualWeights(), max_epochs=0),
+        Phase("equal", PFLMoE(), gate=EqualWeights(), train=Train(max_epochs=0)),
         Phase("MF", PFLMoE(), gate=LinearGate(5).double()),
         Phase("MFE", PFLMoE(), gate=FeatureGate(6).double()),
     ]
@@ -127,7 +127,7 @@ def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_p
 
 @pytest.mark.parametrize(("start", "copied"), [("prior", "prior"), (None, "FedAvg")])
 def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_its_start(start, copied, tmp_path):
-    tuned = Phase("tuned", FineTuning(), start=start, gate=LocalOnly(), max_epochs=0)
+    tuned = Phase("tuned", FineTuning(), start=start, gate=LocalOnly(), train=Train(max_epochs=0))
     run, x = fitted(tmp_path, fedavg(), prior(), tuned), blobs(SIZES).x
     before, after = (run.client_module(name, 1) for name in (copied, "tuned"))
     assert torch.equal(after.local_expert(x), before.global_expert(x))
@@ -140,8 +140,8 @@ def test_of_clusters_it_corrects_all_or_the_chosen_one(tmp_path):
         Phase("Local", Local("local_expert.*"), gate=only(3)),
         Phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
         Phase("all", LabelPrior(expert="global_experts"), gate=only(0)),
-        Phase("mixture", ClusterMixture(), gate=EqualWeights(), start="all", max_epochs=0),
-        Phase("own", FineTunedCluster(), start="IFCA", gate=only(0), max_epochs=0),
+        Phase("mixture", ClusterMixture(), gate=EqualWeights(), start="all", train=Train(max_epochs=0)),
+        Phase("own", FineTunedCluster(), start="IFCA", gate=only(0), train=Train(max_epochs=0)),
         Phase("prior", LabelPrior(expert="global_experts.0"), start="own", gate=only(0)),
     ]
     run = fitted(tmp_path, *phases, model=clustered(3), data=data)

@@ -26,7 +26,7 @@ from fedmoe_pl.algorithms import FedAvg, FineTuning, OptInFedAvg, SpecialistMixt
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 
 MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
@@ -44,8 +44,8 @@ def three_phases(out=0.3, clients_per_round: float | None = 4, epochs=2) -> list
     federated = OptInFedAvg("global_expert.*", out)
     return [
         phase("FedAvg", federated, gate=ConstantGate(1), rounds=3, clients_per_round=clients_per_round),
-        phase("Fine-tuned", FineTuning(), gate=ConstantGate(0), max_epochs=epochs),
-        phase("Mixture", SpecialistMixture(), max_epochs=epochs),
+        phase("Fine-tuned", FineTuning(), gate=ConstantGate(0), train=Train(max_epochs=epochs)),
+        phase("Mixture", SpecialistMixture(), train=Train(max_epochs=epochs)),
     ]
 
 

@@ -24,7 +24,7 @@ from helpers.bare import (
 
 from fedmoe_pl.algorithms import FedAvg, PFedMe
 from fedmoe_pl.models import LocalOnly
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 
 EPOCHS, SIZES = 2, [13, 8, 11]
 GIVEN = {"weight": 3.0, "inner_steps": 4, "inner_lr": 0.05}
@@ -118,6 +118,6 @@ def test_theta_keeps_its_running_statistics_from_round_to_round_and_w_those_of_t
 
 def test_a_round_with_a_learning_rate_of_0_changes_nothing_of_w(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)
-    it = phase("it", PFedMe(**GIVEN), rounds=2, round_lr_scheduler=schedule)
+    it = phase("it", PFedMe(**GIVEN), rounds=2, train=Train(round_lr_scheduler=schedule))
     model = two_experts()
     assert_near(of_tree(run([it], model, blobs(), tmp_path, 1).run.states["it"].server), values(model), 0)

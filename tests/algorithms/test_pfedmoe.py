@@ -7,7 +7,7 @@ from helpers import blobs, client_generator, run, tensors
 from helpers.backends import assert_agree, local_training, train
 from helpers.pfedmoe import model, narrow
 
-from fedmoe_pl import Client, Evaluate, Phase
+from fedmoe_pl import Client, Evaluate, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate
@@ -43,7 +43,7 @@ def trained_by_hand(client: int, round: int, start: dict, data, gate_lr: float |
 def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path, gate_lr):
     """Everything is trained at the same time; the extractor alone is averaged, by numbers of samples."""
     data = blobs(SIZES)
-    phase = Phase("pFedMoE", PFedMoE(), rounds=2, max_epochs=1, evaluate=False)
+    phase = Phase("pFedMoE", PFedMoE(), rounds=2, train=Train(max_epochs=1), evaluate=False)
     fed = run([phase], model(gate_lr=gate_lr), data, tmp_path, backend=TrainerBackend())
     start = model().state_dict()
     server = {name: tensor for name, tensor in start.items() if name.startswith("shared_extractor.")}
@@ -64,7 +64,9 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
 @pytest.mark.parametrize("evaluate_after", [None, "local_training", "aggregation"])
 def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers(tmp_path, evaluate_after):
     own_copy = evaluate_after != "aggregation"
-    phase = Phase("p", PFedMoE(), max_epochs=2, clients_per_round=2, evaluate=Evaluate(after=evaluate_after))
+    phase = Phase(
+        "p", PFedMoE(), train=Train(max_epochs=2), clients_per_round=2, evaluate=Evaluate(after=evaluate_after)
+    )
     fed = run([phase], model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
     state, data = fed.run.states["p"], fed.run.datamodule
     trained = sorted(state.clients)
@@ -103,8 +105,8 @@ def test_training_goes_on_from_what_the_server_sends_and_not_from_the_own_copy()
 def test_standalone_and_lg_fedavg_are_configurations(tmp_path):
     """Standalone trains local expert and header alone; LG-FedAvg averages the one header of all architectures."""
     phases = [
-        Phase("Standalone", Local(), gate=ConstantGate(0), max_epochs=1),
-        Phase("LG-FedAvg", FedAvg("header.*"), gate=ConstantGate(0), max_epochs=1),
+        Phase("Standalone", Local(), gate=ConstantGate(0), train=Train(max_epochs=1)),
+        Phase("LG-FedAvg", FedAvg("header.*"), gate=ConstantGate(0), train=Train(max_epochs=1)),
     ]
     fed = run(phases, model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
     alone, lg = fed.run.states["Standalone"], fed.run.states["LG-FedAvg"]

@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms import FedAvg, FineTuning, KNNPer, LabelPrior, Local, 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.phases.starts import find_starts
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.seeds import derive_seed
@@ -49,8 +49,8 @@ def personalization(gate=None, **stage_3):
     """PFL-MFE in the official code's schedule, on a federated model that every client has trained once."""
     return [
         phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("PFL-FB", FineTuning("local_expert.classifier.*", 0.25), max_epochs=3, batch_size=3),
-        phase("PFL-MFE", PFLMoE(0.25), gate=gate, max_epochs=4, batch_size=2, optimizer=adam, **stage_3),
+        phase("PFL-FB", FineTuning("local_expert.classifier.*", 0.25), train=Train(max_epochs=3, batch_size=3)),
+        phase("PFL-MFE", PFLMoE(0.25), gate=gate, train=Train(max_epochs=4, batch_size=2, optimizer=adam), **stage_3),
     ]
 
 
@@ -108,9 +108,9 @@ def validation_loss(expert, datamodule, client) -> float:
 def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_for(tmp_path):
     datamodule, model = blobs((10, 12, 30, 25, 14, 40), validation_fraction=0.4), mixture(ConstantGate(0.5))
     phases = [
-        phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=3, gate=ConstantGate(1), max_epochs=10),
-        phase("always", FineTuning(), max_epochs=20),
-        phase("better", FineTuning(keep_better=True), max_epochs=20),
+        phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=3, gate=ConstantGate(1), train=Train(max_epochs=10)),
+        phase("always", FineTuning(), train=Train(max_epochs=20)),
+        phase("better", FineTuning(keep_better=True), train=Train(max_epochs=20)),
     ]
     federation = run(phases, model, datamodule, tmp_path)
     kept_global = []
@@ -150,7 +150,10 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
         return torch.optim.SGD(parameters, lr=gate_lr if gate_lr and round % 2 else 0.1, momentum=0.9)
 
     interleaved = PFLMoE(0.25, interleaved=True)
-    phases = [phase("FedAvg", FedAvg(), gate=ConstantGate(1)), phase("PFL-MFE", interleaved, rounds=4, max_epochs=1)]
+    phases = [
+        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
+        phase("PFL-MFE", interleaved, rounds=4, train=Train(max_epochs=1)),
+    ]
     federation = run(phases, model, datamodule, tmp_path, seed=7)
     for client in range(2):
         gate_samples, expert_samples = hand_split(datamodule, client, 7)
@@ -174,7 +177,10 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
 def test_the_personal_expert_starts_as_the_global_one_even_where_a_client_had_one_of_its_own(tmp_path):
     datamodule, model = blobs(), mixture(ConstantGate(0.5))
     for algorithm in (FineTuning(), PFLMoE(interleaved=True)):
-        phases = [phase("FedAvg", FedAvg(shared="global_expert.*")), phase("Stage 2", algorithm, max_epochs=0)]
+        phases = [
+            phase("FedAvg", FedAvg(shared="global_expert.*")),
+            phase("Stage 2", algorithm, train=Train(max_epochs=0)),
+        ]
         federation = run(phases, model, datamodule, tmp_path)
         module = federation.client_module("Stage 2", 1)
         assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
@@ -239,9 +245,9 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
 
     def gates(max_epochs):
         phases = [
-            phase("FedAvg", FedAvg(), max_epochs=max_epochs),
-            phase("Expert", FineTuning(gate_fraction=0.25), max_epochs=max_epochs),
-            phase("Gate", PFLMoE(), max_epochs=0),
+            phase("FedAvg", FedAvg(), train=Train(max_epochs=max_epochs)),
+            phase("Expert", FineTuning(gate_fraction=0.25), train=Train(max_epochs=max_epochs)),
+            phase("Gate", PFLMoE(), train=Train(max_epochs=0)),
         ]
         federation = run(phases, model, datamodule, tmp_path)
         return [federation.client_module("Gate", client).gate.state_dict() for client in range(3)]
@@ -258,8 +264,8 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
 def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_trained_gate(tmp_path, given):
     phases = [
         phase("FedAvg", FedAvg()),
-        phase("Inherited", FineTuning(), max_epochs=0),
-        phase("Given", FineTuning(), gate=given, max_epochs=0),
+        phase("Inherited", FineTuning(), train=Train(max_epochs=0)),
+        phase("Given", FineTuning(), gate=given, train=Train(max_epochs=0)),
     ]
     federation = run(phases, mixture(FeatureGate(6)), blobs(), tmp_path)
     trained = federation.client_module("FedAvg", 0).gate.state_dict()

@@ -8,7 +8,7 @@ from helpers.backends import FEW, assert_agree, local_training
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local, PMMoE
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE
 from fedmoe_pl.trees import subtree
@@ -28,7 +28,7 @@ def fedper(**kwargs) -> Phase:
 
 
 def pm_moe(**kwargs) -> Phase:
-    return Phase("PM-MoE", PMMoE(), **{"start": "FedPer", "max_epochs": 2, "model": pooled(), **kwargs})
+    return Phase("PM-MoE", PMMoE(), **{"start": "FedPer", "train": Train(max_epochs=2), "model": pooled(), **kwargs})
 
 
 def fitted(path, *phases, sizes=(13, 8, 11), ckpt_path=None, **kwargs):
@@ -89,7 +89,7 @@ def test_classifiers_that_never_differed_are_the_base_whatever_the_gate(tmp_path
 
 
 def test_a_gate_of_only_the_own_classifier_is_the_base(tmp_path):
-    run = fitted(tmp_path, fedper(), pm_moe(gate=GlobalOnly(), max_epochs=0))
+    run = fitted(tmp_path, fedper(), pm_moe(gate=GlobalOnly(), train=Train(max_epochs=0)))
     x = blobs().x
     assert_same_bits({"": run.client_module("PM-MoE", 0)(x)}, {"": run.client_module("FedPer", 0)(x)})
     assert not torch.equal(run.client_module("PM-MoE", 1)(x), run.client_module("FedPer", 1)(x))

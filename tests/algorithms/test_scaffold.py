@@ -7,6 +7,7 @@ import torch
 from helpers import PureOneWeight, blobs, mixture, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
 
+from fedmoe_pl import Train
 from fedmoe_pl.algorithms import Scaffold
 from fedmoe_pl.phases.participation import sample_cohort
 
@@ -46,7 +47,7 @@ def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr,
 
 def test_scaffold_follows_a_learning_rate_that_falls_from_round_to_round(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.6)
-    scaffold = phase("Scaffold", Scaffold(), rounds=4, round_lr_scheduler=schedule)
+    scaffold = phase("Scaffold", Scaffold(), rounds=4, train=Train(round_lr_scheduler=schedule))
     federation = run([scaffold], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
     x, c, own = simulate_scaffold(4, [[0, 1]] * 4, 1.0, decay=0.6)
     state = federation.run.states["Scaffold"]
@@ -60,7 +61,7 @@ def test_scaffold_goes_on_after_a_round_with_a_learning_rate_of_0(tmp_path):
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round != 1))
     states = [
         run(
-            [phase("it", Scaffold(), rounds=rounds, round_lr_scheduler=factory)],
+            [phase("it", Scaffold(), rounds=rounds, train=Train(round_lr_scheduler=factory))],
             PureOneWeight(),
             two_quadratics(),
             tmp_path / str(rounds),

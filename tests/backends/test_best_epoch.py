@@ -12,6 +12,7 @@ from helpers.early_stopping import stopped_by_hand
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
+from fedmoe_pl import Train
 from fedmoe_pl.algorithms import FedProx, FineTuning, OptInFedAvg, Scaffold, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.models import ConstantGate, LinearGate
@@ -44,11 +45,11 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
     datamodule = blobs(sizes, validation_fraction=0.4)
     phases = [
         phase("FedAvg", OptInFedAvg("global_expert.*"), gate=ConstantGate(1), rounds=3),
-        phase("Fine-tuned", FineTuning(), gate=ConstantGate(0), max_epochs=1),
-        phase("Mixture", SpecialistMixture(), max_epochs=1),
+        phase("Fine-tuned", FineTuning(), gate=ConstantGate(0), train=Train(max_epochs=1)),
+        phase("Mixture", SpecialistMixture(), train=Train(max_epochs=1)),
     ]
     (stopping,) = (personal for personal in phases if personal.name == stage)
-    stopping.max_epochs = epochs
+    stopping.train.max_epochs = epochs
     stopping.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
     stopping.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
     federation = run(phases, mixture(LinearGate(5)), datamodule, tmp_path)
@@ -93,7 +94,7 @@ def test_the_validation_loss_is_the_module_s_without_terms_of_the_algorithm(tmp_
     datamodule = blobs((20, 20), validation_fraction=0.4)
     plain = partial(torch.optim.SGD, lr=0.1)
     trainer = {"limit_val_batches": 1.0}
-    federated = phase("it", algorithm, rounds=2, callbacks=[Seen()], trainer=trainer)
+    federated = phase("it", algorithm, rounds=2, train=Train(callbacks=[Seen()], trainer=trainer))
     run([federated], mixture(LinearGate(5), optimizer=plain), datamodule, tmp_path, every_batch=every_batch)
     assert len(seen) == 8  # two rounds of two epochs of two clients
     for (logged, state), client in zip(seen, (0, 0, 1, 1, 0, 0, 1, 1), strict=True):

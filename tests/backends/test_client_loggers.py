@@ -10,7 +10,7 @@ import pytest
 from helpers import blobs, mixture, run
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
 
@@ -75,7 +75,10 @@ def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_the
 
 def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
     trainer = {"logger": CSVLogger(tmp_path / "clients"), "limit_val_batches": 1.0, "log_every_n_steps": 1}
-    phases = [Phase(name, FedAvg(), rounds=n, max_epochs=1, trainer=trainer) for name, n in (("one", 2), ("two", 1))]
+    phases = [
+        Phase(name, FedAvg(), rounds=n, train=Train(max_epochs=1, trainer=trainer))
+        for name, n in (("one", 2), ("two", 1))
+    ]
     for _ in range(2):
         run(phases, mixture(), blobs(validation_fraction=0.3), tmp_path)
     found = sorted(tmp_path.rglob("metrics.csv"))
@@ -89,7 +92,7 @@ def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
 
 def test_clients_of_mixtures_log_the_loss_of_each_epoch_and_of_every_nth_step(tmp_path):
     trainer = {"logger": CSVLogger(tmp_path / "clients"), "log_every_n_steps": 2}
-    run([Phase("FedAvg", FedAvg(), max_epochs=3, trainer=trainer)], mixture(), blobs(), tmp_path)
+    run([Phase("FedAvg", FedAvg(), train=Train(max_epochs=3, trainer=trainer))], mixture(), blobs(), tmp_path)
     (first, *_) = sorted(tmp_path.rglob("metrics.csv"))  # of 13 samples in batches of 4
     rows = [*csv.DictReader(first.read_text().splitlines())]
     assert [int(row["step"]) for row in rows if row["train_loss_epoch"]] == [3, 7, 11]

@@ -12,7 +12,7 @@ from helpers.runs import Kill, assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
-from fedmoe_pl import Federation
+from fedmoe_pl import Federation, Train
 from fedmoe_pl.algorithms import FedAvg, FedProx, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.models import LinearGate
@@ -41,7 +41,7 @@ def test_a_user_s_optimizer_that_a_single_module_has_is_used(tmp_path, own_loss,
     model.configure_optimizers = types.MethodType(lambda self: torch.optim.SGD(self.parameters(), lr=RATE), model)
     schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5) if rounds > 1 else None
     algorithm = FedProx(mu=0.0) if own_loss else FedAvg()
-    it = phase("it", algorithm, rounds=rounds, round_lr_scheduler=schedule)
+    it = phase("it", algorithm, rounds=rounds, train=Train(round_lr_scheduler=schedule))
     federation = run([it], model, two_quadratics(), tmp_path, EPOCHS)
     assert weight_of(federation, "it") == pytest.approx(descent([1, 0.5][:rounds]), rel=1e-12)
 
@@ -71,7 +71,7 @@ def descent(factors, per_epoch=1.0):
 def test_every_round_has_its_learning_rate(tmp_path, name, backend, model, per_epoch):
     schedule, factors = SCHEDULES[name]
     algorithm = FedProx(mu=0.0)  # FedAvg, by the module's loss and so without its training_step, which no stack calls
-    it = phase("it", algorithm, rounds=4, round_lr_scheduler=schedule)
+    it = phase("it", algorithm, rounds=4, train=Train(round_lr_scheduler=schedule))
     federation = run([it], model(lr=RATE), two_quadratics(), tmp_path, EPOCHS, backend=backend)
     assert weight_of(federation, "it") == pytest.approx(descent(factors, per_epoch), rel=1e-12)
 
@@ -95,7 +95,7 @@ def with_momentum(rounds, keep):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("every_batch", [True, False])
 def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batch):
-    it = phase("it", FedAvg(), rounds=3, keep_optimizer=keep)
+    it = phase("it", FedAvg(), rounds=3, train=Train(keep_optimizer=keep))
     federation = run([it], WithMomentum(lr=RATE), two_quadratics(), tmp_path, EPOCHS, every_batch=every_batch)
     x, velocities = with_momentum(3, keep)
     assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
@@ -114,9 +114,12 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
     arguments = {"enable_checkpointing": True, "backend": AutoBackend()}
 
     def phases(rounds):
-        first = phase("FedAvg", FedAvg(), max_epochs=0)
+        first = phase("FedAvg", FedAvg(), train=Train(max_epochs=0))
         interleaved = PFLMoE(interleaved=True, trainable="local_expert.*")
-        return [first, phase("it", interleaved, rounds=rounds, max_epochs=1, optimizer=adam, keep_optimizer=True)]
+        return [
+            first,
+            phase("it", interleaved, rounds=rounds, train=Train(max_epochs=1, optimizer=adam, keep_optimizer=True)),
+        ]
 
     whole = run(phases(4), mixture(LinearGate(5)), blobs(), tmp_path / "whole", **arguments)
     kept = whole.run.states["it"].clients[0]
@@ -156,12 +159,16 @@ class WithCycle(PureOneWeight):
 
 REFUSED = {
     "cycle": (
-        {"round_lr_scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.5), "rounds": 2},
+        {"train": Train(round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5)), "rounds": 2},
         WithCycle(),
         "must be left out, because OneCycleLR, a scheduler over epochs, has learning rates of its own",
     ),
-    "two": ({"keep_optimizer": True, "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
-    "stack": ({"keep_optimizer": True, "rounds": 2}, WithMomentum(), "each client keeps the state of its optimizer"),
+    "two": ({"train": Train(keep_optimizer=True), "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
+    "stack": (
+        {"train": Train(keep_optimizer=True), "rounds": 2},
+        WithMomentum(),
+        "each client keeps the state of its optimizer",
+    ),
 }
 
 
@@ -188,7 +195,7 @@ def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path
             return super().client_final(client, constants)
 
     schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5)
-    it = phase("it", Copies(), rounds=2, round_lr_scheduler=schedule)
+    it = phase("it", Copies(), rounds=2, train=Train(round_lr_scheduler=schedule))
     run([it], mixture(optimizer=momentum_sgd), blobs(), tmp_path, backend=TrainerBackend())
     module, other = copies[-1]
     parameters = [*other.configure_optimizers().param_groups[0]["params"]]

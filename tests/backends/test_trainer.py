@@ -24,7 +24,7 @@ from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 
 
 def test_fold_is_the_weighted_mean():
@@ -73,7 +73,7 @@ RUNS = {
     "FedProx": lambda: [phase("it", FedProx(0.1), rounds=2, clients_per_round=5)],
     "interleaved": lambda: [
         phase("F", FedAvg()),
-        phase("it", PFLMoE(interleaved=True), rounds=4, keep_optimizer=True),
+        phase("it", PFLMoE(interleaved=True), rounds=4, train=Train(keep_optimizer=True)),
     ],
     "clusters and dropout": all_phases,
 }

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 from helpers import blobs, mixture
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedRep, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import trainable_names
@@ -29,7 +29,7 @@ def test_many_rounds_and_epochs_take_no_time(numbers, algorithm):
     few = training(algorithm, min(numbers[0], 9), min(numbers[1], 9))
     assert many.trainable == few.trainable
     assert {*trainable_names(few, few.module, 0)} <= {*trainable_names(many, many.module, 0)}
-    phase = Phase("p", algorithm, rounds=numbers[0], max_epochs=numbers[1])
+    phase = Phase("p", algorithm, rounds=numbers[0], train=Train(max_epochs=numbers[1]))
     name = type(algorithm).__name__
     with nullcontext() if name == "FedAvg" else pytest.warns(match=f"too many to know what {name} never trains"):
         trained_names(phase, many.module, numbers[1])

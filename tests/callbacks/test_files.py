@@ -273,7 +273,7 @@ def test_all_arguments_of_a_configurations_modules_are_known(tmp_path, monkeypat
     optimizer = node("torch.optim.SGD", lr=0.25)
     forgetful = node("parts_of_yaml.Forgetful", body=base, hidden=7, optimizer=optimizer)
     mixture = node("parts_of_yaml.Mixture", hidden=5, scale=1.5, mixing="probabilities")
-    one = {"algorithm": "FedAvg", "start": "initial", "max_epochs": 1}
+    one = {"algorithm": "FedAvg", "start": "initial", "train": {"max_epochs": 1}}
     phases = [
         {"name": "expert", **one, "mixing": "probabilities"},
         {"name": "module", **one, "model": forgetful},

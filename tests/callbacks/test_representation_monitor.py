@@ -14,7 +14,7 @@ from sklearn.manifold import TSNE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor, embed, representations_of
 from fedmoe_pl.checks import InvalidArgumentError
@@ -32,7 +32,9 @@ def shown(path, module, phases, datamodule=None, clients=None, samples=100):
 def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensorboard(tmp_path):
     """Client 0 has no held-out sample where the share is too small; the others show what they hold out."""
     datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
-    fed, monitor = shown(tmp_path, model(), [Phase("p FedMoE", PFedMoE(), max_epochs=1)], datamodule, [0, 3], 3)
+    fed, monitor = shown(
+        tmp_path, model(), [Phase("p FedMoE", PFedMoE(), train=Train(max_epochs=1))], datamodule, [0, 3], 3
+    )
     found, classes, clients = monitor.compute(fed.run, "p FedMoE")
     assert clients.tolist() == [0, 0, 0, 3, 3, 3]
     for client, own in ((0, slice(0, 3)), (3, slice(3, 6))):
@@ -57,7 +59,10 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
 
 def test_a_phase_with_its_own_model_shows_what_that_model_computes(tmp_path):
     """The federation's model may be another one, and so may that of a phase in which it is such a mixture."""
-    phases = [Phase("own", PFedMoE(), max_epochs=1, model=model(dtype=torch.float32)), Phase("plain", Local())]
+    phases = [
+        Phase("own", PFedMoE(), train=Train(max_epochs=1), model=model(dtype=torch.float32)),
+        Phase("plain", Local()),
+    ]
     fed, _ = shown(tmp_path, mixture(), phases, blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32))
     found = {str(folder.relative_to(fed.run_dir)) for folder in fed.run_dir.glob("*/00001/*")}
     of_own = {f"own/00001/{name}" for name in ("mixed", "shared", "local")}
@@ -92,7 +97,7 @@ def test_what_cannot_be_drawn_is_named_and_does_not_end_the_run(samples, spoil, 
     datamodule = blobs(dtype=torch.float32)
     datamodule.x = datamodule.x + spoil
     with pytest.warns(match="Phase 'p': local expert representations are not shown"):
-        phases = [Phase("p", Local(), max_epochs=0)]
+        phases = [Phase("p", Local(), train=Train(max_epochs=0))]
         fed, _ = shown(tmp_path, mixture(LocalOnly()), phases, datamodule, [0, 1], samples)
     assert not [*fed.run_dir.rglob("projector*")]
 

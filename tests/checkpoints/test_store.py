@@ -10,7 +10,7 @@ from helpers.runs import Kill, assert_same, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
-from fedmoe_pl import Federation, Phase, Select
+from fedmoe_pl import Federation, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.checkpoints import client_state
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, load_checkpoint
@@ -33,7 +33,7 @@ def phases() -> list[Phase]:
         Phase("FedPer", FedAvg("global_expert.*"), rounds=4, select=Select("global_test"), **mixed),
         Phase("again", FedAvg("*.classifier.*"), start="FedPer", **mixed),
         Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), start="FedPer"),
-        Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),
+        Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), train=Train(max_epochs=3)),
     ]
 
 

@@ -59,9 +59,8 @@ REFUSED = {
         ["--federation.phases+={name: A, algorithm: Local, roundz: 2}"]
     ),
     "trainer: Unable to load config": ["--trainer", "3"],
-    "federation.phases.FedAvg.optimizer.init_args.lr is not an argument of Optimizer; a class_path must be given.": [
-        *("--federation.phases.FedAvg.optimizer.lr", "0.1")
-    ],
+    "federation.phases.Local.train.optimizer.init_args.lr is not an argument of Optimizer; "
+    "a class_path must be given.": [*("--federation.phases.Local.train.optimizer.lr", "0.1")],
     "model must be given, as in a file after --config. An overlay needs the --config that it changes before it.": [
         "--model=null"
     ],

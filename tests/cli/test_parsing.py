@@ -24,15 +24,15 @@ def test_arguments_change_the_phase_that_they_name_and_no_other():
         "--federation.phases.FedAvg.algorithm.init_args.weighting=uniform",
         "--federation.phases.Local.evaluate=false",
         *("--federation.phases.label prior.algorithm.init_args.tau", "0.5"),
-        *("--federation.phases.PFL-MF.callbacks+=Timer", "--federation.phases.PFL-MFE.max_epochs=9"),
+        *("--federation.phases.PFL-MF.train.callbacks+=Timer", "--federation.phases.PFL-MFE.train.max_epochs=9"),
     )
     before["FedAvg"]["rounds"] = 5
     before["FedAvg"]["algorithm"]["init_args"]["weighting"] = "uniform"
     before["Local"]["evaluate"] = False
     before["label prior"]["algorithm"]["init_args"]["tau"] = 0.5
-    before["PFL-MFE"]["max_epochs"] = 9
-    assert after["PFL-MF"].pop("callbacks")[0]["class_path"].endswith("Timer")
-    assert before["PFL-MF"].pop("callbacks") is None
+    before["PFL-MFE"]["train"]["max_epochs"] = 9
+    assert after["PFL-MF"]["train"].pop("callbacks")[0]["class_path"].endswith("Timer")
+    assert before["PFL-MF"]["train"].pop("callbacks") is None
     assert after == before
 
 

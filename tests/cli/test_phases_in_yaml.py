@@ -115,7 +115,7 @@ def test_a_loss_is_a_class_or_a_function_and_metrics_have_names(loss, tmp_path, 
 
 
 def cohorts(*numbers) -> list[dict]:
-    alone = {"algorithm": "Local", "gate": "LocalOnly", "max_epochs": 0}
+    alone = {"algorithm": "Local", "gate": "LocalOnly", "train": {"max_epochs": 0}}
     return [{"name": f"P{index}", **alone, "clients_per_round": number} for index, number in enumerate(numbers)]
 
 
@@ -242,7 +242,7 @@ def test_adding_removing_and_reordering_phases_leaves_the_others_their_bits(whol
 
 
 def test_gates_that_take_their_width_from_a_sample_have_random_numbers_of_their_own_too(tmp_path):
-    phases = [{**JOINT, "name": name, "gate": "LinearGate", "max_epochs": 0} for name in ("one", "other")]
+    phases = [{**JOINT, "name": name, "gate": "LinearGate", "train": {"max_epochs": 0}} for name in ("one", "other")]
     run = fitted(tmp_path, phases)
     weights = [run.client_module(phase["name"], 0).gate.linear.weight for phase in phases]
     assert not torch.equal(*weights)

@@ -42,7 +42,7 @@ from fedmoe_pl.models import (
     RepresentationMLP,
     RepresentationMoE,
 )
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 FEDPER = "global_expert.extractor.*"
@@ -96,8 +96,11 @@ def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, 
 
 
 def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
-    _, checkpoint = trained(tmp_path, Phase("Local", Local(), max_epochs=3), fedavg(FEDPER, rounds=2))
-    later = federation(tmp_path / "later", [Phase("Local", Local(), max_epochs=0), fedavg(FEDPER, max_epochs=0)])
+    _, checkpoint = trained(tmp_path, Phase("Local", Local(), train=Train(max_epochs=3)), fedavg(FEDPER, rounds=2))
+    later = federation(
+        tmp_path / "later",
+        [Phase("Local", Local(), train=Train(max_epochs=0)), fedavg(FEDPER, train=Train(max_epochs=0))],
+    )
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=1)
     assert not any(later.run.states[name].clients for name in ("Local", "FedAvg"))
 

@@ -142,7 +142,9 @@ def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_pa
     result = "Phase 'FedPer': client {} has not confirmed that it has the result: {}"
     sizes = "numbers of training, validation and test samples [9, 4, 0] in place of [13, 0, 0]"
     assert result.format(0, f"its data have changed since the run began: {sizes}") in texts, texts
-    assert result.format(3, "phases.FedPer.batch_size is 2, but must be null, as when the run began") in texts, texts
+    assert result.format(3, "phases.FedPer.train.batch_size is 2, but must be null, as when the run began") in texts, (
+        texts
+    )
 
 
 def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_training(tmp_path):

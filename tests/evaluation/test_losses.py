@@ -9,7 +9,7 @@ from helpers import EveryBatch
 from helpers.runs import data, federation, model
 from lightning.pytorch import Callback
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate, SmallMLP
@@ -60,7 +60,7 @@ PATHS = {
 def test_a_client_whose_loss_is_infinite_is_left_out(path, tmp_path):
     backend, callbacks, module_class = PATHS[path]
     algorithm = Offset("*") if module_class is OwnStep else WithOffset("*")
-    phase = Phase("FedAvg", algorithm, 1, gate=ConstantGate(0.5), callbacks=callbacks)
+    phase = Phase("FedAvg", algorithm, 1, gate=ConstantGate(0.5), train=Train(callbacks=callbacks))
     run = federation(tmp_path, [phase], backend=backend())
     module = module_class(SmallMLP(5, 8, num_classes=3), optimizer=model().optimizer)
     with pytest.warns(UserWarning, match="client 2 is left out: a loss of its training is not finite$"):

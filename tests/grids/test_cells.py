@@ -61,12 +61,12 @@ def test_a_class_keeps_the_arguments_that_are_given_for_it_one_by_one(tmp_path):
 def test_a_phase_is_changed_by_its_name(tmp_path):
     (cell,) = cells_of(
         tmp_path,
-        values={"federation.phases.PFL-FT.max_epochs": [3]},
+        values={"federation.phases.PFL-FT.train.max_epochs": [3]},
         overrides={"federation.phases.FedAvg.algorithm.init_args.weighting": "uniform"},
     )
     assert cell.name == "max_epochs=3,seed_everything=0"
     local, fedavg, fine_tuned = cell.configuration["federation"]["phases"]
-    assert local["max_epochs"] is None and fine_tuned["max_epochs"] == 3
+    assert local["train"]["max_epochs"] is None and fine_tuned["train"]["max_epochs"] == 3
     assert fedavg["algorithm"]["init_args"] == {"shared": "global_expert.*", "trainable": "*", "weighting": "uniform"}
 
 

@@ -57,7 +57,7 @@ def test_the_grid_of_the_documentation_is_one(tmp_path):
 
 def test_a_class_is_a_value_and_has_only_the_arguments_that_are_written(tmp_path):
     adamw = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}
-    phases = [{"name": "Local", "algorithm": "Local", "optimizer": adamw}]
+    phases = [{"name": "Local", "algorithm": "Local", "train": {"optimizer": adamw}}]
     overrides = {"federation.phases": phases, "data.partitioner": {"class_path": "IID"}}
     assert read_grid(write_grid(tmp_path, overrides=overrides)).overrides == overrides
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FineTunedCluster, Local
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import begin_client
@@ -35,11 +35,11 @@ def only(index, experts=4) -> ConstantGate:
 def all_phases(rounds=3) -> list[Phase]:
     torch.manual_seed(5)
     return [
-        Phase("Local", Local("local_expert.*"), gate=only(3), max_epochs=3),
+        Phase("Local", Local("local_expert.*"), gate=only(3), train=Train(max_epochs=3)),
         Phase("IFCA", EpsilonGreedyIFCA(0.3), rounds=rounds, clients_per_round=2, gate=only(0), start="Local"),
         Phase("Fine-tuned", FineTunedCluster(), gate=only(0)),
-        Phase("Ensemble", ClusterMixture(), gate=ConstantGate([0.25] * 4), mixing="logits", max_epochs=0),
-        Phase("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), max_epochs=4),
+        Phase("Ensemble", ClusterMixture(), gate=ConstantGate([0.25] * 4), mixing="logits", train=Train(max_epochs=0)),
+        Phase("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), train=Train(max_epochs=4)),
     ]
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ConstantGate, LinearGate
@@ -41,7 +41,7 @@ def phases() -> list[Phase]:
             select=Select("global_test"),
         ),
         Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
-        Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),
+        Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), train=Train(max_epochs=3)),
     ]
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import event_accumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from fedmoe_pl import Evaluate, Phase, Select
+from fedmoe_pl import Evaluate, Phase, Select, Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, Local
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models import ClusteredMoE, GlobalOnly, LinearGate, LocalOnly
@@ -25,7 +25,7 @@ def phases():
     torch.manual_seed(0)
     clusters = ClusteredMoE(torch.nn.Linear(5, 3), 2, optimizer=partial(torch.optim.SGD, lr=0.1)).double()
     return [
-        Phase("Local", Local(), gate=LocalOnly(), max_epochs=2, evaluate=Evaluate(every_n_epochs=1)),
+        Phase("Local", Local(), gate=LocalOnly(), train=Train(max_epochs=2), evaluate=Evaluate(every_n_epochs=1)),
         Phase("FedAvg", FedAvg("global_expert.*"), rounds=3, gate=LinearGate(5), select=Select("global_test")),
         Phase("IFCA", EpsilonGreedyIFCA(), rounds=2, model=clusters, gate=GlobalOnly(), start="initial"),
     ]

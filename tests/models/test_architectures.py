@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.cli import main
@@ -28,7 +28,7 @@ def equal_weights(global_expert, local_expert, x, y):
 def test_two_rounds_over_two_architectures_are_those_of_bare_pytorch(tmp_path):
     """The global expert is averaged; a client trains and keeps its own local expert and has no other."""
     data = blobs(SIZES)
-    fedavg = phase("it", FedAvg("global_expert.*"), rounds=2, max_epochs=1, gate=EqualWeights())
+    fedavg = phase("it", FedAvg("global_expert.*"), rounds=2, train=Train(max_epochs=1), gate=EqualWeights())
     fed = run([fedavg], pair(), data, tmp_path, backend=TrainerBackend())
     start = pair().state_dict()
     server, kept = tensors(pair(), "global_expert."), [start] * 3

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE, SmallMLP
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.rounds.begin import phase_module
 
 
@@ -68,7 +68,7 @@ def test_a_phase_replaces_gate_and_optimizer_in_a_copy_of_the_model_and_keeps_it
 
     module = Mine(Expert(), gate=FeatureGate(6))
     adam = partial(torch.optim.Adam, lr=0.5)
-    other = phase_module(module, Phase("phase", FedAvg(), gate=LinearGate(5), optimizer=adam))
+    other = phase_module(module, Phase("phase", FedAvg(), gate=LinearGate(5), train=Train(optimizer=adam)))
     assert type(other) is Mine
     assert isinstance(other.gate, LinearGate) and isinstance(module.gate, FeatureGate)
     assert isinstance(other.configure_optimizers(), torch.optim.Adam)

@@ -13,7 +13,7 @@ from helpers import TensorData, assert_same_bits, mixture, phase, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Federation, Phase, Select
+from fedmoe_pl import Federation, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, OptInFedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import BestEpoch
@@ -63,7 +63,8 @@ def split_by_choice(data, algorithm) -> dict[str, torch.Tensor]:
 def trained(data, algorithm, tmp_path, monitor="validation_loss", **kwargs):
     """Four rounds in which clients and server select by validation samples."""
     expert = nn.Sequential(nn.Flatten(), nn.Linear(18, 3))
-    arguments = {"trainer": {"limit_val_batches": 1.0}, "callbacks": [BestEpoch()], "gate": GlobalOnly(), **kwargs}
+    train = Train(trainer={"limit_val_batches": 1.0}, callbacks=[BestEpoch()])
+    arguments = {"train": train, "gate": GlobalOnly(), **kwargs}
     phases = [Phase("FedAvg", algorithm, rounds=4, select=Select(monitor), **arguments)]
     model = mixture(expert=expert, dtype=torch.float32, optimizer=partial(torch.optim.SGD, lr=0.05))
     federation = run(phases, model, data, tmp_path, max_epochs=3, backend=TrainerBackend(), seed=SEED)

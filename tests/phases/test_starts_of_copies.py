@@ -34,7 +34,7 @@ def before(shared) -> Phase:
 
 
 def fitted(path, shared, phase, **kwargs):
-    phase.max_epochs, phase.start = 0, "before"
+    phase.train.max_epochs, phase.start = 0, "before"
     run = federation(path, [before(shared), phase], **kwargs)
     run.fit(model(), data())
     return run
@@ -92,7 +92,7 @@ def test_newcomers_start_from_copies_of_what_the_federation_had_last(algorithm, 
     run = federation(tmp_path, phases, trainer={"accelerator": "cpu", "max_epochs": 1})
     run.fit(model(), data())
     server, checkpoint = run.run.states["it"].server, str(run.run_dir / "checkpoints/last.ckpt")
-    phases[1].max_epochs = 0
+    phases[1].train.max_epochs = 0
     newcomers = federation(tmp_path, phases)
     newcomers.personalize(model(), data(), checkpoint, rounds=1)
     w = {name: tensor for name, tensor in server.items() if name.startswith("global_expert.")}

@@ -8,7 +8,7 @@ from helpers.methods import data as data_of_methods
 from helpers.runs import Kill, assert_same, data, federation
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import (
     APFL,
     Ditto,
@@ -93,7 +93,7 @@ def test_each_part_is_what_its_phase_made_of_it_and_the_gate_is_trained_on_top(w
 )
 def test_a_part_that_was_evaluated_as_another_than_the_one_that_is_taken_is_warned_of(algorithm, gate, part, tmp_path):
     before, start = Phase("before", algorithm, rounds=2, gate=gate), {part: "before"}
-    after = Phase("after", Local("local_expert.*"), gate=gate, start=start, max_epochs=0)
+    after = Phase("after", Local("local_expert.*"), gate=gate, start=start, train=Train(max_epochs=0))
     name = type(algorithm).__name__
     sentence = f"start takes {part} from 'before' as the server and the clients hold it.*: {name} computes that one for"
     with pytest.warns(UserWarning, match=sentence):
@@ -116,7 +116,7 @@ def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evalu
 
 
 def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_path):
-    trained = Phase("Local", Local(), max_epochs=1)
+    trained = Phase("Local", Local(), train=Train(max_epochs=1))
     for start in ({"local_expert": "Local"}, {"local_expert": "Local", "global_expert": "initial"}):
         run = fitted(tmp_path, [trained, Phase("G", PFLMoE(0), start=start, evaluate=False)], trainer={"max_epochs": 0})
         for client in range(3):

@@ -7,7 +7,7 @@ from helpers.runs import WithDropout, assert_same, data, federation, model, phas
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase, Select
+from fedmoe_pl import PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
@@ -35,7 +35,7 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     federated = Phase(
         "FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), select=Select("global_test")
     )
-    run = federation(tmp_path, [federated, Phase("PFL-FT", FineTuning(), max_epochs=0)], seed=5)
+    run = federation(tmp_path, [federated, Phase("PFL-FT", FineTuning(), train=Train(max_epochs=0))], seed=5)
     results = run.fit(model(), data())
     accuracies = [row["global_test_mean"] for row in run.run.rows[:6]]
     best = accuracies.index(max(accuracies)) + 1

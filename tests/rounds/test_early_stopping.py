@@ -15,7 +15,7 @@ from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.phase import Phase, Train
 
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
 
@@ -33,7 +33,7 @@ def losses_by_hand(datamodule, expert, clients):
 def stopping_phase(**kwargs) -> Phase:
     """Big steps, with which the validation loss goes up and down."""
     defaults = {"rounds": 20, "select": Select("validation_loss", patience=2), "evaluate": Evaluate(every_n_rounds=2)}
-    defaults |= {"gate": ConstantGate(1), "clients_per_round": 3, "optimizer": BIG_STEPS}
+    defaults |= {"gate": ConstantGate(1), "clients_per_round": 3, "train": Train(optimizer=BIG_STEPS)}
     return Phase("FedAvg", OptInFedAvg("global_expert.*", 0.4), **{**defaults, **kwargs})
 
 
@@ -85,7 +85,7 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
 
 def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
     datamodule = blobs(SIZES, validation_fraction=0.4)
-    phases = [stopping_phase(), phase("Fine-tuned", FineTuning(), max_epochs=0)]
+    phases = [stopping_phase(), phase("Fine-tuned", FineTuning(), train=Train(max_epochs=0))]
     federation = run(phases, mixture(), datamodule, tmp_path, seed=2)
     assert federation.results["FedAvg"].round < federation.run.rows[-1]["round"]
     server = federation.run.states["FedAvg"].server
@@ -97,11 +97,11 @@ def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
 
 
 def early_phases() -> list[Phase]:
-    stopping = {"callbacks": [BestEpoch(patience=1)], "trainer": {"limit_val_batches": 1.0}}
+    train = Train(max_epochs=4, callbacks=[BestEpoch(patience=1)], trainer={"limit_val_batches": 1.0})
     return [
         stopping_phase(),
-        phase("Fine-tuned", FineTuning(), max_epochs=1),
-        Phase("Mixture", SpecialistMixture(), max_epochs=4, **stopping),
+        phase("Fine-tuned", FineTuning(), train=Train(max_epochs=1)),
+        Phase("Mixture", SpecialistMixture(), train=train),
     ]
 
 

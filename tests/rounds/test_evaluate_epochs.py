@@ -16,7 +16,7 @@ EPOCHS = 5
 def personalization(epochs=EPOCHS, every=None):
     fedavg, expert, mixture = phases()[1:]
     for phase in (expert, mixture):
-        phase.max_epochs, phase.evaluate = epochs, Evaluate(every_n_epochs=every)
+        phase.train.max_epochs, phase.evaluate = epochs, Evaluate(every_n_epochs=every)
     return [fedavg, expert, mixture]
 
 

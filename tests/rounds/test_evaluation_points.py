@@ -23,7 +23,7 @@ from helpers.backends import exchanged
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Evaluate, Phase, Select
+from fedmoe_pl import Evaluate, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import ClientCheckpoint
@@ -185,7 +185,7 @@ class Forgetful(FedAvg):
 @pytest.mark.parametrize("in_files", [False, True])
 def test_hooks_that_replace_what_clients_keep_lose_neither_models_nor_optimizers(tmp_path, in_files):
     def result(algorithm):
-        phases = [Phase("it", algorithm, rounds=3, gate=GlobalOnly(), keep_optimizer=True, **BOTH)]
+        phases = [Phase("it", algorithm, rounds=3, gate=GlobalOnly(), train=Train(keep_optimizer=True), **BOTH)]
         folder = tmp_path / type(algorithm).__name__
         return finished(phases, mixture(), blobs(), folder, enable_checkpointing=in_files)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.aggregation import CoordinateMedian
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Need
@@ -44,10 +44,13 @@ REFUSED = [
     ("start", {"start": {"gate": "Local"}, "gate": LinearGate(5)}),
     ("start", {"algorithm": PFLMoE()}),
     ("gate", {"algorithm": Ditto(), "gate": LinearGate(5)}),
-    ("trainer", {"trainer": {"devices": 2}}),
-    ("trainer.limit_val_batches", {"callbacks": [BestEpoch()]}),
-    ("validation_fraction", {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}}),
-    ("round_lr_scheduler", {"round_lr_scheduler": STEP, "lr_scheduler": partial(OneCycleLR, max_lr=1, total_steps=2)}),
+    ("train.trainer", {"train": Train(trainer={"devices": 2})}),
+    ("trainer.limit_val_batches", {"train": Train(callbacks=[BestEpoch()])}),
+    ("validation_fraction", {"train": Train(callbacks=[BestEpoch()], trainer={"limit_val_batches": 1.0})}),
+    (
+        "train.round_lr_scheduler",
+        {"train": Train(round_lr_scheduler=STEP, lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2))},
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ from helpers import Expert, assert_same_bits, mixture, tensors
 from helpers.runs import Kill, assert_same, data, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
 
@@ -77,7 +77,14 @@ def test_a_start_whose_tensors_do_not_fit_the_own_model_is_refused(tmp_path):
 
 
 def test_a_start_whose_tensors_fit_is_what_the_own_model_begins_with(tmp_path):
-    same = Phase("same", FedAvg("global_expert.*"), model=wide(seed=1), start="wide", max_epochs=0, gate=GlobalOnly())
+    same = Phase(
+        "same",
+        FedAvg("global_expert.*"),
+        model=wide(seed=1),
+        start="wide",
+        train=Train(max_epochs=0),
+        gate=GlobalOnly(),
+    )
     run = federation(tmp_path, [phases()[1], same])
     run.fit(narrow(), data())
     assert_same_bits(run.run.states["same"].server, run.run.states["wide"].server)
