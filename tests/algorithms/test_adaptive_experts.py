@@ -103,7 +103,7 @@ def test_the_ensemble_s_accuracy_is_that_of_the_sum_of_logits(finished):
 def test_a_client_is_evaluated_with_and_fine_tunes_the_cluster_of_its_lowest_training_loss(tmp_path):
     data = blobs((13, 8, 11, 30, 25))
     phases = all_phases()
-    phases[2].max_epochs = 0
+    phases[2].train.max_epochs = 0
     tuned = Phase("tuned", FineTunedCluster(), gate=only(0), train=Train(max_epochs=5), start="IFCA")
     federation = run([*phases, tuned], clustered(), data, tmp_path)
     trained = copy_module(federation.run.model)

@@ -31,7 +31,7 @@ def model():
 
 
 def it(weight=0.7, **kwargs):
-    return phase("it", FedPAC(weight=weight), **{"lr_scheduler": slower, "max_epochs": 3, **kwargs})
+    return phase("it", FedPAC(weight=weight), **{"train": Train(max_epochs=3, lr_scheduler=slower), **kwargs})
 
 
 def statistics(own, x, y):

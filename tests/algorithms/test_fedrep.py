@@ -90,4 +90,4 @@ def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path
 def test_epochs_that_never_reach_the_body_are_refused_before_any_training(tmp_path):
     with pytest.raises(MisconfigurationException) as error:
         run([phase("it", FedRep(head_epochs=2))], two_experts(), blobs(), tmp_path, max_epochs=2)
-    assert error.value.argument == "max_epochs" and "global_expert.extractor.1." in str(error.value)
+    assert error.value.argument == "train.max_epochs" and "global_expert.extractor.1." in str(error.value)

@@ -172,7 +172,7 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
 
 def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_loop_in_every_space(tmp_path):
     phases = three_phases(0.4, clients_per_round=None, epochs=3)
-    phases[2].optimizer = adam
+    phases[2].train.optimizer = adam
     for mixing in MIXINGS:
         datamodule, model = blobs((13, 9, 8)), mixture(gate())
         model.mixing = mixing

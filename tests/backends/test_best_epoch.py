@@ -50,8 +50,8 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
     ]
     (stopping,) = (personal for personal in phases if personal.name == stage)
     stopping.train.max_epochs = epochs
-    stopping.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
-    stopping.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
+    stopping.train.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
+    stopping.train.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
     federation = run(phases, mixture(LinearGate(5)), datamodule, tmp_path)
     kinds = set()
     for client in range(4):

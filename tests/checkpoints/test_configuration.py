@@ -11,7 +11,7 @@ import torch
 from helpers.runs import Kill, WithDropout, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import PersonalizedMoE, Phase, Select
+from fedmoe_pl import PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedProx, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
@@ -50,7 +50,13 @@ CHANGES = [
     (phases(FedProx(0.5, SHARED)), {}, {}, {}, "phases.FedAvg.algorithm was FedAvg, now FedProx"),
     (phases(FedAvg("*.classifier.*")), {}, {}, {}, "phases.FedAvg.algorithm.shared.patterns[0] was global_"),
     (phases(gate=LinearGate(5)), {}, {}, {}, "phases.FedAvg.gate was ConstantGate, now LinearGate"),
-    (phases(optimizer=partial(torch.optim.SGD, lr=1.0)), {}, {}, {}, "phases.FedAvg.train.optimizer was null, now SGD"),
+    (
+        phases(train=Train(optimizer=partial(torch.optim.SGD, lr=1.0))),
+        {},
+        {},
+        {},
+        "phases.FedAvg.train.optimizer was null, now SGD",
+    ),
     (phases()[1::-1] + phases()[2:], {}, {}, {}, 'phases was ["Local", "FedAvg"], now ["FedAvg", "Local", "later"]'),
     (phases(), {"trainer": {"accelerator": "cpu", "max_epochs": 2}}, {}, {}, "trainer.max_epochs was 1, now 2"),
     (phases(), {}, {"lr": 0.2}, {}, "model.optimizer.lr was 0.1, now 0.2"),

@@ -128,5 +128,5 @@ def test_pfl_moe_with_vgg16_differs_in_one_rate():
     lenet5, vgg16 = (
         {phase["name"]: phase for phase in yaml.safe_load(path.read_text())["federation"]["phases"]} for path in paths
     )
-    rates = [phases["PFL-FB"]["optimizer"]["init_args"].pop("lr") for phases in (lenet5, vgg16)]
+    rates = [phases["PFL-FB"]["train"]["optimizer"]["init_args"].pop("lr") for phases in (lenet5, vgg16)]
     assert rates == [0.001, 0.005] and lenet5 == vgg16

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
+from fedmoe_pl import Train
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import FromDataModule, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
@@ -134,7 +135,7 @@ def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tm
 def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_path):
     transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     transport.participants[0] = participant(METHOD, data(validation_fraction=0.3), tmp_path, 0, **OF_TRAINER)
-    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], batch_size=2)])
+    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], train=Train(batch_size=2))])
     transport.participants[3] = participant(other, data(), tmp_path, 3, **OF_TRAINER)
     with pytest.warns(UserWarning) as warned:
         deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)

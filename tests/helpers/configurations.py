@@ -75,8 +75,8 @@ def shortened(config: dict, folder: Path) -> dict:
         data["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1
-        train = phase["train"]
-        train["max_epochs"] = min(1 if train["max_epochs"] is None else train["max_epochs"], _fewest_epochs(phase))
+        train = phase["train"] = dict(phase.get("train") or {})
+        train["max_epochs"] = min(1 if train.get("max_epochs") is None else train["max_epochs"], _fewest_epochs(phase))
         (phase.get("select") or {}).pop("from_round", None)
         if (phase.get("clients_per_round") or 0) > 1:
             phase["clients_per_round"] = 1 if _most_opt_out(phase) else 2

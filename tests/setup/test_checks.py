@@ -65,19 +65,22 @@ def test_a_phase_that_cannot_run_is_refused_before_any_training(tmp_path, argume
 
 
 TRIED = [
-    ("lr_scheduler cannot be made: Invalid learning rate: -1", {"optimizer": partial(SGD, lr=-1)}),
+    ("lr_scheduler cannot be made: Invalid learning rate: -1", {"train": Train(optimizer=partial(SGD, lr=-1))}),
     ("server_optimizer cannot be made: Invalid momentum", {"server_optimizer": partial(SGD, lr=1, momentum=-1)}),
     (
         "server_optimizer cannot be made: optimizer got an empty",
         {"algorithm": Local(), "server_optimizer": sgd},
     ),
-    ("round_lr_scheduler cannot be stepped once per round: ReduceLROn", {"round_lr_scheduler": ReduceLROnPlateau}),
+    (
+        "round_lr_scheduler cannot be stepped once per round: ReduceLROn",
+        {"train": Train(round_lr_scheduler=ReduceLROnPlateau)},
+    ),
     (
         "round_lr_scheduler cannot be stepped once per round: list index",
-        {"round_lr_scheduler": partial(LambdaLR, lr_lambda=lambda round: [1.0][round]), "rounds": 2},
+        {"train": Train(round_lr_scheduler=partial(LambdaLR, lr_lambda=lambda round: [1.0][round])), "rounds": 2},
     ),
-    ("trainer: .*limit_val_batches", {"trainer": {"limit_val_batches": 1.5}}),
-    ("trainer: .*limit_val_batchs", {"trainer": {"limit_val_batchs": 1.0}}),
+    ("trainer: .*limit_val_batches", {"train": Train(trainer={"limit_val_batches": 1.5})}),
+    ("trainer: .*limit_val_batchs", {"train": Train(trainer={"limit_val_batchs": 1.0})}),
     ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": LinearGate(4)}),
 ]
 
@@ -177,8 +180,8 @@ MISSING = [
     ("validation_samples", "validation_fraction", {}, mixture, blobs),
     ("classes", "algorithm", {}, Regression, numbers),
     ("loss_of_outputs", "algorithm", {}, Regression, numbers),
-    ("plain_steps", "trainer.gradient_clip_val", {"trainer": {"gradient_clip_val": 1.0}}, mixture, blobs),
-    ("fresh_optimizers", "keep_optimizer", {"keep_optimizer": True, "rounds": 2}, mixture, blobs),
+    ("plain_steps", "trainer.gradient_clip_val", {"train": Train(trainer={"gradient_clip_val": 1.0})}, mixture, blobs),
+    ("fresh_optimizers", "train.keep_optimizer", {"train": Train(keep_optimizer=True), "rounds": 2}, mixture, blobs),
     ("fixed_gate", "gate", {"gate": LinearGate(5)}, mixture, blobs),
     ("own_server_step", "server_optimizer", {"server_optimizer": sgd}, mixture, blobs),
     ("own_server_step", "aggregation", {"aggregation": CoordinateMedian()}, mixture, blobs),
