@@ -73,7 +73,7 @@ def test_a_run_stopped_in_such_a_phase_and_resumed_ends_with_the_same_bits(tmp_p
 def test_a_client_that_never_trained_with_pfedme_has_the_server_s_model(tmp_path):
     phases = [before(PARTIAL[0]), Phase("it", PFedMe(), gate=LocalOnly(), clients_per_round=1, start="before")]
     plain = model()
-    plain.train.optimizer = partial(torch.optim.SGD, lr=0.1)
+    plain.optimizer = partial(torch.optim.SGD, lr=0.1)
     run = federation(tmp_path, phases)
     run.fit(plain, data())
     state = run.run.states["it"]
