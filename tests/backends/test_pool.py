@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.runs import Kill, assert_same, data, federation, model
+from helpers.runs import Kill, assert_same, data, federation
 from helpers.workers import CPU, SIZES, Fails, TwoInThisProcess, children, killing_model, trained, training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.backends.workers.backend
-from fedmoe_pl import ClientFailures, Federation, Phase
+from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.phases.participation import ClientError
@@ -43,66 +43,31 @@ def test_a_lazy_pool_starts_only_where_it_shortens_the_phase(rounds, starts):
     assert [entry[2] for entry in pool.log] == ([[2], [3]] if starts else []), "two groups are measured first"
 
 
-class SharedPool(PoolBackend):
-    """Two processes that several runs share: closing is only counted, and the fixture ends them."""
-
-    def __init__(self):
-        super().__init__(TrainerBackend(), [CPU, CPU])
-        self.closed = 0
-
-    def close(self):
-        self.closed += 1
-
-
-@pytest.fixture(scope="module")
-def pool():
-    backend = SharedPool()
-    yield backend
-    PoolBackend.close(backend)
-    assert not children()
-
-
-def same_runs(one: Federation, other: Federation) -> None:
-    assert_same(one.run.states, other.run.states)
-    for name in ("rounds.csv", "clients.csv", "summary.csv"):
-        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
-
-
-def test_two_workers_give_the_bits_of_one_process(alone, pool, tmp_path):
-    run = federation(tmp_path, backend=pool)
-    run.fit(model(), data(sizes=SIZES))
-    same_runs(run, alone)
-
-
-def test_a_run_stopped_with_workers_closes_them_and_goes_on_without(alone, tmp_path):
-    before, two = children(), {"accelerator": "cpu", "devices": 2}
-    stopped = federation(tmp_path, trainer=two, backend=TrainerBackend(), callbacks=[Kill("on_client_end", 7)])
+def test_two_workers_give_the_bits_of_one_process_also_if_one_is_killed_and_after_the_run_was_stopped(alone, tmp_path):
+    """The run is stopped in its last phase, which ends the workers, and goes on in one process."""
+    before, kill = children(), tmp_path / "kill"
+    kill.touch()
+    devices = [{"accelerator": "cpu", "devices": number} for number in (1, 2)]
+    run = federation(tmp_path, trainer=devices[1], backend=TrainerBackend(), callbacks=[Kill("on_client_end", 19)])
     with pytest.raises(KeyboardInterrupt):
-        stopped.fit(model(), data(sizes=SIZES))
-    assert children() == before
-    resumed = federation(tmp_path, trainer={"accelerator": "cpu", "devices": 1}, backend=TrainerBackend())
-    resumed.fit(model(), data(sizes=SIZES), ckpt_path="last")
-    same_runs(resumed, alone)
+        run.fit(killing_model(kill), data(sizes=SIZES))
+    assert not kill.exists() and children() == before
+    run = federation(tmp_path, trainer=devices[0], backend=TrainerBackend())
+    run.fit(killing_model(kill), data(sizes=SIZES), ckpt_path="last")
+    assert_same(run.run.states, alone.run.states)
+    for name in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (run.run_dir / name).read_bytes() == (alone.run_dir / name).read_bytes()
 
 
-def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
-    (tmp_path / "kill").touch()
-    run = federation(tmp_path, backend=pool)
-    run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
-    assert not (tmp_path / "kill").exists()
-    assert_same(run.run.states["PFL-MF"].clients, alone.run.states["PFL-MF"].clients)
-    assert_same(run.run.states["FedAvg"].server, alone.run.states["FedAvg"].server)
-
-
-def test_an_exception_in_a_process_names_the_client_and_closes_the_workers(pool, tmp_path):
-    phases, closed = [Phase("FedAvg", FedAvg(), evaluate=False)], pool.closed
+def test_an_exception_in_a_worker_names_the_client_and_closes_the_workers(tmp_path):
+    phases, pool = [Phase("FedAvg", FedAvg(), evaluate=False)], TwoInThisProcess()
     run = federation(tmp_path, phases, backend=pool, failures=ClientFailures("raise"))
     message = "^Phase 'FedAvg', round 1, client 0: ZeroDivisionError: in a client$"
     with pytest.raises(ClientError, match=message) as error:
         run.fit(Fails(partial(ZeroDivisionError, "in a client")), data(sizes=SIZES))
     cause = error.value.__cause__
     assert isinstance(cause, ZeroDivisionError) and "in training_step" in str(cause.__cause__)
-    assert pool.closed > closed
+    assert pool.workers == [] and pool.log.count("end") == 2
 
 
 SCRIPT = """
