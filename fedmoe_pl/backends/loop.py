@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
-from fedmoe_pl.backends.fitting import LEAN_TRAINER, discard, fit
+from fedmoe_pl.backends.fitting import discard, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
@@ -28,14 +28,18 @@ _MODULE_HOOKS = (
     *("optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
-# Arguments that the bare loop respects or that do not matter in a step. Any other argument must have its default.
-_LEAN_ARGUMENTS = {
-    *("accelerator", "devices", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
+# Arguments of a Trainer that the bare loop respects or that do not matter in a step, whatever their value
+_ANY_VALUE = {
+    *("accelerator", "devices", "max_epochs", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
     *("enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "check_val_every_n_epoch"),
     *("log_every_n_steps", "deterministic", "benchmark", "inference_mode", "default_root_dir"),
     "enable_autolog_hparams",
 }
-_LEAN_PRECISIONS = (None, 32, "32", "32-true", "bf16", "bf16-mixed")
+# and those that it respects with some values; any other argument must have Lightning's default
+_SOME_VALUES = {
+    "precision": (None, 32, "32", "32-true", "bf16", "bf16-mixed"),
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), (False,)),
+}
 
 
 def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
@@ -53,10 +57,9 @@ def overridden_hooks(module: LightningModule) -> list[str]:
 
 def needs_every_batch(training: LocalTraining) -> str | None:
     """The reason why each client's Trainer must see its batches; None if a bare loop may train it."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
+    defaults = inspect.signature(Trainer).parameters
     for name, value in training.trainer.items():
-        lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
-        if not lean or (name == "precision" and value not in _LEAN_PRECISIONS):
+        if name not in _ANY_VALUE and value not in _SOME_VALUES.get(name, (defaults[name].default,)):
             return f"trainer.{name} is set"
     if training.trainer.get("callbacks"):
         return "each client needs its own copy of trainer.callbacks"

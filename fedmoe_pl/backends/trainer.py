@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -173,22 +174,20 @@ class _ClientModule(LightningModule):
         return self.module.configure_optimizers()
 
 
+@dataclass
 class _Group:
     """Clients that are trained one after another in one Trainer.
 
     Those of one architecture use one module in turn, because a copy takes longer than a small client's training.
     """
 
-    def __init__(
-        self, training: LocalTraining, server: Tree, kept: Mapping[int, Tree], round: int, features: FeatureCache
-    ) -> None:
-        self.training = training
-        self.server = server
-        self.kept = kept
-        self.round = round
-        self.features = features
-        self.updates: dict[int, Update | Failure] = {}
-        self.modules: dict[int, _ReusedModule] = {}  # by architecture
+    training: LocalTraining
+    server: Tree
+    kept: Mapping[int, Tree]
+    round: int
+    features: FeatureCache
+    updates: dict[int, Update | Failure] = field(default_factory=dict)
+    modules: dict[int, _ReusedModule] = field(default_factory=dict)  # by architecture
 
     def train(self, clients: Sequence[int], step: OneStep) -> None:
         """Trains the clients."""
@@ -267,14 +266,9 @@ class _ClientAlone(Learner):
     def __init__(
         self, training: LocalTraining, client: Client, constants: dict[str, Any], batches: Any, step: OneStep
     ) -> None:
-        self.module = client.module
-        self.batches = batches
-        self.client = client
-        self.constants = constants
-        self.algorithm = training.algorithm
-        self.clip_val = training.trainer.get("gradient_clip_val")
-        self.clip_algorithm = training.trainer.get("gradient_clip_algorithm")
-        self.step = step
+        self.training, self.client, self.module = training, client, client.module
+        self.constants, self.batches, self.step = constants, batches, step
+        self.clipping = [training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm")]
 
     def epoch(self) -> Any:
         return self.batches
@@ -283,10 +277,10 @@ class _ClientAlone(Learner):
         return self.module.configure_optimizers()
 
     def loss(self, batch: Any) -> Tensor:
-        return self.client.see_loss(self.algorithm.client_loss(self.module, batch, self.constants)[0])
+        return self.client.see_loss(self.training.algorithm.client_loss(self.module, batch, self.constants)[0])
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         loss.backward()
-        if self.clip_val is not None:
-            self.step.clip_gradients(optimizer, self.clip_val, self.clip_algorithm)
+        if self.clipping[0] is not None:
+            self.step.clip_gradients(optimizer, *self.clipping)

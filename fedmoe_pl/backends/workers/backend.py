@@ -35,7 +35,7 @@ _AHEAD = 8  # how many results per worker may wait for an earlier one; limits th
 
 
 class WorkerDied(Exception):
-    """A worker's process ended before it answered; the message says how."""
+    """A worker's process ended before it answered; the message is the kind of exception that says so."""
 
 
 class RemoteWorker(ABC):
@@ -107,15 +107,6 @@ class WorkersBackend(Backend):
             self.close()
             raise
         self.workers = [self.start_worker(device) for device in self.devices]
-
-    def starts(self, datamodule: FederatedDataModule) -> bool:
-        """The same for workers that are not necessary: whether they could be started; warns if not."""
-        try:
-            self.start(datamodule)
-        except MisconfigurationException as error:
-            warnings.warn(f"Training continues in one process: {error}", stacklevel=2)
-            return False
-        return True
 
     def replace(self, worker: RemoteWorker) -> RemoteWorker:
         """Cleans up after a worker that died, and starts another in its place."""
@@ -229,7 +220,11 @@ class WorkersPlan(Plan):
         share = 1 - 1 / min(len(backend.devices), len(groups))
         if min(paces) * (self._size(groups) + later) * share < _WORTH_STARTING:
             return False
-        self.may_start = backend.starts(self.training.datamodule)
+        try:
+            backend.start(self.training.datamodule)
+        except MisconfigurationException as error:
+            warnings.warn(f"Training continues in one process: {error}", stacklevel=2)
+            self.may_start = False
         return self.may_start
 
     def _size(self, groups: Sequence[Sequence[int]]) -> int:

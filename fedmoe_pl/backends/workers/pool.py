@@ -90,7 +90,7 @@ class _Process(RemoteWorker):
         try:
             return future.result()
         except TerminatedWorkerError as error:
-            raise WorkerDied(str(error).partition("exit codes of the workers are ")[2].splitlines()[0]) from error
+            raise WorkerDied(type(error).__name__) from error
 
     def end(self) -> None:
         self.executor.shutdown(kill_workers=True)

@@ -170,7 +170,7 @@ class _Actor(RemoteWorker):
         try:
             return future.result()
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            raise WorkerDied(str(error).splitlines()[0]) from error
+            raise WorkerDied(type(error).__name__) from error
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
 
