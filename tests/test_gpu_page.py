@@ -2,16 +2,11 @@
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
-import time
-from functools import partial
-from pathlib import Path
 
 import pytest
-import yaml
-from helpers.configurations import QUICKSTART, REPOSITORY
+from helpers.configurations import REPOSITORY
 
 _spec = importlib.util.spec_from_file_location("gpu_page", REPOSITORY / "benchmarks/gpu_page.py")
 gpu_page = importlib.util.module_from_spec(_spec)
@@ -69,42 +64,6 @@ def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
     assert [row["method"] for row in runs] == PHASES
     assert all(50 < float(row[name]) <= 100 for row in runs for name in ("reweighted test, %", "global test, %"))
     assert page.count("```bash") == 6  # the script's own command, and those above the five tables
-
-
-@pytest.mark.slow
-def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeypatch, tmp_path):
-    config = yaml.safe_load(Path(QUICKSTART).read_text())
-    federated = next(phase for phase in config["federation"]["phases"] if phase["name"] == "FedAvg")
-    config["federation"]["phases"] = [federated | {"rounds": 5000, "evaluate": {"every_n_rounds": 1}}]
-    (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
-    folder = tmp_path / "runs/long_short"
-    limits = []
-
-    def run(command, limit):
-        """Interrupts the command after its next two rounds, however slow the machine is."""
-        limits.append(limit)
-        usual = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job has it ignored
-        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, preexec_fn=usual)
-        while process.poll() is None and last_round() < reached[-1] + 2:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        return gpu_page.Outcome(1.0, "", process.wait(60), limit)
-
-    def last_round():
-        return int(rows[0]["round"]) if (rows := gpu_page.last_rows(folder / "version_0/rounds.csv")) else 0
-
-    monkeypatch.setattr(gpu_page, "run", run)
-    arguments = ["--short", "--accelerator", "cpu", "--only", "cifar10", "--config", str(tmp_path / "long.yaml")]
-    reached = [0]
-    for _ in range(2):
-        status, page = called(monkeypatch, tmp_path, *arguments, "--minutes", "0.75")
-        assert status == 0 and "Stopped after 0.75 minutes, as asked" in page, page
-        (row,) = tables(page)[f"PFL-MoE, {tmp_path / 'long.yaml'}"]
-        reached.append(int(row["last round"]))
-        assert reached[-1] >= reached[-2] + 2
-    assert limits == [45, 45]
-    assert page.count("goes on from the last checkpoint") == 1
-    assert [path.name for path in folder.iterdir()] == ["version_0"]  # the second went on
 
 
 def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():

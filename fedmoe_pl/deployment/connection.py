@@ -17,19 +17,12 @@ from fedmoe_pl.checks import InvalidArgumentError
 
 @dataclass(frozen=True)
 class Security:
-    """How a connection is secured; nothing of it is given without TLS.
+    """How a connection is secured; nothing of it is given without TLS."""
 
-    Attributes:
-        ca: certificate of the authority that signed the server's certificate.
-        certificate: the server's certificate.
-        key: the private key: the server's, of its certificate; a client's, in OpenSSH format, by which it is known.
-        clients: folder of the clients' public keys.
-    """
-
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-    clients: Path | None = None
+    ca: Path | None = None  # certificate of the authority that signed the server's certificate
+    certificate: Path | None = None  # the server's
+    key: Path | None = None  # private: the server's, of its certificate; a client's, by which it is known
+    clients: Path | None = None  # folder of the clients' public keys
 
     @classmethod
     def of_server(cls, address: str, keys: str | None, insecure: bool) -> Security:

@@ -70,11 +70,7 @@ def _refusal(address: str, log: Path) -> str:
 
 
 class _Answering:
-    """Answers the messages of one SuperNode after the other.
-
-    Attributes:
-        is_over: whether the server has ended, or the client has left.
-    """
+    """Answers the messages of one SuperNode after the other; ``is_over`` once the server has ended or it has left."""
 
     def __init__(self, answer: Callable[[Message], Message]) -> None:
         self.answer = answer

@@ -34,15 +34,10 @@ class Message:
 
     As bytes, it is a header in JSON and then the values of its tensors, one after another and not compressed. So it
     takes no more memory than it has bytes, whatever it says of itself, and there is no code in it.
-
-    Attributes:
-        kind: what is asked for, or what the answer is.
-        values: plain values: numbers, texts, and lists and dicts of them; those of its kind in ``schema``.
-        tensors: tensors by name.
     """
 
     kind: str
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # plain ones: those of its kind in ``schema``
     tensors: Tree = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:

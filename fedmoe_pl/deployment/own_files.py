@@ -94,17 +94,11 @@ class OwnFiles:
 
 
 class _OwnFile(NamedTuple):
-    """A file, as its name says.
+    """A file, as its name says."""
 
-    Attributes:
-        number: the client counts the files of a phase from 1, and writes none twice.
-        round: the round in which it was written, counted from 0.
-        before: the number of the phase's file that the client went on from; 0 for none.
-    """
-
-    number: int
-    round: int
-    before: int
+    number: int  # the client counts the files of a phase from 1, and writes none twice
+    round: int  # in which it was written, counted from 0
+    before: int  # the number of the phase's file that the client went on from; 0 for none
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state
-from fedmoe_pl.backends import LocalTraining, Plan, one_thread
+from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.client import given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
 from fedmoe_pl.checkpoints.files import replacing
@@ -53,19 +53,13 @@ class Participant:
     that was killed goes on as if nothing had happened. What leaves the client, from which phases it goes on, and which
     files it removes follows from its own settings and files; it refuses messages that ask for anything else.
 
-    Args:
-        federation: the settings; the same as the server's.
-        model: the initial model.
-        datamodule: the client's own data; not yet set up.
-        client: the client's id, from 0.
-        folder: where the client keeps its tensors.
-
-    Attributes:
-        leaves: why it is none of the server's clients; empty if it is one.
-
-    Raises:
-        MisconfigurationException: if the data cannot be those of one client.
+    The settings are the server's, and ``datamodule`` has the client's own data, not yet set up. ``leaves`` is why it is
+    none of the server's clients; empty if it is one.
     """
+
+    run: Run
+    _plan: Plan
+    _own: OwnFiles
 
     def __init__(
         self, federation: Any, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
@@ -76,11 +70,8 @@ class Participant:
         self.client = client
         self.folder = folder
         self.leaves = ""
-        self.run: Run | None = None
         self._run_name = ""
         self._phase = ""
-        self._plan: Plan | None = None
-        self._own: OwnFiles
         self._said_phase, self._said = "", set[str]()
         self._initial_server: Tree = {}  # what the server need not send to clients that train alone
 
@@ -127,7 +118,7 @@ class Participant:
                 return Message(UNPREPARED)
             if message.kind not in ("describe", "prepare", "begin") and not self._is_in(message, "phase"):
                 return Message(NOT_BEGUN)
-            if message.values.get("round", 0) > (self._training.rounds if self._plan else 0):
+            if "round" in message.values and message.values["round"] > self._plan.training.rounds:
                 raise BadMessageError(f"round {message.values['round']} is none of the phase")
             with one_thread():
                 return answers[message.kind](message)
@@ -189,7 +180,6 @@ class Participant:
 
     def _begin(self, message: Message) -> Message:
         """Plans a phase with the tensors that it starts from."""
-        assert self.run is not None
         name = message.values["phase"]
         if name not in [phase.name for phase in self.run.phases]:
             raise BadMessageError(f"the run has no phase {name!r}")
@@ -219,21 +209,15 @@ class Participant:
         """The folder of this run."""
         return self.folder / self._run_name
 
-    @property
-    def _training(self) -> LocalTraining:
-        assert self._plan is not None
-        return self._plan.training
-
     def _server(self, message: Message) -> Tree:
         """The server's state, as far as the client needs it."""
         return {**self._initial_server, **message.tensors}
 
     def _request(self, message: Message) -> Message:
-        ask, state = self._training.algorithm.client_request, self._own.read(message)
+        ask, state = self._plan.training.algorithm.client_request, self._own.read(message)
         return Message("requested", tensors={} if ask is None else ask(self.client, state))
 
     def _train(self, message: Message) -> Message:
-        assert self._plan is not None
         kept = {self.client: self._own.read(message)}
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
@@ -246,8 +230,8 @@ class Participant:
         phase = _phase(self.run, self._phase)
         if not (phase.evaluate and values["evaluation_point"] in phase.evaluation_points):
             raise BadMessageError(f"clients are not evaluated {values['evaluation_point']!r} in phase '{self._phase}'")
-        receives = self._training.algorithm
-        training = replace(self._training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
+        receives = self._plan.training.algorithm
+        training = replace(self._plan.training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
         (evaluation,) = evaluate_clients(
             training, self._server(message), of_client, values["round"], values["evaluation_point"], [self.client]
@@ -260,13 +244,12 @@ class Participant:
 
     def _finish(self, message: Message) -> Message:
         """Keeps a finished phase's result as a checkpoint, with which this machine works alone."""
-        assert self.run is not None
         evaluations = [
             Evaluation(**{**values, "clients": [ClientEvaluation(**client) for client in values["clients"]]})
             for values in message.values["evaluations"]
         ]
         state = PhaseState(
-            initial=self._training.initial,
+            initial=self._plan.training.initial,
             server=self._server(message),
             clients={self.client: self._own.read(message)},
             evaluations=evaluations,
@@ -285,7 +268,7 @@ class Participant:
         self._check_exchanges()
         if not self._own.are_newest(message):
             raise BadMessageError("clients exchange what they keep after their last training, and nothing older")
-        algorithm, values = self._training.algorithm, message.values
+        algorithm, values = self._plan.training.algorithm, message.values
         given = given_to_others(algorithm, self._own.read(message), values["parts"], values["round"])
         return Message("given", tensors=given)
 
@@ -293,11 +276,11 @@ class Participant:
         """Keeps what follows from the tensors that the server and other clients sent."""
         self._check_exchanges()
         kept = self._own.read(message)
-        exchanged = self._training.algorithm.client_exchange(self.client, kept, message.tensors)
+        exchanged = self._plan.training.algorithm.client_exchange(self.client, kept, message.tensors)
         return Message("kept", {"keeps": self._own.write(message, {**kept, **exchanged})})
 
     def _check_exchanges(self) -> None:
-        if self._training.algorithm.exchange is None:
+        if self._plan.training.algorithm.exchange is None:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
 
 
@@ -313,6 +296,5 @@ def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
     return receiving
 
 
-def _phase(run: Run | None, name: str) -> Phase:
-    assert run is not None
+def _phase(run: Run, name: str) -> Phase:
     return next(phase for phase in run.phases if phase.name == name)

@@ -47,14 +47,6 @@ class ClientsPlan(Plan):
         self._ahead: dict[int, tuple[Message, Message | Failure]] = {}  # those that were sent, with their answers
         self._unanswered = set[int]()  # clients to which such a message was sent, but which have not answered
 
-    def begin(self, training: LocalTraining) -> ClientsPlan:
-        """A plan with the phase's initial tensors."""
-        return ClientsPlan(training, self.clients)
-
-    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """One client per group."""
-        return [[client] for client in cohort]
-
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """Asks the clients, if the algorithm has requests; one without a request that can be met asks for nothing."""
         if self.training.algorithm.client_request is None:

@@ -43,17 +43,9 @@ class AtClient(dict[str, Tensor]):
 
 
 class Clients:
-    """All clients, and in which phase each of them is.
+    """All clients, with what each has said of itself, and in which phase each of them is.
 
-    Args:
-        transport: reaches them.
-        descriptions: what each of them has said of itself, by id.
-        num_classes: number of classes of their data.
-        max_change: how many times longer than usual the change that a client sends may be.
-
-    Attributes:
-        name: the run's name, which no other run has.
-        states: the states of the run's phases that have begun.
+    ``name`` is the run's name, which no other run has, and ``states`` those of its phases that have begun.
     """
 
     def __init__(
@@ -74,15 +66,8 @@ class Clients:
     def ask(self, training: LocalTraining, messages: Mapping[int, Message]) -> dict[int, Message | Failure]:
         """Asks clients, and prepares those that have restarted or come from another phase.
 
-        Args:
-            training: the phase's local training.
-            messages: what to ask, by client.
-
-        Returns:
-            Each client's answer, or why there is none, in the order of ``messages``.
-
-        Raises:
-            MisconfigurationException: before the end of the first round, if the configuration fits none of them.
+        Returns each one's answer, or why there is none, in the order of ``messages``. If the configuration fits none of
+        them, that is an exception before the end of the first round.
         """
         several = self.ask_each(training, {client: [message] for client, message in messages.items()})
         return {client: answer for client, (answer,) in several.items()}

@@ -125,18 +125,9 @@ def serve(
 ) -> dict[str, Evaluation]:
     """Runs all phases with clients on other machines, once all of them have described their data.
 
-    A run that is continued knows the descriptions, and waits a minute for clients that are away.
-
-    Args:
-        federation: the settings.
-        model: the initial model.
-        datamodule: as in the clients' configuration; its data are not read.
-        transport: reaches the clients.
-        num_clients: number of clients, whose ids count from 0.
-        ckpt_path: checkpoint of a run to continue; ``last`` is the newest one, and begins a new run if there is none.
-
-    Raises:
-        MisconfigurationException: before any training, if phases cannot be deployed, or clients do not fit together.
+    A run that is continued knows the descriptions, and waits a minute for clients that are away. The data of
+    ``datamodule``, as in the clients' configuration, are not read. Phases that cannot be deployed, and clients that do
+    not fit together, are refused before any training.
     """
     check_phases(federation.phases)
     ckpt_path = _existing(ckpt_path, federation.runs)

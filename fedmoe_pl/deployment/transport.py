@@ -21,15 +21,9 @@ class Transport(ABC):
 
     @abstractmethod
     def ask(self, messages: Mapping[int, Message], seconds: float | None) -> Mapping[int, Message | None]:
-        """Sends each client its message, and waits for the answers.
+        """Sends each client its message, and waits for the answers; without ``seconds``, as long as it is connected.
 
-        Args:
-            messages: what to send, by client.
-            seconds: how long to wait; None as long as the clients are connected.
-
-        Returns:
-            The answers by client; None of a client that did not answer in time, and nothing of one to which no message
-            was sent.
+        The answer is None of a client that did not answer in time; there is none of one to which nothing was sent.
         """
 
     def why_absent(self, client: int) -> str:

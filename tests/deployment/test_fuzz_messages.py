@@ -127,22 +127,17 @@ def test_odd_descriptions_of_a_client(seed, tmp_path):
             assert len(descriptions._problem_of(answer, ours, phases)) <= 1000
 
 
-@pytest.fixture(scope="module")
-def heard(tmp_path_factory):
-    """The messages that a client gets in a run of each method, as bytes."""
-    messages = {}
-    for seed, name in enumerate(METHOD_NAMES):
-        folder = tmp_path_factory.mktemp(name)
-        transport = Passing(participants(method_of(seed, 2), data(), folder, **OF_TRAINER))
-        deploy(method_of(seed, 2), data(), folder, transport, **OF_TRAINER)
-        messages[name] = [message.to_bytes() for client, message in transport.passed if client == 0]
-    return messages
+def heard(method, folder):
+    """The messages that a client gets in a run of a method, as bytes."""
+    transport = Passing(participants(method, data(), folder, **OF_TRAINER))
+    deploy(method, data(), folder, transport, **OF_TRAINER)
+    return [message.to_bytes() for client, message in transport.passed if client == 0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_odd_messages_from_a_server(seed, heard, tmp_path):
-    rng, messages = random.Random(seed), heard[METHOD_NAMES[seed % len(METHOD_NAMES)]]
-    method, kept = method_of(seed, 2), {}
+def test_odd_messages_from_a_server(seed, tmp_path, tmp_path_factory):
+    rng, method, kept = random.Random(seed), method_of(seed, 2), {}
+    messages = heard(method, tmp_path_factory.mktemp("run"))
     client = participant(method, data(), tmp_path, 0, **OF_TRAINER)
     for content in messages[:6]:  # so that it has begun
         client.answer(Message.from_bytes(content))

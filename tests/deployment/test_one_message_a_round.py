@@ -49,8 +49,10 @@ def kinds(transport):
     return Counter(message.kind for message in messages[begun + 1 :])
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD"])
-@pytest.mark.parametrize("evaluation_points", [None, "both"])
+ONE_MESSAGE = [(name, None) for name in ("FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD")]
+
+
+@pytest.mark.parametrize(("name", "evaluation_points"), [*ONE_MESSAGE, ("FedPer", "both"), ("IFCA", "both")])
 def test_a_round_is_one_message(name, evaluation_points, tmp_path):
     transport = run(method_of(name, evaluate=Evaluate(after=evaluation_points)), tmp_path)
     last = "evaluate" if evaluation_points is None else SEVERAL

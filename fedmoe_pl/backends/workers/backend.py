@@ -245,14 +245,7 @@ class _HandedOutChunk:
 
 
 class _HandedOut:
-    """The chunks of a round that are handed out.
-
-    Attributes:
-        order: the chunks whose results have not been yielded, in order.
-        waiting: chunks that are not handed out, in the order in which they will be.
-        idle: workers without a chunk.
-        busy: worker and chunk of every call in progress, and when it must have answered.
-    """
+    """The chunks of a round that are handed out."""
 
     def __init__(
         self,
@@ -269,10 +262,12 @@ class _HandedOut:
         self.server = dumps(server)
         self.give_up = give_up
         self.seconds = plan.training.client_timeout if give_up else None
-        self.order = [_HandedOutChunk(chunk) for chunk in chunks]
+        self.order = [_HandedOutChunk(chunk) for chunk in chunks]  # those whose results have not been yielded
+        # those that are not handed out, in the order in which they will be
         self.waiting = sorted(self.order, key=lambda chunk: -group_size(plan.training, chunk.clients))
         self.ahead = _AHEAD * len(backend.workers)
         self.idle = list(backend.workers)
+        # worker and chunk of every call in progress, and when it must have answered
         self.busy: dict[Future[Any], tuple[RemoteWorker, _HandedOutChunk, float]] = {}
 
     @cached_property
