@@ -61,16 +61,8 @@ class Arrays:
         y = torch.cat((self.y_train, self.y_test)) if len(self.y_test) else self.y_train
         return y.long() if are_classes(self.y_train) else y
 
-    def check(self, owner: object = "Arrays", needs_test: bool = True) -> None:
-        """Refuses arrays that do not fit together.
-
-        Args:
-            owner: the data module, which messages name.
-            needs_test: whether there must be test samples.
-
-        Raises:
-            MisconfigurationException: if there is a problem; the message describes the first one.
-        """
+    def check(self, owner: object, needs_test: bool) -> None:
+        """Refuses arrays that do not fit together, by the name of the data module that owns them."""
         for part in ("train", "test"):
             x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
             is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2

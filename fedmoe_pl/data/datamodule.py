@@ -304,6 +304,4 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Returns batches of the global test set."""
         return self.batches(self.global_test)
 
-    def predict_dataloader(self) -> SampleBatches:
-        """Returns batches of the global test set."""
-        return self.batches(self.global_test)
+    predict_dataloader = test_dataloader

@@ -72,16 +72,8 @@ class MapStyleData:
         """Classes of all samples as int64, the training samples first; shape (n, 0) if the targets are no classes."""
         return torch.empty(sum(self.sizes), 0) if self.classes is None else self.classes.long()
 
-    def check(self, owner: object = "MapStyleData", needs_test: bool = True) -> None:
-        """Refuses datasets and values of their samples that do not fit together.
-
-        Args:
-            owner: the data module, which messages name.
-            needs_test: whether there must be test samples.
-
-        Raises:
-            MisconfigurationException: if there is a problem; the message describes the first one.
-        """
+    def check(self, owner: object, needs_test: bool) -> None:
+        """Refuses datasets and values of their samples that do not fit together, by the name of the data module."""
         (n_train, n_test), n = self.sizes, sum(self.sizes)
         if needs_test and not n_test:
             allowed = "of at least one sample, unless pool is True"

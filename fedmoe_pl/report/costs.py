@@ -42,12 +42,12 @@ def costs(condition: Condition, metric: str, target: float) -> list[Cost]:
 
 
 def _has_costs(method: Method) -> bool:
-    rows = [row for run in method.runs for row in method.rounds(run)[:1]]
+    rows = [row for run in method.runs for row in run.rounds[:1]]
     return len(rows) == len(method.runs) and all({"flops", "bytes_before"} <= row.keys() for row in rows)
 
 
 def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:
-    rows = [target_rows(method.rounds(run), metric, target, lower_is_better)[0] for run in method.runs]
+    rows = [target_rows(run.rounds, metric, target, lower_is_better)[0] for run in method.runs]
     reached = [row for row in rows if not math.isnan(row["rounds"])]
     rounds, size, flops = (_mean([row[name] for row in reached]) for name in ("rounds", "bytes", "flops"))
     return Cost(method.label, len(reached), len(rows), rounds, size, flops, _mean([row["best"] for row in rows]))

@@ -180,16 +180,14 @@ def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
 def _gate_block(condition: Condition) -> Block:
     pictures, without = [], []
     for method in condition.methods:
-        run = next((run for run in method.runs if any(row["method"] == method.name for row in run.gates)), None)
-        clients = [row for each in method.runs for row in method.clients(each)]
+        run = next((run for run in method.runs if run.gates), None)
         if run is not None:
-            rows = [row for row in run.gates if row["method"] == method.name]
-            means = {int(row["client"]): row["mean_gate_weight"] for row in method.clients(run)}
+            means = {int(row["client"]): row["mean_gate_weight"] for row in run.clients}
             counts = by_class(run.partition) if run.partition else None
             caption = f"{method.label}: mean gate weight on each client's own samples of a class ({run.text})."
-            drawn = gate_figure(rows, means, counts)
+            drawn = gate_figure(run.gates, means, counts)
             pictures.append(picture(f"gate {method.label} {condition.name}", caption, drawn))
-        elif any(not math.isnan(row["mean_gate_weight"]) for row in clients):
+        elif any(not math.isnan(row["mean_gate_weight"]) for run in method.runs for row in run.clients):
             without.append(method.label)
     text = f"No gate_weights.csv in the runs of {', '.join(without)}: no picture." if without else ""
     return Block("Gate weights by client and class", text, pictures=pictures)

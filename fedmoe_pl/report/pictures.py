@@ -49,7 +49,7 @@ def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, S
 
 def _curve(method: Method, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rounds that all seeds evaluated, and mean and sample standard deviation over seeds, which is 0 of one seed."""
-    of_runs = [{row["round"]: _mean(row, metric) for row in method.rounds(run)} for run in method.runs]
+    of_runs = [{row["round"]: _mean(row, metric) for row in run.rounds} for run in method.runs]
     common = sorted(set.intersection(*(set(values) for values in of_runs)))
     common = [round for round in common if not any(math.isnan(values[round]) for values in of_runs)]
     values = np.array([[of_run[round] for round in common] for of_run in of_runs])
@@ -87,7 +87,7 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
     drawn = []
     for method in methods:
         for run in method.runs:
-            points = [(spent(row)[amount], _mean(row, metric)) for row in method.rounds(run)]
+            points = [(spent(row)[amount], _mean(row, metric)) for row in run.rounds]
             points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
             if len(points) > 1:
                 style, every = styles[method.label]._asdict(), max(1, len(points) // 6)

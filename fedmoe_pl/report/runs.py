@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +57,11 @@ class RunFiles:
     def seeds(self) -> tuple[Any, Any]:
         """The run's seed and that of its partition, None where there is none."""
         return self.seed, self.config.get("data", {}).get("init_args", {}).get("partition_seed")
+
+    def of(self, method: str) -> RunFiles:
+        """The same run with the rows of one method."""
+        tables = {name: getattr(self, name) for name in ("rounds", "clients", "summary", "gates")}
+        return replace(self, **{n: [row for row in rows if row["method"] == method] for n, rows in tables.items()})
 
     @property
     def written(self) -> str:

@@ -118,22 +118,13 @@ class Method:
 
     label: str  # in tables and pictures
     name: str  # in the run's files
-    runs: list[RunFiles]  # one for each seed
+    runs: list[RunFiles]  # one for each seed, with the rows of the method
     is_finished: bool
 
     @property
     def results(self) -> list[Row]:
         """The row of ``summary.csv`` of each run; of an unfinished one the last row of ``rounds.csv``."""
-        final = ([row for row in run.summary if row["method"] == self.name] for run in self.runs)
-        return [(rows or self.rounds(run))[-1] for rows, run in zip(final, self.runs, strict=True)]
-
-    def rounds(self, run: RunFiles) -> list[Row]:
-        """The evaluated rounds of a run, in order."""
-        return [row for row in run.rounds if row["method"] == self.name]
-
-    def clients(self, run: RunFiles) -> list[Row]:
-        """The rows of ``clients.csv`` of a run."""
-        return [row for row in run.clients if row["method"] == self.name]
+        return [(run.summary or run.rounds)[-1] for run in self.runs]
 
     def over_seeds(self, column: str) -> Spread:
         """Mean and deviation over seeds of a column of the results."""
@@ -141,7 +132,7 @@ class Method:
 
     def of_clients(self, metric: str) -> list[float]:
         """The values of a metric of all clients of all runs that have one; accuracies as fractions."""
-        values = (row.get(metric, math.nan) for run in self.runs for row in self.clients(run))
+        values = (row.get(metric, math.nan) for run in self.runs for row in run.clients)
         return [value for value in values if not math.isnan(value)]
 
     @property
@@ -200,7 +191,7 @@ class Condition:
 
     def lower_is_better(self, metric: str) -> bool:
         """Whether a lower value is better: then the worst tenth has values above the mean."""
-        rows = [row for method in self.methods for run in method.runs for row in method.rounds(run) + method.results]
+        rows = [row for method in self.methods for run in method.runs for row in (*run.rounds, *run.summary)]
         nan = math.nan
         return any(row.get(f"{metric}_worst_tenth", nan) > row.get(f"{metric}_mean", nan) for row in rows)
 
@@ -223,9 +214,9 @@ def condition_of(name: str, settings: Sequence[Setting], choices: Choices) -> Co
     runs = [run for setting in settings for run in setting.runs]
     rows = list[Method]()
     for method in dict.fromkeys(method for run in runs for method in run.methods):
-        having, _ = settings_of((run for run in runs if method in run.methods), method)
+        having, _ = settings_of((run.of(method) for run in runs if method in run.methods), method)
         for label, setting in zip(labels(method, having), having, strict=True):
-            done = [run for run in setting.runs if any(row["method"] == method for row in run.summary)]
+            done = [run for run in setting.runs if run.summary]
             rows.append(Method(label, method, done or setting.runs, bool(done)))
     return Condition(name, [*settings], rows, choices)
 
@@ -235,10 +226,10 @@ def difference(method: Method, baseline: Method, metric: str) -> Difference:
     of_baseline = {run.seed: run for run in baseline.runs}
     both = [(run, of_baseline[run.seed]) for run in method.runs if run.seed in of_baseline]
 
-    def values(of: Method, run: RunFiles) -> dict[int, float]:
-        return {int(row["client"]): row.get(metric, math.nan) for row in of.clients(run)}
+    def values(run: RunFiles) -> dict[int, float]:
+        return {int(row["client"]): row.get(metric, math.nan) for row in run.clients}
 
-    return paired_difference([values(method, run) for run, _ in both], [values(baseline, run) for _, run in both])
+    return paired_difference([values(run) for run, _ in both], [values(run) for _, run in both])
 
 
 def main_columns(condition: Condition, metric: str, mean: str) -> list[Column]:
@@ -282,7 +273,7 @@ def curve_table(condition: Condition) -> Table:
 
 
 def _at_round(method: Method, metric: str, round: int) -> str:
-    rows = [row for run in method.runs for row in method.rounds(run) if row["round"] == round]
+    rows = [row for run in method.runs for row in run.rounds if row["round"] == round]
     values = [row.get(f"{metric}_mean", math.nan) for row in rows]
     if len(values) < len(method.runs) or any(math.isnan(value) for value in values):
         return "-"

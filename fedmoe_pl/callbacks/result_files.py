@@ -1,11 +1,9 @@
-"""Files of a run: its results, and the clients' models."""
+"""The results of a run as files."""
 
 from __future__ import annotations
 
 import math
 
-from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.commands.lightning import write_lightning
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.evaluation.evaluation import Evaluation, gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
@@ -75,33 +73,3 @@ class ResultFiles(FederationCallback):
         """Prints the table."""
         if run.results:
             print(f"\n{format_table(run.results.values())}\n\nFiles: {run.folder}", flush=True)
-
-
-class ClientCheckpoint(FederationCallback):
-    """Writes the model of every client of every method as a Lightning checkpoint at the end of its phase.
-
-    ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
-    all have the same model is written once, as ``all_clients.ckpt``. Each file holds a whole model; at any later time,
-    ``fedmoe export --format lightning`` writes the same for the clients that are asked for.
-
-    Args:
-        methods: names of the methods to write; None for all.
-    """
-
-    def __init__(self, methods: list[str] | None = None) -> None:
-        self.methods = methods
-
-    def on_fit_start(self, run: Run) -> None:
-        """Refuses names that no evaluated phase has."""
-        names = [phase.name for phase in run.phases if phase.evaluate]
-        for method in self.methods or []:
-            if method not in names:
-                raise InvalidArgumentError(self, "methods", method, f"names of evaluated phases, {', '.join(names)}")
-
-    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Writes the clients' models of an evaluated phase."""
-        if evaluation is None or (self.methods is not None and phase.name not in self.methods):
-            return
-        for method in map(phase.method, phase.evaluation_points):
-            folder = run.folder / "clients" / method
-            write_lightning(run, method, {client: folder / f"client_{client:03d}.ckpt" for client in run.clients})

@@ -1,0 +1,39 @@
+"""The clients' models as checkpoints of Lightning."""
+
+from __future__ import annotations
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.commands.lightning import write_lightning
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
+
+
+class ClientCheckpoint(FederationCallback):
+    """Writes the model of every client of every method as a Lightning checkpoint at the end of its phase.
+
+    ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
+    all have the same model is written once, as ``all_clients.ckpt``. Each file holds a whole model; at any later time,
+    ``fedmoe export --format lightning`` writes the same for the clients that are asked for.
+
+    Args:
+        methods: names of the methods to write; None for all.
+    """
+
+    def __init__(self, methods: list[str] | None = None) -> None:
+        self.methods = methods
+
+    def on_fit_start(self, run: Run) -> None:
+        """Refuses names that no evaluated phase has."""
+        names = [phase.name for phase in run.phases if phase.evaluate]
+        for method in self.methods or []:
+            if method not in names:
+                raise InvalidArgumentError(self, "methods", method, f"names of evaluated phases, {', '.join(names)}")
+
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Writes the clients' models of an evaluated phase."""
+        if evaluation is None or (self.methods is not None and phase.name not in self.methods):
+            return
+        for method in map(phase.method, phase.evaluation_points):
+            folder = run.folder / "clients" / method
+            write_lightning(run, method, {client: folder / f"client_{client:03d}.ckpt" for client in run.clients})
