@@ -57,12 +57,12 @@ class InvalidArgumentError(MisconfigurationException):
 
     def __str__(self) -> str:
         """The sentence."""
-        return self.sentence(self.argument)
+        return self.sentence(f"{self.owner}: {self.argument}")
 
-    def sentence(self, argument: str) -> str:
-        """The sentence with another name of the argument, such as its key in a configuration."""
+    def sentence(self, subject: str) -> str:
+        """The sentence about another subject than owner and argument, such as the argument's key in a configuration."""
         reason = f", because {self.because}" if self.because else ""
-        return f"{self.owner}: {argument} is {self.value}, but must be {self.allowed}{reason}."
+        return f"{subject} is {self.value}, but must be {self.allowed}{reason}."
 
 
 class _Shown(str):

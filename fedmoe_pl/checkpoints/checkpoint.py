@@ -302,11 +302,6 @@ def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
     raise MisconfigurationException(f"ckpt_path is '{LAST}', but no run in '{runs}' has a checkpoint.")
 
 
-def next_folder(runs: Path) -> Path:
-    """The folder of the next run, ``version_N``."""
-    return runs / f"version_{max(run_versions(runs), default=-1) + 1}"
-
-
 def run_versions(runs: Path) -> list[int]:
     """The version numbers of the runs in a folder."""
     names = [path.name.removeprefix("version_") for path in runs.glob("version_*")]

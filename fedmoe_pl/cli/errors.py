@@ -160,7 +160,7 @@ def with_key(error: InvalidArgumentError, configuration: Mapping[str, Any]) -> s
     same = [place for place in owned or named if _shown(place.value) == error.value]
     found = next((each for each in (same, owned) if len(each) == 1), same if owned else [])
     keys = " or ".join(place.key for place in found)
-    return error.sentence(keys).removeprefix(f"{error.owner}: ") if found else str(error)
+    return error.sentence(keys) if found else str(error)
 
 
 def _belongs(place: Place, owner: str) -> bool:

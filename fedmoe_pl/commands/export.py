@@ -6,21 +6,57 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from lightning import __version__
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from lightning.pytorch.utilities.parsing import clean_namespace
+from torch import Tensor
 
+from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
-from fedmoe_pl.commands.lightning import write_lightning
-from fedmoe_pl.evaluation.outputs import has_trained_gate
+from fedmoe_pl.evaluation.client_models import has_own_model
+from fedmoe_pl.evaluation.outputs import ScoresAndWeights
+from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.run import Run
+
+
+def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Path]:
+    """Writes the models of clients as checkpoints of Lightning; one for all if several have the same model.
+
+    The arguments of PyTorch's and this package's modules are known, and those of all classes that a configuration
+    names; of your own classes in Python, what they gave to ``save_hyperparameters()``. Pass others to
+    ``load_from_checkpoint``.
+    """
+    phase, evaluation_point = run.phase_and_point(method, next(iter(paths)))
+    kept = run.states[phase.name].clients.values()
+    if not (len(paths) == 1 or chooses_model(phase.algorithm) or any(has_own_model(t, evaluation_point) for t in kept)):
+        client, path = next(iter(paths.items()))
+        paths = {client: path.with_name("all_clients.ckpt")}
+    for path, module in zip(paths.values(), run.client_modules(method, paths), strict=True):
+        with replacing(path) as temporary:
+            torch.save(lightning_checkpoint(module), temporary)
+    return [*paths.values()]
+
+
+def lightning_checkpoint(module: LightningModule) -> dict[str, Any]:
+    """What ``Trainer.save_checkpoint`` writes of a module; from a configuration, with the arguments in it."""
+    key, hyperparameters = module.CHECKPOINT_HYPER_PARAMS_KEY, dict(module.hparams)
+    clean_namespace(hyperparameters)
+    checkpoint = {"pytorch-lightning_version": __version__, "state_dict": module.state_dict(), key: hyperparameters}
+    if arguments := configured_arguments(module):
+        checkpoint[key] = hyperparameters_of(module, arguments)
+    elif hyperparameters:  # the name of the constructor's argument that holds all of them, if there is one
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(module, "_hparams_name", None)
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
 
 Format = Literal["onnx", "torch_export", "lightning"]
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt"}
@@ -77,7 +113,7 @@ def export_clients(
 
 
 def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:
-    module, x = _Outputs(run.client_module(method, client)).eval(), _samples(run, client)
+    module, x = ScoresAndWeights(run.client_module(method, client)).eval(), _samples(run, client)
     content, difference = _exported(module, x, method, format)
     if not difference <= _TOLERANCE:
         because = f"its outputs differ by {difference:.1e} from the module's"
@@ -98,7 +134,7 @@ def _samples(run: Run, client: int) -> Tensor:
     return x.cpu()
 
 
-def _exported(module: _Outputs, x: Tensor, method: str, format: str) -> tuple[bytes, float]:
+def _exported(module: ScoresAndWeights, x: Tensor, method: str, format: str) -> tuple[bytes, float]:
     """The content of the file, and the largest difference of its outputs from the module's."""
     try:
         # which samples an expert receives depends on the data, which an exporter cannot follow
@@ -131,19 +167,7 @@ def _silent() -> Iterator[None]:
         logging.disable(disabled)
 
 
-class _Outputs(nn.Module):
-    """A client's module, whose outputs are its scores and, if it has a trained gate, the weights of the experts."""
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self.module = module
-        self.names = ("scores", "gate_weights") if has_trained_gate(module) else ("scores",)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.module.mix(x) if len(self.names) > 1 else (self.module(x),)  # pyright: ignore[reportCallIssue]
-
-
-def _torch_export(module: _Outputs, x: Tensor) -> tuple[bytes, Function]:
+def _torch_export(module: ScoresAndWeights, x: Tensor) -> tuple[bytes, Function]:
     program = torch.export.export(module, _example(x), dynamic_shapes=_any_size(), strict=False)
     content = io.BytesIO()
     torch.export.save(program, content)
@@ -151,7 +175,7 @@ def _torch_export(module: _Outputs, x: Tensor) -> tuple[bytes, Function]:
     return content.getvalue(), torch.export.load(content).module()
 
 
-def _onnx(module: _Outputs, x: Tensor) -> tuple[bytes, Function]:
+def _onnx(module: ScoresAndWeights, x: Tensor) -> tuple[bytes, Function]:
     import onnxruntime  # pyright: ignore[reportMissingImports]  optional
 
     program: Any = torch.onnx.export(
@@ -181,7 +205,7 @@ def _any_size() -> dict[str, dict[int, Any]]:
     return {"x": {0: torch.export.Dim("batch")}}
 
 
-def _difference(module: _Outputs, exported: Function, x: Tensor) -> float:
+def _difference(module: ScoresAndWeights, exported: Function, x: Tensor) -> float:
     """The largest difference of two outputs, as a share of the module's where that is above 1; infinite for nan."""
     with torch.no_grad():
         pairs = [*zip(module(x), exported(x), strict=True)]

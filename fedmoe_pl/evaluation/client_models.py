@@ -15,7 +15,7 @@ from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_v
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.metrics import evaluate
-from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
+from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
@@ -141,7 +141,7 @@ class _Evaluator:
         module, data = self.modules[architecture], training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
             states = [self._state(training, module, client) for client in clients]
-            models = StackedModels(module, states, has_trained_gate(module))
+            models = StackedModels(module, states)
             if architecture not in self.stackable:
                 self.stackable[architecture] = models.agree(data)
             if self.stackable[architecture]:
@@ -228,8 +228,7 @@ def _models(
     algorithm = training.algorithm
     asks = algorithm.client_request is not None  # otherwise what clients keep need not be read
     for client in clients:
-        with one_thread():
-            tensors = of_module(received(algorithm, server, client, kept.get(client, {}) if asks else {}))
+        tensors = of_module(received(algorithm, server, client, kept.get(client, {}) if asks else {}))
         if sharing and not _same_tensors(tensors, shared):
             yield shared, sharing
             sharing = []

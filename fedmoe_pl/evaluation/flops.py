@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
@@ -27,6 +24,7 @@ from fedmoe_pl.backends import (
     trainable_names,
     trains_by_loss,
 )
+from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import Tree, copy_module
 
 _TRIED = 3  # clients whose batch is tried, before the module is held to run in its Trainer only
@@ -107,7 +105,7 @@ def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapp
 
     The batch's size belongs to it, so that a resumed run counts the same operations.
     """
-    with _same_random_numbers():
+    with seeded(0):
         try:
             _, constants, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
         except Exception:  # the hooks of a user may raise anything; training reports it
@@ -127,7 +125,7 @@ def _of_one_batch(
     if not trains_by_loss(training.algorithm, training.module):
         return math.nan, 1
     module = copy_module(training.module)
-    with _same_random_numbers(), warnings.catch_warnings():
+    with seeded(0), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # PyTorch warns when flags are set
         try:
             client, constants, samples = begin_client(training, module, server, client_id, kept, round)
@@ -140,13 +138,3 @@ def _of_one_batch(
         except Exception:  # a loss may need its Trainer or the whole run; training reports other errors
             return math.nan, 1
     return counter.get_total_flops(), min(len(samples), batches.batch_size)
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Restores the states of all random generators, so that counting changes no results."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    np.random.set_state(numpy_state)
-    random.setstate(python_state)

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedmoe_pl.data import FederatedDataModule
@@ -76,3 +76,16 @@ def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
     if not isinstance(module, MixtureOfExperts):
         return False
     return isinstance(module.gate, MixtureWeights) or not isinstance(module.gate, FixedGate)
+
+
+class ScoresAndWeights(nn.Module):
+    """A module whose outputs are scores and, if it has a trained gate, weights of the experts."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self.names = ("scores", "gate_weights") if has_trained_gate(module) else ("scores",)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, in the order of their names."""
+        return self.module.mix(x) if len(self.names) > 1 else (self.module(x),)  # pyright: ignore[reportCallIssue]

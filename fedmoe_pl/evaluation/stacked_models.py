@@ -15,6 +15,7 @@ from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree, names_of_same_tensors
 
@@ -46,12 +47,12 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
 class StackedModels:
     """The models of k clients: a module of their architecture, and the tensors of each, shared if the same object."""
 
-    def __init__(self, module: LightningModule, states: Sequence[Tree], gated: bool) -> None:
+    def __init__(self, module: LightningModule, states: Sequence[Tree]) -> None:
         first = states[0]
         differ = [name for name in first if any(state[name] is not first[name] for state in states)]
         load_tree(module, first)
         self.states = states
-        self.module = _Outputs(module, gated)
+        self.module = ScoresAndWeights(module)
         self.stacked = {
             f"module.{name}": torch.stack([state[name] for state in states]).to(module.device)
             for name in differ or [*first][:1]  # `vmap` needs a tensor to map over
@@ -102,15 +103,3 @@ class StackedModels:
 
         with dense_experts():
             return tuple(output.cpu() for output in vmap(outputs, (0, dim))(self.stacked, x.to(self.device)))
-
-
-class _Outputs(nn.Module):
-    """A module's scores and, if it has a gate, weights: as a module, so that ``functional_call`` replaces tensors."""
-
-    def __init__(self, module: LightningModule, gated: bool) -> None:
-        super().__init__()
-        self.module = module
-        self.gated = gated
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.module.mix(x) if self.gated else (self.module(x),)  # pyright: ignore[reportCallIssue]

@@ -150,13 +150,14 @@ def count_sent(
     down: dict[int, Traffic] = {}
     if not algorithm.federated or (not state.server_learns and state.round > 0):
         return down
-    for client, request in plan.requests(state.server, clients, state.clients, state.round).items():
-        with one_thread():
+    requests = plan.requests(state.server, clients, state.clients, state.round)
+    with one_thread():
+        for client, request in requests.items():
             answer = algorithm.server_send(state.server, client, request)
-        state.add_traffic("up", Traffic.of(request))
-        down[client] = Traffic.of(answer)
-        log.add("requests", client, request)
-        log.add("down", client, answer)
+            state.add_traffic("up", Traffic.of(request))
+            down[client] = Traffic.of(answer)
+            log.add("requests", client, request)
+            log.add("down", client, answer)
     return down
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, next_folder
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -194,7 +194,7 @@ def store_of(run: Run) -> Store:
 
 def _make_folder(runs: Path) -> Path:
     while True:
-        folder = next_folder(runs)
+        folder = runs / f"version_{max(run_versions(runs), default=-1) + 1}"
         try:
             folder.mkdir(parents=True)
         except FileExistsError:  # of a run that began at the same time

@@ -18,7 +18,7 @@ from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli import main
-from fedmoe_pl.commands.lightning import lightning_checkpoint
+from fedmoe_pl.commands.export import lightning_checkpoint
 from fedmoe_pl.models import Gate, NetworkGate
 
 

@@ -15,6 +15,7 @@ from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
 from fedmoe_pl.algorithms import PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
+from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights
 
 
@@ -119,7 +120,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_every_family_are_exported(name):
     torch.manual_seed(0)
-    module, x = export._Outputs(MODELS[name]()).eval(), torch.randn(6, 5)
+    module, x = ScoresAndWeights(MODELS[name]()).eval(), torch.randn(6, 5)
     module(x)  # sizes a lazy gate
     content, difference = export._exported(module, x, "FedAvg", "torch_export")
     assert difference < 1e-6
@@ -129,6 +130,6 @@ def test_models_of_every_family_are_exported(name):
 
 def test_why_a_model_cannot_be_exported_is_one_line_without_the_exporter_s_output(capfd):
     with pytest.raises(InvalidArgumentError, match=r"'FedAvg', but .* can export \(Could not guard .*\)\.$") as error:
-        export._exported(export._Outputs(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export")
+        export._exported(ScoresAndWeights(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export")
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
