@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import blobs, mixture, phase, run
-from helpers.runs import WithDropout, assert_same, data, federation, model
+from helpers.runs import assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -18,18 +18,6 @@ from fedmoe_pl.callbacks import ClientCheckpoint, GateMonitor
 from fedmoe_pl.models import ConstantGate
 
 REPOSITORY = Path(__file__).parent.parent
-
-
-def test_every_client_s_checkpoint_loads_as_a_lightning_module(tmp_path):
-    run = federation(tmp_path, callbacks=[ClientCheckpoint()])
-    run.fit(model(), data())
-    x = data().x[:7]
-    for method, file in (("PFL-MF", "client_002.ckpt"), ("FedAvg", "all_clients.ckpt")):
-        path = run.run_dir / "clients" / method / file
-        module = PersonalizedMoE.load_from_checkpoint(
-            path, global_expert=WithDropout(), local_expert=WithDropout()
-        ).eval()
-        assert torch.equal(module(x), run.client_module(method, 2)(x))
 
 
 def test_files_name_every_number(tmp_path):
@@ -54,21 +42,6 @@ def test_files_name_every_number(tmp_path):
             ("PFL-MF", "1"),
         ]
     assert next((tmp_path / "log").rglob("metrics.csv")).is_file()
-
-
-def test_test_and_predict_repeat_the_run_s_numbers_from_its_checkpoint(tmp_path, capsys):
-    run = federation(tmp_path)
-    run.fit(model(), data(test_fraction=0.3))
-    table = capsys.readouterr().out.strip("\n").splitlines()[:7]
-    again = federation(tmp_path)
-    again.test(model(seed=3), data(test_fraction=0.3))
-    assert capsys.readouterr().out.splitlines()[:7] == table
-    again.predict(model(seed=3), data(test_fraction=0.3))
-    with (run.run_dir / "predictions.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["method"] == "PFL-MF" and row["client"] == "1"]
-    right = [row["label"] == row["prediction"] for row in rows]
-    assert sum(right) / len(right) == pytest.approx(run.results["PFL-MF"].clients[1].local_test)
-    assert all(0 <= float(row["gate_weight"]) <= 1 for row in rows)
 
 
 def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):

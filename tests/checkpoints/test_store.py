@@ -172,6 +172,7 @@ def test_test_and_predict_read_the_files(tmp_path, capsys):
     rows = [row.split(",") for row in (run.run_dir / "predictions.csv").read_text().splitlines()]
     right = [row[4] == row[5] for row in rows if row[:3] == ["PFL-MF", "after local training", "1"]]
     assert sum(right) / len(right) == pytest.approx(run.results["PFL-MF"].clients[1].local_test)
+    assert all(0 <= float(row[-1]) <= 1 for row in rows if row[0] == "PFL-MF"), "weights of the gate"
     assert_only_needed_files(run)
 
 

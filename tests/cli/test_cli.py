@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from helpers.configurations import QUICKSTART, shortened
 
@@ -33,22 +32,6 @@ def test_partition_prints_and_draws_who_holds_what(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) > 20
 
 
-def test_a_user_s_own_module_is_an_expert_by_its_class_path(quickstart, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n\n\nclass Mine(nn.Sequential):\n    def __init__(self, width: int = 7):\n"
-        "        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    quickstart["model"]["init_args"]["global_expert"] = {"class_path": "mine.Mine", "init_args": {"width": 9}}
-    phases = quickstart["federation"]["phases"]
-    quickstart["federation"]["phases"] = [phase for phase in phases if phase["name"] in ("Local", "FedAvg")]
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(quickstart))
-    main(["fit", "--config", str(tmp_path / "mine.yaml"), "--federation.callbacks", "[ClientCheckpoint]"])
-    (checkpoint,) = tmp_path.rglob("all_clients.ckpt")
-    state = torch.load(checkpoint, weights_only=True)["state_dict"]
-    assert state["global_expert.1.weight"].shape == (9, 64)
-
-
 def test_copies_of_a_module_share_the_command_line_s_optimizer_factory(quickstart, tmp_path):
     """The factory holds the parser and with it the data; a deep copy of it would copy the data for every client."""
     phases = quickstart["federation"]["phases"][:1]
@@ -62,9 +45,6 @@ def test_copies_of_a_module_share_the_command_line_s_optimizer_factory(quickstar
 
 
 REFUSED = {  # at every moment of a command: while it is parsed, made, set up and started
-    "data.init_args.num_cliets is not an argument of Digits; did you mean num_clients?": (
-        ["--data.init_args.num_cliets", "3"]
-    ),
     "data.init_args.partitioner.init_args.alpha is -1.0, but must be a finite number above 0.": (
         ["--data.init_args.partitioner.init_args.alpha", "-1"]
     ),

@@ -3,7 +3,6 @@
 import random
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,25 +42,11 @@ def test_every_client_and_pair_of_clients_is_drawn_equally_often():
     assert cohorts != [sample_cohort(range(clients), size, seed=1, round=round) for round in range(rounds)]
 
 
-@pytest.mark.parametrize(
-    ("clients", "clients_per_round", "size"),
-    [
-        (9, None, 9),
-        (100, 7, 7),
-        (100, 1, 1),
-        (100, 1.0, 100),
-        (3, 1.0, 3),
-        (100, 0.07, 7),
-        (100, 0.29, 29),
-        (100, 0.1, 10),
-        (182, 0.03, 5),
-        (15, 0.1, 1),
-        (4, 0.1, 1),
-        (19, 0.5, 9),
-    ],
-)
-def test_cohort_size_takes_a_number_a_share_rounded_down_or_everybody(clients, clients_per_round, size):
-    assert cohort_size(clients, clients_per_round) == size
+def test_cohort_size_takes_a_number_a_share_rounded_down_or_everybody():
+    numbers = [(9, None, 9), (100, 7, 7), (100, 1, 1), (100, 1.0, 100), (3, 1.0, 3), (4, 0.1, 1), (15, 0.1, 1)]
+    shares = [(100, 0.07, 7), (100, 0.29, 29), (100, 0.1, 10), (182, 0.03, 5), (19, 0.5, 9)]
+    for clients, clients_per_round, size in (*numbers, *shares):
+        assert cohort_size(clients, clients_per_round) == size
 
 
 def test_everybody_means_those_who_take_part_and_a_share_counts_all():

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import blobs, mixture, phase, run
+from helpers import blobs, mixture, phase, run, runs
 from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
 from helpers.pfedmoe import model as of_three_architectures
@@ -15,7 +15,7 @@ from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Federation, Phase, Select
+from fedmoe_pl import Phase, Select
 from fedmoe_pl.aggregation import (
     Bucketing,
     CoordinateMedian,
@@ -109,9 +109,7 @@ def random_phases():
 
 
 def federation(path, phases, **kwargs):
-    arguments = {"trainer": {"max_epochs": 1, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
-    arguments |= {"default_root_dir": str(path), "backend": TrainerBackend(), "evaluate_every_n_rounds": 2} | kwargs
-    return Federation(phases, **arguments)
+    return runs.federation(path, phases, **{"backend": TrainerBackend(), "evaluate_every_n_rounds": 2, **kwargs})
 
 
 def content(federation):
