@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-import fedmoe_pl.backends.client
+import fedmoe_pl.backends.local_client
 import fedmoe_pl.rounds.fit
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
@@ -66,7 +66,7 @@ class Turns(TrafficLedger):
         self.kind = self.turn.pop()
         checked, recorded = KINDS[self.kind]
         check = self.timed_check if checked else lambda *_: None
-        fedmoe_pl.backends.client.check_finite = fedmoe_pl.rounds.fit.check_finite = check
+        fedmoe_pl.backends.local_client.check_finite = fedmoe_pl.rounds.fit.check_finite = check
         run.records_transfers = recorded
         object.__setattr__(self.training, "record_transfers", recorded)
         self.start = time.process_time()

@@ -23,7 +23,7 @@ from workload import RandomImages, make_model, restart_with_environment
 
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import Backend, GroupUpdate, LocalTraining, Plan, PoolBackend, TrainerBackend
-from fedmoe_pl.backends.workers import backend as workers
+from fedmoe_pl.backends.workers import workers_backend as workers
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import Tree

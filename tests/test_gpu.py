@@ -25,8 +25,8 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.backends import PoolBackend, StackedBackend, TrainerBackend, on_device
-from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import BiLSTM, FeatureGate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE
 

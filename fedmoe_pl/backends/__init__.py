@@ -2,7 +2,10 @@
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
-from fedmoe_pl.backends.client import (
+from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import (
     TRAINED,
     begin_client,
     client_of,
@@ -11,9 +14,6 @@ from fedmoe_pl.backends.client import (
     on_device,
     trainable_names,
 )
-from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
-from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
-from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.loop import overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
 from fedmoe_pl.backends.traffic import Transfer

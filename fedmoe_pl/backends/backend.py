@@ -14,9 +14,9 @@ from typing_extensions import Self
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends.client import given_to_others
 from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.fitting import one_thread
+from fedmoe_pl.backends.local_client import given_to_others
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, with_prefix

@@ -9,8 +9,8 @@ import torch
 
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import GroupUpdate, Plan, group_update
-from fedmoe_pl.backends.client import begin_client, end_client, trainable_names
 from fedmoe_pl.backends.fitting import one_thread
+from fedmoe_pl.backends.local_client import begin_client, end_client, trainable_names
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.client import on_device, trainable_names
+from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches

@@ -88,18 +88,16 @@ def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimize
 
 def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimizer, kept: Tree) -> None:
     """Gives an optimizer the state that :func:`optimizer_state` returned; other tensors in ``kept`` do not matter."""
-    state = subtree(kept, OPTIMIZER)
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
-    stepped = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in optimizer.state_dict()["param_groups"] for index in group["params"]]
-    by_index = {index: subtree(state, f"{name}/") for index, name in zip(indices, stepped, strict=True)}
-    by_position = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-    loaded = {  # copies, because the optimizer changes its state in place
-        index: {key: with_strides_of(by_position[index], value.clone()) for key, value in tensors.items()}
-        for index, tensors in by_index.items()
-        if tensors
-    }
-    optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})
+    of_optimizer = subtree(kept, OPTIMIZER)
+    groups, loaded = optimizer.state_dict()["param_groups"], {}
+    indices = [index for group in groups for index in group["params"]]
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in zip(indices, stepped, strict=True):
+        if state := subtree(of_optimizer, f"{names[parameter]}/"):
+            # copies, because the optimizer changes its state in place
+            loaded[index] = {key: with_strides_of(parameter, value.clone()) for key, value in state.items()}
+    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
 def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round: int) -> list[float]:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state
 from fedmoe_pl.backends import Plan, one_thread
-from fedmoe_pl.backends.client import given_to_others
+from fedmoe_pl.backends.local_client import given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState

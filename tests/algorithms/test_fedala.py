@@ -17,7 +17,7 @@ from torch import Generator
 from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedALA
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
-from fedmoe_pl.backends.client import begin_client, client_of
+from fedmoe_pl.backends.local_client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.seeds import derive_seed

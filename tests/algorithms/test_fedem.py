@@ -13,7 +13,7 @@ from torch import nn
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedEM
-from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.models import EqualWeights
 from fedmoe_pl.phases.participation import sample_cohort
 

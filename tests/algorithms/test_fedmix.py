@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import FedMix
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.phases.participation import sample_cohort
 
 

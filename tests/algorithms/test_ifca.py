@@ -26,7 +26,7 @@ from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.ifca import cluster_picks
-from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.models import ConstantGate
 from fedmoe_pl.trees import copy_module
 

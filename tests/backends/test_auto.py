@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 import fedmoe_pl.backends.auto
-import fedmoe_pl.backends.stacked.backend
+import fedmoe_pl.backends.stacked.stacked_backend
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.rounding import is_close, largest_value
@@ -179,7 +179,7 @@ def test_auto_stacks_where_that_gives_what_an_ordinary_trainer_gives(name):
 def test_the_trial_of_stacking_runs_once_for_a_phase(monkeypatch):
     training = local_training(mixture(), FedAvg(), blobs(FEW))
     plan = AutoBackend().plan(training)
-    for backend in (fedmoe_pl.backends.auto, fedmoe_pl.backends.stacked.backend):
+    for backend in (fedmoe_pl.backends.auto, fedmoe_pl.backends.stacked.stacked_backend):
         monkeypatch.setattr(backend, "try_to_stack", lambda training: pytest.fail("a second trial"))
     begun = plan.begin(replace(training, rounds=3))
     assert isinstance(begun, StackedPlan)

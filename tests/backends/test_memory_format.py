@@ -15,7 +15,7 @@ from torch import nn
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
-from fedmoe_pl.backends.stacked import backend
+from fedmoe_pl.backends.stacked import stacked_backend
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE, TwoConvCNN
@@ -96,7 +96,7 @@ def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images,
             super().__init__(*args)
             begun.append((self, strides(self)))
 
-    monkeypatch.setattr(backend, "Stack", Recorded)
+    monkeypatch.setattr(stacked_backend, "Stack", Recorded)
     train(StackedBackend(), local_training(model(), FedAvg(), images))
     ((stack, before),) = begun
     weights = [tensor for tensor in stack.stacked.values() if tensor.dim() == 5]

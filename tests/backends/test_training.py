@@ -8,7 +8,7 @@ from helpers import blobs, mixture
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedRep, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
-from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.local_client import trainable_names
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.models import LinearGate
 from fedmoe_pl.setup.check_run import trained_names

@@ -23,11 +23,11 @@ from helpers.workers import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-import fedmoe_pl.backends.workers.backend
+import fedmoe_pl.backends.workers.workers_backend
 from fedmoe_pl.algorithms import FineTuning
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.backends.workers.backend import WorkerDied
 from fedmoe_pl.backends.workers.pickling import dumps, loads
+from fedmoe_pl.backends.workers.workers_backend import WorkerDied
 from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.models import ConstantGate, LinearGate
 
@@ -111,7 +111,7 @@ def test_a_chunk_whose_workers_die_is_parted_so_that_one_client_fails(monkeypatc
                 return future
             return super().submit(phase, server, groups)
 
-    monkeypatch.setattr(fedmoe_pl.backends.workers.backend, "_CHUNKS", 0.1)  # few chunks, of several clients
+    monkeypatch.setattr(fedmoe_pl.backends.workers.workers_backend, "_CHUNKS", 0.1)  # few chunks, of several clients
     backend = TwoInThisProcess()
     backend.worker = DiesWithClient2
     groups, expected = trained(backend, training()), trained(TrainerBackend(), training())
@@ -126,7 +126,7 @@ def test_a_worker_that_does_not_answer_in_time_is_ended(monkeypatch):
         def submit(self, phase, server, groups):
             return Future() if pickle.loads(groups)[1] == [[2]] else super().submit(phase, server, groups)
 
-    monkeypatch.setattr(fedmoe_pl.backends.workers.backend, "_GRACE", 0.1)
+    monkeypatch.setattr(fedmoe_pl.backends.workers.workers_backend, "_GRACE", 0.1)
     backend = TwoInThisProcess()
     backend.worker = Silent
     groups = trained(backend, training(client_timeout=0.1))

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federation
+from fedmoe_pl.deployment.connection import free_port
 from fedmoe_pl.deployment.own_files import read_own
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 CLIENTS = 3
 WITHIN = 900  # seconds; a machine may be busy
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Deployment:

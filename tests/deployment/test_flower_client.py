@@ -40,48 +40,38 @@ def keys(tmp_path):
 
 
 @contextmanager
-def listening(*answers):
-    """The address of a process that answers each connection with bytes, and closes it; as proxies without a server."""
+def listening(answer):
+    """The address of a process that answers each connection, and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer():
+        def answer_all():
             with suppress(OSError):
                 while True:
                     connection, _ = server.accept()
-                    with connection:
-                        for each in answers:
-                            connection.recv(2**16)
-                            connection.sendall(each)
+                    with suppress(OSError), connection:
+                        answer(connection)
 
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=answer_all, daemon=True).start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
 
 
-@contextmanager
 def with_tls(keys):
-    """The address of a process with TLS, which answers nothing."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "server/server.pem", keys / "server/server.key")
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    return listening(lambda connection: context.wrap_socket(connection, server_side=True).close())
 
-        def answer():
-            with suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    with suppress(OSError):
-                        context.wrap_socket(connection, server_side=True).close()
 
-        threading.Thread(target=answer, daemon=True).start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
+def without_tls(connection):
+    connection.recv(2**16)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
 @pytest.mark.parametrize("has_ca", [True, False])
 def test_a_proxy_that_accepts_and_closes_is_a_server_that_is_down(keys, has_ca):
     from fedmoe_pl.deployment.flower_client import Server
 
-    with listening() as address:
+    with listening(lambda connection: None) as address:
         assert not Server(address, Security(ca=keys / "server/ca.pem" if has_ca else None))._reaches()
 
 
@@ -94,7 +84,7 @@ def test_a_server_without_tls_and_a_client_without_a_certificate_are_told_so(key
     ):
         Server(address, Security())._reaches()
     with (
-        listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,
+        listening(without_tls) as address,
         pytest.raises(MisconfigurationException, match="has no valid certificate signed by"),
     ):
         Server(address, Security(ca=keys / "server/ca.pem"))._reaches()

@@ -11,7 +11,7 @@ from helpers.workers import InThisProcess, TwoInThisProcess
 from fedmoe_pl import Evaluate, Phase
 from fedmoe_pl.algorithms import FedAvg, PFedMoE
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.backends.workers import backend as workers
+from fedmoe_pl.backends.workers import workers_backend as workers
 from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.models import GlobalOnly
 

@@ -6,7 +6,7 @@ from torch import nn
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FineTunedCluster, Local
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
-from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate
 from fedmoe_pl.trees import copy_module

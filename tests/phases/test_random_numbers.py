@@ -8,7 +8,7 @@ from helpers.runs import data, federation, model
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, OptInFedAvg, PFLMoE
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.client import begin_client, client_batches
+from fedmoe_pl.backends.local_client import begin_client, client_batches
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.trees import copy_module
 

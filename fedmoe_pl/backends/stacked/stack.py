@@ -14,13 +14,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.backends.client import on_device, trainable_names
 from fedmoe_pl.backends.features import looked_up
 from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.rounding import equal_to_rounding
-from fedmoe_pl.backends.stacked.batches import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
+from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.sparse import dense_experts

@@ -18,7 +18,7 @@ from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.rounding import is_close, largest_value
-from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES, Member, begin_member, stackable_groups
+from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, trained_in_epoch
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import copy_module, names_of_same_tensors

@@ -17,9 +17,9 @@ import torch
 from loky.process_executor import TerminatedWorkerError
 
 from fedmoe_pl.backends.backend import Backend
-from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend
 from fedmoe_pl.backends.workers.pickling import sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
+from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersBackend
 from fedmoe_pl.data import FederatedDataModule
 
 # otherwise loky replaces a process that has grown by 300 MB since its first call, and loses what was sent to it

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from fedmoe_pl.backends.client import data_on
 from fedmoe_pl.backends.failures import portable
+from fedmoe_pl.backends.local_client import data_on
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.data import FederatedDataModule
 

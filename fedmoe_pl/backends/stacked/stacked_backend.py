@@ -10,12 +10,12 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
-from fedmoe_pl.backends.client import end_client, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.fitting import one_thread
+from fedmoe_pl.backends.local_client import end_client, trainable_names
 from fedmoe_pl.backends.loop import in_one_step
-from fedmoe_pl.backends.stacked.batches import Member, begin_member, stackable_groups
+from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.backends.training import LocalTraining

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.client import begin_client, client_batches
 from fedmoe_pl.backends.features import FeatureCache, Features, no_input
+from fedmoe_pl.backends.local_client import begin_client, client_batches
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches
 from fedmoe_pl.trees import Tree, load_tree
