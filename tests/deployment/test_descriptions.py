@@ -7,6 +7,7 @@ import torch
 from helpers import GivenParts
 from helpers.deployed import Changing, Passing, deploy, federation, killed, participant, participants, with_values
 from helpers.methods import METHODS, data
+from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset
 
@@ -204,8 +205,7 @@ def test_samples_that_are_read_one_by_one(tmp_path):
     }
     server = federation(phases(), tmp_path / "server", **OF_TRAINER)
     serve(server, METHOD.model(), lazy(), Passing(clients), len(parts))
-    simulated, deployed = simulation.run.states["FedPer"].server, server.run.states["FedPer"].server
-    assert simulated.keys() == deployed.keys() and all(torch.equal(simulated[k], deployed[k]) for k in simulated)
+    assert_same(server.run.states["FedPer"].server, simulation.run.states["FedPer"].server)
 
 
 def test_a_client_with_more_classes_than_the_model_is_named(tmp_path):

@@ -1,6 +1,5 @@
 """A client gives away what its own settings say, and removes what its own files say, whatever a server asks for."""
 
-import logging
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -8,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 from helpers import mixture, sparse_mixture
-from helpers.deployed import Passing, deploy, federation, kept_by, participants
+from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants
 from helpers.methods import METHODS, Method, alone, data, everything, linear_gate, one, phase
-from helpers.runs import assert_same
 
-from fedmoe_pl import Select
+from fedmoe_pl import Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_federation
@@ -84,14 +82,6 @@ def test_no_read_gets_what_stays_with_the_client(name, tmp_path):
             assert not answer.tensors and answer.values["reason"]
 
 
-def test_whoever_runs_the_client_sees_what_it_has_refused(tmp_path, caplog):
-    client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        client.answer(Message("read", {**values, "kept": [], "parts": ["local_expert"]}))
-    refused = "it refuses the message 'read': clients exchange nothing in phase 'FedPer'."
-    assert f"join: this client has failed: {refused}" in caplog.messages
-
-
 def test_an_exchange_gives_what_is_declared_as_clients_have_trained_it_last(tmp_path):
     client, _, values = deployed_client(METHODS["FedMoEDA"], tmp_path)
     number = newest(tmp_path, "it")
@@ -155,11 +145,9 @@ def longer(name, rounds, **kwargs):
 def assert_ends_as_simulated(method, deployed, tmp_path):
     simulated = federation(method.phases(), tmp_path / "simulation", **OF_TRAINER)
     simulated.fit(method.model(), data())
+    assert_ends_as(simulated, deployed, tmp_path)
     ((name, state),) = simulated.run.states.items()
     assert deployed.run.states[name].best_round == state.best_round
-    assert_same(deployed.run.states[name].server, state.server)
-    for client, kept in state.clients.items():
-        assert_same(kept_by(tmp_path, deployed, name, client), kept)
     return state
 
 
@@ -197,7 +185,12 @@ def stop_in_round(round):
 def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
     """From the third round on, nothing is learned, so that no later round is better."""
     falling = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round < 2))
-    best = {"select": Select("global_test"), "evaluate": True, "round_lr_scheduler": falling, **everything()}
+    best = {
+        "select": Select("global_test"),
+        "evaluate": True,
+        "train": Train(round_lr_scheduler=falling),
+        **everything(),
+    }
     method = longer("FedPer", 8, **best)
     deployed = deploy(method, data(), tmp_path, evaluate_every_n_rounds=1, **OF_TRAINER)
     state = assert_ends_as_simulated(method, deployed, tmp_path)

@@ -7,11 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.deployed import Passing, deploy, federation, kept_by, participants, parts_of, with_hostile
+from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants, parts_of, with_hostile
 from helpers.methods import METHODS, data, ledger
-from helpers.runs import assert_same
 
-from fedmoe_pl import ClientFailures, Evaluate, Select
+from fedmoe_pl import ClientFailures, Evaluate, Select, Train
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback, TrafficLedger
 from fedmoe_pl.deployment import BadMessageError, Message
@@ -35,10 +34,7 @@ def run(method, tmp_path, **kwargs):
     of_clients = {name: value for name, value in kwargs.items() if name != "callbacks"}
     transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER, **of_clients))
     deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER, **kwargs)
-    ((name, state),) = simulated.run.states.items()
-    assert_same(deployed.run.states[name].server, state.server)
-    for client in CLIENTS:
-        assert_same(kept_by(tmp_path, deployed, name, client), state.clients.get(client, {}))
+    assert_ends_as(simulated, deployed, tmp_path)
     return transport
 
 
@@ -141,7 +137,7 @@ def test_training_with_what_was_changed_since_is_done_again(tmp_path):
 def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
     """With a learning rate of 0 the first round stays the best."""
     still = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)
-    method = method_of("FedAvg", select=Select("global_test", patience=2), round_lr_scheduler=still)
+    method = method_of("FedAvg", select=Select("global_test", patience=2), train=Train(round_lr_scheduler=still))
     transport = run(method, tmp_path)
     rounds = [message.values["round"] for client, message in transport.heard if (client, message.kind) == (0, "train")]
     assert [*dict.fromkeys(rounds)] == [0, 1, 2]
@@ -210,8 +206,9 @@ def test_no_other_message_is_a_part(kind):
         Message.from_bytes(whole.to_bytes())
 
 
-@pytest.mark.parametrize("kind", ["unprepared", "not begun", "begun"])
-@pytest.mark.parametrize("evaluation_points", [None, "both"])
+@pytest.mark.parametrize(
+    ("kind", "evaluation_points"), [("unprepared", None), ("not begun", None), ("begun", None), ("begun", "both")]
+)
 def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, evaluation_points, tmp_path, monkeypatch):
     """It answers just in time, always that it must be prepared."""
     now, waited, timeout, parts = [0.0], [], 100.0, 2 if evaluation_points is None else 3

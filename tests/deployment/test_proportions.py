@@ -61,8 +61,14 @@ def huge(tree):
     }
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedPer", "Scaffold", "FedProto", "FedPAC", "FedKD", "FedMoEDA", "PFedMoE"])
-@pytest.mark.parametrize("client", [0, HOSTILE])
+METHODS_AND_CLIENTS = [
+    *(("FedAvg", 0), ("FedPAC", 0)),
+    *((name, HOSTILE) for name in ("FedAvg", "FedPer", "Scaffold", "FedProto")),
+    *((name, HOSTILE) for name in ("FedPAC", "FedKD", "FedMoEDA", "PFedMoE")),
+]
+
+
+@pytest.mark.parametrize(("name", "client"), METHODS_AND_CLIENTS)
 def test_huge_values_cost_their_sender_its_round_and_nobody_else(name, client, tmp_path):
     with pytest.warns(UserWarning) as warned:
         deployed = with_hostile(name, tmp_path, "train", tensors(huge), client, clients_per_round=1.0, rounds=2)

@@ -5,8 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
-from helpers.deployed import Passing, deploy, federation, kept_by, participants
+from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants
 from helpers.methods import CHOOSING, METHODS, data, kind, ledger
 
 from fedmoe_pl.backends import TrainerBackend
@@ -79,15 +78,7 @@ def test_every_method(name, tmp_path):
     audits = federation(method.phases(), tmp_path, backend=TrainerBackend()).audit(method.model(), data(**SPLIT))
     assert_sends_what_the_audit_says(transport, audits, name)
 
-    for phase, state in simulated.run.states.items():
-        other = deployed.run.states[phase]
-        assert state.server.keys() == other.server.keys()
-        for tensor in state.server:
-            assert torch.equal(state.server[tensor], other.server[tensor]), (phase, tensor)
-        for client in range(datamodule.num_clients):
-            kept, there = state.clients.get(client, {}), kept_by(tmp_path, deployed, phase, client)
-            assert kept.keys() == there.keys(), (phase, client)
-            assert all(torch.equal(kept[tensor], there[tensor]) for tensor in kept), (phase, client)
+    assert_ends_as(simulated, deployed, tmp_path)
     assert len(simulated.run.rows) == len(deployed.run.rows)
     for row, other in zip(simulated.run.rows, deployed.run.rows, strict=True):
         # a simulation computes some means over other batches

@@ -16,6 +16,7 @@ from fedmoe_pl.deployment.own_files import read_own
 from helpers import TensorData
 from helpers.methods import METHODS
 from helpers.methods import data as of_five_clients
+from helpers.runs import assert_same
 
 HOSTILE = 1  # the client that is hostile where a test has one
 QUIET = {"logger": False, "enable_progress_bar": False}
@@ -198,3 +199,11 @@ def kept_by(folder, server, phase, client) -> dict:
     for of_phase, number, names in server.run.states[phase].clients.files.get(client, []):
         tree |= read_own(kept, of_phase, client, number, names)
     return tree
+
+
+def assert_ends_as(simulated, deployed, folder) -> None:
+    """The server and every client have, to the last bit, what they have after a simulation."""
+    for phase, state in simulated.run.states.items():
+        assert_same(deployed.run.states[phase].server, state.server)
+        for client in range(simulated.run.datamodule.num_clients):
+            assert_same(kept_by(folder, deployed, phase, client), state.clients.get(client, {}))
