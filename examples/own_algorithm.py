@@ -35,14 +35,11 @@ class Close(Algorithm):
         super().client_init(client, sent)
         return {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, constants: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, constants: dict[str, Any]) -> Tensor:
         """The loss of a batch; without side effects, so that many clients can be trained at once."""
-        loss, metrics = super().client_loss(module, batch, constants)
         parameters = dict(module.named_parameters())
         distance = sum((parameters[name] - tensor).square().sum() for name, tensor in constants.items())
-        return loss + self.mu / 2 * distance, metrics
+        return super().client_loss(module, batch, constants) + self.mu / 2 * distance
 
 
 def main() -> None:

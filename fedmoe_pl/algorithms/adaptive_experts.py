@@ -43,10 +43,10 @@ class FineTunedCluster(Algorithm):
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
         super().__init__(trainable=trainable)
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses other models, and gates that use more than the first expert."""
+    def server_init(self, module: LightningModule) -> Tree:
+        """Nothing; refuses other models, and gates that use more than the first expert."""
         check_first_place(module)
-        super().check(module)
+        return super().server_init(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Chooses the cluster before the first round in which the client trains."""

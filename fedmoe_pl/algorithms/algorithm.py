@@ -8,7 +8,7 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.client import Client, Constants, Exchange, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.data import FederatedDataModule
@@ -62,18 +62,28 @@ class Patterns:
 
     Args:
         patterns: one pattern or several; ``*`` matches any characters, dots included.
+        excluded: names that they do not choose.
+        within: patterns that a name must match, too; None for any name.
 
     Example:
         >>> "global_expert.fc.weight" in Patterns("global_expert.*")
         True
     """
 
-    def __init__(self, patterns: str | list[str]) -> None:
+    def __init__(
+        self, patterns: str | list[str], excluded: Collection[str] = (), within: Patterns | None = None
+    ) -> None:
         self.patterns = [patterns] if isinstance(patterns, str) else patterns
+        self.excluded = excluded
+        self.within = within
 
     def __contains__(self, name: str) -> bool:
-        """Whether one of the patterns matches the name."""
-        return _matches(name, *self.patterns)
+        """Whether the patterns choose the name."""
+        return (
+            _matches(name, *self.patterns)
+            and name not in self.excluded
+            and (self.within is None or name in self.within)
+        )
 
     def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
         """Refuses a pattern that matches nothing, because it is probably misspelt; messages name argument and owner."""
@@ -102,6 +112,7 @@ class Algorithm:
 
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
+        aggregates: whether the server combines what clients send; if not, a phase is evaluated after local training.
         evaluated_after: the part of a round after which the paper evaluates clients' models, and so does a phase that
             does not say otherwise. If clients train alone, it is always their local training.
         gate_starts_anew: whether every client draws a new gate in the first round.
@@ -132,15 +143,16 @@ class Algorithm:
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
         computed_parts: the parts that ``personal_tensors`` computes for a client's predictions, and that nobody keeps:
             a phase that starts from this one gets others. An empty name is that of the whole module.
-        exchanged: prefixes of the names of tensors that may go to other clients in an ``exchange``. A client gives no
-            other tensor, whoever asks for it.
-        client_request: an optional hook ``(client_id, state)``: the tree that a client sends to ask for tensors, such
-            as experts, given what it kept. Without it, clients ask for nothing.
-        exchange: an optional hook ``(server, clients, round)`` at the end of a round, given the server's new state and
-            the ids of the clients that take part: those that keep anything, without those that failed. It yields a
-            client, the tensors that the server sends it, and by sender's id the parts of modules, such as
-            ``experts.3``, that it receives from other clients as they are after local training. Clients keep all
-            tensors of such parts, and ``exchanged`` declares them.
+        per_client: prefixes of the names of the server's tensors that belong to single clients of the federation;
+            clients outside of it get none of them.
+        request: prefixes of the names of the tensors that a client keeps and sends to ask for others, such as the
+            numbers of experts. Without any, clients ask for nothing.
+        exchanged: prefixes of the names of the tensors that an ``exchange`` replaces. A client gives no other tensor to
+            other clients, whoever asks for it.
+        validation_loss: an optional hook ``(module, batch, constants)``: the mean loss of validation samples, of shape
+            (). ``constants`` is what ``client_init`` returned; empty for the model that a client would use now. Without
+            it, it is the module's own loss, or that of the scores that ``predictor`` gives, without terms of the
+            algorithm.
         predictor: an optional hook ``(client, server)``: how a client predicts, a function from samples (n, ...) to
             scores (n, C), such as the nearest prototype. It is evaluated without gradients. The client's module has the
             tensors that it would use now, in eval mode, on the device of the samples; other tensors are on the CPU.
@@ -148,6 +160,7 @@ class Algorithm:
     """
 
     federated: bool = True
+    aggregates: bool = True
     evaluated_after: EvaluationPoint = "aggregation"
     gate_starts_anew: bool = False
     frozen_train_mode: bool = False
@@ -159,9 +172,10 @@ class Algorithm:
     needed_parts: Sequence[str] = ()
     copied_parts: Mapping[str, str] = MappingProxyType({})
     computed_parts: Sequence[str] = ()
+    per_client: tuple[str, ...] = ()
+    request: tuple[str, ...] = ()
     exchanged: tuple[str, ...] = ()
-    client_request: Callable[..., Tree] | None = None
-    exchange: Callable[..., Exchange] | None = None
+    validation_loss: Callable[..., Tensor] | None = None
     predictor: Callable[..., Callable[[Tensor], Tensor]] | None = None
 
     def __init__(
@@ -171,22 +185,6 @@ class Algorithm:
         self.shared = Patterns(shared)
         self.trainable = Patterns(trainable)
         self.weighting: Weighting = weighting
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module that the algorithm cannot train; called before any training.
-
-        By default, these are one in which a pattern of ``shared`` or ``trainable`` matches no tensor, one with a tensor
-        whose name contains a "/", and one that lacks some of ``needed_parts``, or has others than ``copied_parts``.
-        """
-        check_names(module)
-        check_copies(module, self.copied_parts)
-        for part in self.needed_parts:
-            module.get_submodule(part)
-        names = [*module.state_dict()]
-        self.shared.check(names, f"{type(self).__name__}: shared")
-        if hasattr(module, "gate"):  # a fixed one has no parameters
-            names.append("gate.")
-        self.trainable.check(names, f"{type(self).__name__}: trainable")
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """What a phase with ``needed_parts`` lacks in the phases it starts from: by default, a federated phase.
@@ -204,7 +202,7 @@ class Algorithm:
         return "" if any(other.federated for other in earlier) else "a federated phase"
 
     def is_shared(self, name: str) -> bool:
-        """Whether clients send the parameter or buffer to the server: ``shared`` matches its name."""
+        """Whether clients send the parameter or buffer to the server: ``shared`` has its name."""
         return self.federated and name in self.shared
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
@@ -212,8 +210,20 @@ class Algorithm:
         return name in self.trainable
 
     def server_init(self, module: LightningModule) -> Tree:
-        """The server's state before the first round, from the phase's module: what is shared, and the copied parts."""
+        """The server's state before the first round, from the phase's module: what is shared, and the copied parts.
+
+        Refuses a module that the algorithm cannot train, because it is also called before any training. By default,
+        these are one in which a pattern of ``shared`` or ``trainable`` matches no tensor, one with a tensor whose name
+        contains a "/", and one that lacks some of ``needed_parts``, or has others than ``copied_parts``.
+        """
+        check_names(module)
+        check_copies(module, self.copied_parts)
+        for part in self.needed_parts:
+            module.get_submodule(part)
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        fixed_gate = ["gate."] if hasattr(module, "gate") else []  # it has no parameters
+        self.trainable.check([*state, *fixed_gate], f"{type(self).__name__}: trainable")
+        self.shared.check(state, f"{type(self).__name__}: shared")
         shared = {name: tensor for name, tensor in state.items() if self.is_shared(name)}
         return {name: tensor.clone() for name, tensor in (shared | copies_of_parts(state, self.copied_parts)).items()}
 
@@ -247,16 +257,8 @@ class Algorithm:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
-        """The local loss, and other values by name; by default those of the module's ``loss(batch)``."""
-        return module.loss(batch)  # pyright: ignore[reportCallIssue]
-
-    def validation_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
-        """The mean loss of validation samples, by default the module's own, without terms of the algorithm.
-
-        ``constants`` is what ``client_init`` returned; empty for the model that a client would use now. If this hook is
-        not overridden, the loss of the latter is that of the scores that ``predictor`` gives.
-        """
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
+        """The local loss, of shape (); by default the first value of the module's ``loss(batch)``."""
         return module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
 
     def client_final(self, client: Client, constants: Constants) -> Update:
@@ -305,9 +307,20 @@ class Algorithm:
         """
         return server if is_last else None
 
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """The final state for new clients: removes per-client state. The default returns it unchanged."""
-        return server
+    def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
+        """Who receives what at the end of a round, after the server's update; by default nobody.
+
+        Args:
+            server: the server's new state.
+            clients: ids of the clients that take part: those that keep anything, without those that failed.
+            round: the round, counted from 0.
+
+        Yields:
+            A client, the tensors that the server sends it, and by sender's id the parts of modules, such as
+            ``experts.3``, that it receives from other clients as they are after local training. Clients keep all
+            tensors of such parts, and ``exchanged`` declares them.
+        """
+        yield from ()
 
     def client_exchange(self, client_id: int, state: Tree, sent: Tree) -> Tree:
         """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
@@ -324,11 +337,6 @@ class Algorithm:
         """
         return of_module({**received(self, server, client.id, client.state), **client.state})
 
-    @property
-    def aggregates(self) -> bool:
-        """Whether the server combines what clients send; by default, if they share anything."""
-        return self.federated
-
 
 def check_copies(module: LightningModule, parts: Mapping[str, str]) -> None:
     """Refuses a part that cannot start as a copy of another one; ``parts`` has the original of each."""
@@ -341,10 +349,14 @@ def check_copies(module: LightningModule, parts: Mapping[str, str]) -> None:
             raise InvalidArgumentError(module, part, getattr(module, part, None), allowed, because)
 
 
+def request_of(algorithm: Algorithm, state: Mapping[str, Tensor]) -> Tree:
+    """What a client sends to ask the server for tensors, of those that it keeps."""
+    return {name: state[name] for name in state if name.startswith(algorithm.request)} if algorithm.request else {}
+
+
 def received(algorithm: Algorithm, server: Tree, client_id: int, state: Tree) -> Tree:
     """The tensors that a client receives in answer to its request."""
-    request = {} if algorithm.client_request is None else algorithm.client_request(client_id, state)
-    return algorithm.server_send(server, client_id, request)
+    return algorithm.server_send(server, client_id, request_of(algorithm, state))
 
 
 def weight_of(algorithm: Algorithm, client_id: int, samples: Tensor, seed: int) -> float:

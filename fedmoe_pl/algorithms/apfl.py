@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Weighting
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import expert_loss, logits_loss, trained_parameters, training_gradient
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number
@@ -77,13 +77,13 @@ class APFL(PersonalModel):
             alpha = (alpha - self.alpha_lr * slope).clamp(0, 1)
         return {"alpha": alpha}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The losses of ``w`` and of the mixture, in which ``w`` is a constant."""
         (x, y), part = batch, module.get_submodule("local_expert")
         v, w = (dict(module.get_submodule(expert).named_parameters()) for expert in ("local_expert", "global_expert"))
         mixture = _mixture(constants["alpha"], v, {name: tensor.detach() for name, tensor in w.items()})
         of_mixture = logits_loss(module, functional_call(part, mixture, (x,)), y)
-        return expert_loss(module, "global_expert", batch)[0] + of_mixture, {}
+        return expert_loss(module, "global_expert", batch) + of_mixture
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends ``w``; keeps ``v`` and ``alpha``."""

@@ -16,8 +16,6 @@ from fedmoe_pl.trees import Tree
 
 Constants = dict[str, Any]
 """What ``client_init`` returns for the loss; backends move its tensors to the training's device."""
-LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
-"""A loss of shape (), and other values by name."""
 Exchange = Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]
 """Clients, what the server sends each of them, and which parts it receives from other clients, by their ids."""
 _SPLIT = 2  # separates the random numbers of a client's split from those of its training

@@ -18,9 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Weighting
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import expert_loss, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number
@@ -51,8 +52,8 @@ class Ditto(PersonalModel):
         received = subtree(sent, "global_expert.")
         return {"received": {name: received[name] for name in trained_parameters(client.module, "local_expert")}}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The losses of ``w`` and ``v``, and the term that keeps ``v`` near ``w_t``."""
         v = dict(module.get_submodule("local_expert").named_parameters())
-        of_w, of_v = (expert_loss(module, expert, batch)[0] for expert in ("global_expert", "local_expert"))
-        return of_w + of_v + self.weight / 2 * squared_distance(constants["received"], v), {}
+        of_w, of_v = (expert_loss(module, expert, batch) for expert in ("global_expert", "local_expert"))
+        return of_w + of_v + self.weight / 2 * squared_distance(constants["received"], v)

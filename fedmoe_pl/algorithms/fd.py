@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
@@ -61,18 +61,15 @@ class FD(Algorithm):
     """
 
     needs = ("classes", "fixed_gate")
+    per_client = (_SENDERS,)
 
     def __init__(self, expert: str = "global_expert", weight: float = 0.1, outputs: Outputs = "probabilities") -> None:
         check_number(self, "weight", weight, least=0)
         check_choice(self, "outputs", outputs, get_args(Outputs))
-        super().__init__(trainable=f"{expert_prefix(expert)}*", weighting="uniform")
+        super().__init__(shared=[], trainable=f"{expert_prefix(expert)}*", weighting="uniform")
         self.expert = expert
         self.weight = weight
         self.outputs = outputs
-
-    def is_shared(self, name: str) -> bool:
-        """No parameter."""
-        return False
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The mean outputs, and whether the client's own are among them; nothing in the first round."""
@@ -92,7 +89,7 @@ class FD(Algorithm):
             targets = total / others.clamp(min=1)[:, None]
         return {"targets": targets, "known": known}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy and the weighted distance to the targets."""
         x, y = batch
         logits = module.get_submodule(self.expert)(x)
@@ -101,7 +98,7 @@ class FD(Algorithm):
             distances = -(targets * logits.log_softmax(1)).sum(1)
         else:
             distances = (logits - targets).square().mean(1)
-        return logits_loss(module, logits, y) + self.weight * mean_of_known(distances, y, constants["known"]), {}
+        return logits_loss(module, logits, y) + self.weight * mean_of_known(distances, y, constants["known"])
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the mean outputs of its classes, and keeps them with its model."""
@@ -123,10 +120,6 @@ class FD(Algorithm):
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """The round's mean outputs; those of earlier rounds are forgotten."""
         return combined.sent
-
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """The mean outputs, without the senders."""
-        return {name: tensor for name, tensor in server.items() if not name.startswith(_SENDERS)}
 
     def _outputs(self, module: LightningModule, x: Tensor) -> Tensor:
         logits = module.get_submodule(self.expert)(x)

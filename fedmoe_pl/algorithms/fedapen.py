@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, evaluation_copy, logits_loss, set_aside
 from fedmoe_pl.algorithms.shared.requirements import check_mixing
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
@@ -70,12 +70,12 @@ class FedAPEN(Algorithm):
         self.weight_lr = weight_lr
         self.weight_epochs = weight_epochs
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses mixtures whose logits have no such weights."""
+    def server_init(self, module: LightningModule) -> Tree:
+        """The shared model; refuses mixtures whose logits have no such weights."""
         if not isinstance(gate := getattr(module, "gate", None), MixtureWeights):
             raise InvalidArgumentError(module, "gate", gate, "MixtureWeights, which has each client's weights")
         check_mixing(self, module, "logits")
-        super().check(module)
+        return super().server_init(module)
 
     def client_samples(self, client: Client) -> Tensor:
         """All samples but those that are set aside."""
@@ -87,7 +87,7 @@ class FedAPEN(Algorithm):
         load_tree(client.module, self._learned(client, client.module.state_dict()))
         return constants
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         private, shared = both_logits(module, x)
@@ -100,7 +100,7 @@ class FedAPEN(Algorithm):
             ensemble = weight_of_logits * logits + weight_of_teacher * teacher
             loss = loss + logits_loss(module, logits, y) + distillation_loss(logits, teacher, y)
             loss = loss + logits_loss(module, ensemble, y)
-        return loss, {}
+        return loss
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the shared model; keeps the private one and the weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.normalization import batch_norm_names
@@ -27,26 +27,22 @@ class FedBN(Algorithm):
 
     def __init__(self, shared: str | list[str] = "*", weighting: Weighting = "uniform") -> None:
         super().__init__(shared, weighting=weighting)
-        self._private: frozenset[str] = frozenset()  # follows from the module: no state
-
-    def check(self, module: LightningModule) -> None:
-        """Finds the layers; refuses a module without batch normalization in what is shared, which would be FedAvg."""
-        super().check(module)
-        self._private = batch_norm_names(module)
-        if not any(name in self.shared for name in self._private):
-            because = f"without it this is FedAvg; {type(module).__name__} has {len(self._private)} such tensors"
-            raise InvalidArgumentError(self, "shared", self.shared.patterns, "of batch normalization, too", because)
-
-    def is_shared(self, name: str) -> bool:
-        """Whether ``shared`` matches the name, unless it belongs to batch normalization."""
-        return super().is_shared(name) and name not in self._private
 
     def server_init(self, module: LightningModule) -> Tree:
-        """The shared tensors of this phase's module, whose layers are found again: ``check`` may have seen others."""
-        self._private = batch_norm_names(module)
+        """The shared tensors; refuses a module without batch normalization in what is shared, which would be FedAvg."""
+        names = self._find(module)
+        if not any(name in Patterns(self.shared.patterns) for name in names):
+            because = f"without it this is FedAvg; {type(module).__name__} has {len(names)} such tensors"
+            raise InvalidArgumentError(self, "shared", self.shared.patterns, "of batch normalization, too", because)
         return super().server_init(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
-        """Loads the tensors; finds the layers again, because a resumed phase has no ``server_init``."""
-        self._private = batch_norm_names(client.module)
+        """Loads the tensors; a worker of a resumed phase has no ``server_init`` of this phase's module."""
+        self._find(client.module)
         return super().client_init(client, sent)
+
+    def _find(self, module: LightningModule) -> frozenset[str]:
+        """The names of all layers' tensors, which are not shared; they follow from the module, and are no state."""
+        names = batch_norm_names(module)
+        self.shared = Patterns(self.shared.patterns, excluded=names)
+        return names

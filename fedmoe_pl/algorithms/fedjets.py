@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, expert_of, mixture_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -51,18 +51,11 @@ class FedJETs(SharedExperts):
     """
 
     needed_parts = ("embedding", "experts")
+    per_client = (_CLIENTS,)
 
     def __init__(self, experts_per_client: int = 2, anchors: bool = True) -> None:
-        super().__init__(experts_per_client)
+        super().__init__(experts_per_client, ["gate.*", "experts.*"])  # the embedding is that of the common expert
         self.anchors = anchors
-
-    def is_shared(self, name: str) -> bool:
-        """All but the embedding, which clients have from the phase of the common expert."""
-        return not name.startswith("embedding.")
-
-    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
-        """All but the embedding."""
-        return self.is_shared(name)
 
     def server_init(self, module: LightningModule) -> Tree:
         """The gate, and all experts as copies of the first one."""
@@ -85,10 +78,6 @@ class FedJETs(SharedExperts):
         expert = (server.get(_CLIENTS, torch.empty(0)) == client_id).nonzero().flatten()
         return {**sent, _EXPERT: expert[0]} if len(expert) else sent
 
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """Without the anchors, which are clients of the federation."""
-        return {name: tensor for name, tensor in server.items() if name != _CLIENTS}
-
     def preferred(self, scores: Tensor, sent: Tree) -> Tensor:
         """An anchor's own expert first, then those with the largest scores."""
         if _EXPERT in sent:
@@ -99,13 +88,13 @@ class FedJETs(SharedExperts):
         """Loads the tensors and ranks the experts; -1 stands for no anchor."""
         return {**super().client_init(client, sent), "anchor": int(sent.get(_EXPERT, -1))}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The negative log-likelihood of the client's mixture, and an anchor's term."""
         loss, weights, _ = mixture_loss(module, batch, constants["experts"])
         if constants["anchor"] < 0:
-            return loss, {}
+            return loss
         expert = torch.where(batch[1] == -100, -100, constants["anchor"])
-        return loss + F.nll_loss(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), expert), {}
+        return loss + F.nll_loss(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), expert)
 
     def expert_weights(self, client: Client, experts: list[int]) -> Tensor:
         """The number of samples."""

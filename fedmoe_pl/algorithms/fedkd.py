@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import (
     both_logits,
     distillation_loss,
@@ -74,6 +74,7 @@ class FedKD(Algorithm):
 
     needs = ("all_clients", "classes", "own_server_step", "fixed_gate")
     predicts_with_local_expert = True
+    per_client = (_UPDATE, _SENDERS, _ROUNDS)  # new clients have no student to which they could add an update
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class FedKD(Algorithm):
         """Applies the update to the client's copy of the student."""
         return super().client_init(client, self._student(client.state, sent))
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         if self.hidden_states:
@@ -122,7 +123,7 @@ class FedKD(Algorithm):
         cross_entropy = logits_loss(module, teacher, y) + logits_loss(module, student, y)
         mutual = distillation_loss(teacher, student, y) + distillation_loss(student, teacher, y) + distances
         divisor = cross_entropy.detach().clamp_min(torch.finfo(cross_entropy.dtype).eps)  # it may be rounded to 0
-        return cross_entropy + mutual / divisor, {}
+        return cross_entropy + mutual / divisor
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the compressed update of the student, and keeps the student that it was added to."""
@@ -155,10 +156,6 @@ class FedKD(Algorithm):
     def server_final(self, server: Tree, is_last: bool) -> Tree | None:
         """The student alone, which is complete."""
         return of_module(server) if is_last else None
-
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """The student, because new clients have none to which they could add an update."""
-        return of_module(server)
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The client's own tensors and the student, to which it has added the last update like the server."""

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy
 from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, mixture_loss
 from fedmoe_pl.checks import check_number
@@ -49,12 +49,12 @@ class FedMix(SharedExperts):
         super().__init__(experts_per_client)
         self.entropy_weight = entropy_weight
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The negative log-likelihood of the client's mixture, minus the weighted entropy."""
         loss, _, weights = mixture_loss(module, batch, constants["experts"])
         labelled = (batch[1] != -100).to(weights.dtype)
         marginal = labelled @ weights / labelled.sum()  # (k,)
-        return loss + self.entropy_weight * torch.xlogy(marginal, marginal).sum(), {}
+        return loss + self.entropy_weight * torch.xlogy(marginal, marginal).sum()
 
     @torch.no_grad()
     def expert_weights(self, client: Client, experts: list[int]) -> Tensor:

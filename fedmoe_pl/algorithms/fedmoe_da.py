@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -76,6 +76,7 @@ class FedMoEDA(Algorithm):
 
     needs = ("all_clients",)
     evaluated_after = "local_training"
+    per_client = (_LATEST, _BEFORE)
 
     def __init__(
         self,
@@ -94,6 +95,7 @@ class FedMoEDA(Algorithm):
         check_number(self, "temperature", temperature, above=0)
         check_choice(self, "similarity", similarity, ("proxies", "updates"))
         super().__init__(trainable=trainable, weighting="uniform")
+        self.shared = Patterns(trainable, within=Patterns("embedding.*"))
         self.top_p: int | Literal["all"] = top_p
         self.exchanged = () if top_p == 0 else ("experts.",)
         self.interval = self.message_period = interval
@@ -103,22 +105,18 @@ class FedMoEDA(Algorithm):
         self.exclude_own_client = exclude_own_client
         self.shared_init = shared_init
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses a model without proxies, patterns that match nothing, and updates of layers that are not trained."""
+    def server_init(self, module: LightningModule) -> Tree:
+        """The embedding; refuses a model without proxies, and updates of layers that are not trained."""
         if not isinstance(module, SparseMoE) or not isinstance(module.gate, ProxyGate):
             raise InvalidArgumentError(self, "model", module, "a SparseMoE with its own gate")
-        super().check(module)
         layers = _last_layers(module) if self.similarity == "updates" else {}
         if frozen := [name for name in layers if name not in self.trainable]:
             raise InvalidArgumentError(self, "similarity", "updates", "'proxies'", f"{frozen[0]} is not trained")
-
-    def is_shared(self, name: str) -> bool:
-        """The embedding, unless it is frozen."""
-        return name.startswith("embedding.") and name in self.trainable
+        return super().server_init(module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The embedding."""
-        return {name: tensor for name, tensor in server.items() if self.is_shared(name)}
+        return of_module(server)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
@@ -181,10 +179,6 @@ class FedMoEDA(Algorithm):
         }
         latest = {_NEIGHBOURS: neighbours, _WEIGHTS: weights, _OWNERS: owners}
         return new | with_prefix(before, _BEFORE) | with_prefix(latest, _LATEST)
-
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """The embedding: the rows of the matrix belong to the federation's clients."""
-        return of_module(server)
 
     def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
         """Step 3: the client's rows of the matrix, and the experts of other clients in them, each once."""

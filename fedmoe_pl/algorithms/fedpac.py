@@ -31,7 +31,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
-from fedmoe_pl.algorithms.client import Client, Constants, Exchange, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
@@ -73,6 +73,7 @@ class FedPAC(Algorithm):
     """
 
     needs = ("classes", "fixed_gate")
+    per_client = (_CLASSIFIERS,)
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
         check_number(self, "weight", weight, least=0)
@@ -81,6 +82,7 @@ class FedPAC(Algorithm):
         self.expert = expert
         self.weight = weight
         self._classifier = f"{prefix}classifier."
+        self.exchanged = (self._classifier,)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The classifier in the first epoch, the extractor in the others."""
@@ -109,9 +111,9 @@ class FedPAC(Algorithm):
             "variance": variance,
         }
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy and the weighted distance to the targets, which has no gradient in the classifier's epoch."""
-        return loss_with_targets(module, self.expert, batch, constants, self.weight), {}
+        return loss_with_targets(module, self.expert, batch, constants, self.weight)
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends its extractor, classifier, new prototypes and statistics."""
@@ -159,10 +161,6 @@ class FedPAC(Algorithm):
         for client in clients:
             if combined := subtree(server, f"{_CLASSIFIERS}{client}."):
                 yield client, with_prefix(combined, self._classifier), {}
-
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """The extractor and the prototypes: classifiers belong to the federation's clients."""
-        return _without_classifiers(server)
 
     def _features_and_square(self, module: LightningModule, x: Tensor) -> Tensor:
         """Features and their squared norm, (B, F + 1), so that one pass gives the means of both."""

@@ -26,7 +26,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
@@ -65,15 +65,11 @@ class FedProto(Algorithm):
     def __init__(self, expert: str = "global_expert", weight: float = 1.0, prediction: Prediction = "head") -> None:
         check_number(self, "weight", weight, least=0)
         check_choice(self, "prediction", prediction, get_args(Prediction))
-        super().__init__(trainable=f"{expert_prefix(expert)}*", weighting="uniform")
+        super().__init__(shared=[], trainable=f"{expert_prefix(expert)}*", weighting="uniform")
         self.expert = expert
         self.weight = weight
         self.prediction = prediction
         self.predictor = self._nearest_prototype if prediction == "prototype" else None
-
-    def is_shared(self, name: str) -> bool:
-        """No parameter."""
-        return False
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the client's own model; returns the global prototypes."""
@@ -81,9 +77,9 @@ class FedProto(Algorithm):
         prototypes, known = received_means(client, sent, _PROTOTYPES)
         return {"targets": prototypes, "known": known}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy and the weighted distance to the prototypes."""
-        return loss_with_targets(module, self.expert, batch, constants, self.weight), {}
+        return loss_with_targets(module, self.expert, batch, constants, self.weight)
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the prototypes of its classes, keeps its model."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, squared_distance
 
@@ -30,7 +31,7 @@ class FedProx(Algorithm):
         super().client_init(client, sent)
         return {"received": {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The module's loss and the proximal term."""
-        loss, metrics = super().client_loss(module, batch, constants)
-        return loss + self.mu / 2 * squared_distance(constants["received"], dict(module.named_parameters())), metrics
+        distance = squared_distance(constants["received"], dict(module.named_parameters()))
+        return super().client_loss(module, batch, constants) + self.mu / 2 * distance

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import logits_loss, split_expert
 from fedmoe_pl.algorithms.shared.requirements import check_mixing
 from fedmoe_pl.checks import check_number
@@ -60,13 +61,12 @@ class FedRoD(Algorithm):
         super().__init__(shared=f"{_GENERIC}*", trainable=[f"{_GENERIC}*", f"{_HEAD}*"])
         self.prior_exponent = prior_exponent
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses a mixture that adds no logits."""
-        super().check(module)
-        check_mixing(self, module, "logits")
-
     def server_init(self, module: LightningModule) -> Tree:
-        """The global expert: clients go on with the heads that they have from an earlier phase."""
+        """The global expert: clients go on with the heads that they have from an earlier phase.
+
+        Refuses a mixture that adds no logits.
+        """
+        check_mixing(self, module, "logits")
         return {name: tensor for name, tensor in super().server_init(module).items() if self.is_shared(name)}
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
@@ -85,7 +85,7 @@ class FedRoD(Algorithm):
         counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
         return {"counts": counts.to(next(client.module.parameters()).dtype)}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of the generic and the personal loss."""
         x, y = batch
         extractor, generic_head = split_expert(module, "global_expert")
@@ -96,7 +96,7 @@ class FedRoD(Algorithm):
             constants["counts"], (0, logits.shape[1] - len(constants["counts"]))
         )  # the model may know more classes
         log_prior = counts.pow(self.prior_exponent).log()
-        return logits_loss(module, logits + log_prior, y) + logits_loss(module, personal, y), {}
+        return logits_loss(module, logits + log_prior, y) + logits_loss(module, personal, y)
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the global expert, keeps the personal head."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.client import Constants, LossAndMetrics
+from fedmoe_pl.algorithms.client import Constants
 from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss
 from fedmoe_pl.checks import check_number
 
@@ -54,7 +55,7 @@ class FML(Algorithm):
         self.alpha = alpha
         self.beta = beta
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         private, meme = both_logits(module, x)
@@ -62,4 +63,4 @@ class FML(Algorithm):
         private_loss = private_loss + (1 - self.alpha) * distillation_loss(private, meme, y)
         meme_loss = self.beta * logits_loss(module, meme, y)
         meme_loss = meme_loss + (1 - self.beta) * distillation_loss(meme, private, y)
-        return private_loss + meme_loss, {}
+        return private_loss + meme_loss

@@ -102,11 +102,6 @@ class EpsilonGreedyIFCA(Algorithm):
         self.check_every_n_rounds = check_every_n_rounds
         self.good_init = good_init
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses other models, and gates that use more than the first expert."""
-        check_first_place(module)
-        super().check(module)
-
     def epsilon_of(self, round: int, num_clusters: int, rounds: int) -> float:
         """The probability of a random choice in one of the phase's rounds, counted from 0."""
         if self.schedule == "constant":
@@ -118,7 +113,11 @@ class EpsilonGreedyIFCA(Algorithm):
         return (round + 1) ** -exponent
 
     def server_init(self, module: LightningModule) -> Tree:
-        """The models of the clusters; no cluster is picked or validated yet."""
+        """The models of the clusters; no cluster is picked or validated yet.
+
+        Refuses other models, and gates that use more than the first expert.
+        """
+        check_first_place(module)
         clusters = len(experts_of(module))
         return super().server_init(module) | {
             _PICKS: torch.zeros(0, clusters, dtype=torch.int64),

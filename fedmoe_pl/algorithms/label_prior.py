@@ -66,10 +66,10 @@ class LabelPrior(Algorithm):
                 return f"a phase in which '{self.expert}' has no label prior yet"
         return super().missing_start(earlier)
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses an expert without a last bias; the first client finds out whether it shifts the scores."""
+    def server_init(self, module: LightningModule) -> Tree:
+        """Nothing; refuses an expert without a last bias. The first client finds out whether it shifts the scores."""
         last_biases(self, module, self.expert)
-        super().check(module)
+        return super().server_init(module)
 
     @torch.no_grad()
     def client_final(self, client: Client, constants: Constants) -> Update:

@@ -19,10 +19,11 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import (
     expert_gradient,
     expert_loss,
@@ -73,7 +74,7 @@ class PerFedAvg(Algorithm):
         super().client_init(client, sent)
         return {"names": [*trained_parameters(client.module, self.expert)]}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Lines 6 to 8: the loss on D' after an inner step on D."""
         (x, y), part = batch, module.get_submodule(self.expert)
         half = len(y) // 2
@@ -87,7 +88,7 @@ class PerFedAvg(Algorithm):
             name: w[name] - self.inner_lr * (tensor if self.second_order else tensor.detach())
             for name, tensor in gradient.items()
         }
-        return logits_loss(module, functional_call(part, stepped, (x[half:],)), y[half:]), {}
+        return logits_loss(module, functional_call(part, stepped, (x[half:],)), y[half:])
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The server's model after one step on the client's training samples."""

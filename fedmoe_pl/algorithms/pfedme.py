@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Weighting, check_copies
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.algorithms.shared.requirements import learning_rate
@@ -75,14 +76,13 @@ class PFedMe(PersonalModel):
         self.decay = decay
         self.server_lr = server_lr
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture, and optimizers other than plain SGD."""
-        super().check(module)
+    def server_init(self, module: LightningModule) -> Tree:
+        """``w``, and as the local expert the ``theta`` of clients that never take part.
+
+        Refuses a module without two experts of one architecture, and optimizers other than plain SGD.
+        """
         check_copies(module, PersonalModel.copied_parts)
         learning_rate(self, module)
-
-    def server_init(self, module: LightningModule) -> Tree:
-        """``w``, and as the local expert the ``theta`` of clients that never take part."""
         return super().server_init(module) | copy_of_global_expert(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
@@ -94,7 +94,7 @@ class PFedMe(PersonalModel):
         names = [*trained_parameters(client.module, "local_expert")]
         return {"names": names, "per_rate": 1 / rate if rate else 0.0}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Lines 6 and 7: a loss whose plain SGD step moves ``theta`` to its last inner step, and ``w`` towards it."""
         experts = module.get_submodule("global_expert"), module.get_submodule("local_expert")
         w, theta = (dict(expert.named_parameters()) for expert in experts)
@@ -110,7 +110,7 @@ class PFedMe(PersonalModel):
             }
         of_w = {name: self.weight * (center[name] - tensor) for name, tensor in inner.items()}
         of_theta = {name: constants["per_rate"] * (start[name] - tensor) for name, tensor in inner.items()}
-        return torch.as_tensor(inner_product(of_w, w) + inner_product(of_theta, theta)), {}
+        return torch.as_tensor(inner_product(of_w, w) + inner_product(of_theta, theta))
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Line 10: ``(1 - server_lr) w + server_lr mean(w_i)``, also the ``theta`` of clients that never took part."""

@@ -30,7 +30,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
 from fedmoe_pl.algorithms.shared.requirements import trains
 from fedmoe_pl.checks import check_number
@@ -73,7 +73,7 @@ class FineTuning(Algorithm):
         if keep_better:
             self.needs += ("validation_samples",)
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
         return expert_loss(module, "local_expert", batch)
 
@@ -156,7 +156,7 @@ class PFLMoE(Algorithm):
         super().client_init(client, sent)
         return {"trains_expert": self._trains_expert(client.round)}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy of the mixture; in rounds that train the expert, of the expert only (Algorithm 2, line 7)."""
         if not constants["trains_expert"]:
             return super().client_loss(module, batch, constants)
@@ -186,5 +186,5 @@ def missing_local_expert(earlier: Sequence[Algorithm]) -> str:
 def _mean_loss(client: Client, expert: str, batches: SampleBatches) -> float:
     """Mean loss of one of the client's experts in eval mode, computed on the data's device."""
     module = evaluation_copy(client, batches)
-    total = sum(expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)
+    total = sum(expert_loss(module, expert, batch).item() * len(batch[1]) for batch in batches)
     return total / len(batches.samples)

@@ -39,6 +39,8 @@ class PMMoE(Algorithm):
     draws a new gate. Newcomers receive the pool and train a gate; their own classifiers are not in it.
     """
 
+    aggregates = False  # the server only hands the classifiers on
+    request = (_CLASSIFIER,)  # for the pool
     gate_starts_anew = True
     needs = ("all_clients",)
     needed_parts = ("local_expert",)
@@ -51,11 +53,11 @@ class PMMoE(Algorithm):
         kept = (trains(other, _CLASSIFIER) and not other.is_shared(f"{_CLASSIFIER}any") for other in earlier)
         return "" if any(kept) else f"a phase that trains {_CLASSIFIER}* and does not share it"
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses other models than ``PooledMoE``."""
+    def server_init(self, module: LightningModule) -> Tree:
+        """Nothing before ``server_begin``; refuses other models than ``PooledMoE``."""
         if not isinstance(module, PooledMoE):
             raise InvalidArgumentError(self, "model", module, "a PooledMoE")
-        super().check(module)
+        return super().server_init(module)
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """The pool: the classifier of each client; refused if no client has one of its own."""
@@ -72,12 +74,3 @@ class PMMoE(Algorithm):
                 f"PMMoE: no client kept {_CLASSIFIER}*; `start` must be a phase that trains it and does not share it."
             )
         return pool
-
-    @property
-    def aggregates(self) -> bool:
-        """No: the server only hands the classifiers on."""
-        return False
-
-    def client_request(self, client_id: int, state: Tree) -> Tree:
-        """The client's classifier, which it sends for the pool."""
-        return with_prefix(subtree(state, _CLASSIFIER), _CLASSIFIER)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.requirements import learning_rate
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -36,13 +37,9 @@ class Scaffold(Algorithm):
         super().__init__(shared, weighting="uniform")
         self.server_lr = server_lr
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing, and optimizers other than plain SGD."""
-        super().check(module)
-        learning_rate(self, module)
-
     def server_init(self, module: LightningModule) -> Tree:
-        """The shared tensors, and ``c = 0`` for the parameters among them."""
+        """The shared tensors, and ``c = 0`` for the parameters among them; refuses optimizers other than plain SGD."""
+        learning_rate(self, module)
         server = super().server_init(module)
         zeros = {name: torch.zeros_like(server[name]) for name, _ in module.named_parameters() if name in server}
         return {**server, **with_prefix(zeros, _CONTROL)}
@@ -53,10 +50,10 @@ class Scaffold(Algorithm):
         correction = {name: c - client.state.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
         return {"correction": subtree(correction, _CONTROL)}
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Line 10: the gradient is ``g(y) - c_i + c``."""
-        loss, metrics = super().client_loss(module, batch, constants)
-        return loss + inner_product(constants["correction"], dict(module.named_parameters())), metrics
+        correction = inner_product(constants["correction"], dict(module.named_parameters()))
+        return super().client_loss(module, batch, constants) + correction
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its part of the change of ``c``.

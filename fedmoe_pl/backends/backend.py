@@ -12,11 +12,11 @@ from typing import Any
 from typing_extensions import Self
 
 from fedmoe_pl.aggregation import Aggregation
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, request_of
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.fitting import one_thread
-from fedmoe_pl.backends.local_client import given_to_others
+from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, with_prefix
@@ -126,10 +126,8 @@ class Plan(ABC):
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
-        algorithm = self.training.algorithm
-        if algorithm.client_request is None:  # then what clients keep, perhaps on disk, need not be read
-            return {client: {} for client in clients}
-        return {client: algorithm.client_request(client, kept.get(client, {})) for client in clients}
+        algorithm = self.training.algorithm  # if it has no requests, what clients keep, perhaps on disk, is not read
+        return {client: request_of(algorithm, kept.get(client, {}) if algorithm.request else {}) for client in clients}
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
@@ -143,14 +141,13 @@ class Plan(ABC):
             from other clients, each with the sender's id and a dot before its name.
         """
         algorithm, clients = self.training.algorithm, [client for client in kept if client not in failed]
-        assert algorithm.exchange is not None
         for client, sent, parts in algorithm.exchange(server, clients, round):
             received: Tree = {}
             for sender, of_sender in parts.items():
                 given = given_to_others(algorithm, kept[sender], of_sender, round)
                 received |= with_prefix(given, f"{sender}.")
             own = kept[client]
-            yield client, {**own, **algorithm.client_exchange(client, own, {**sent, **received})}, sent, received
+            yield client, after_exchange(algorithm, client, own, {**sent, **received}), sent, received
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.

@@ -138,7 +138,7 @@ class _Tracing:
         return batch
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.training.algorithm.client_loss(self.module, (x, y), self.constants)[0]
+        return self.training.algorithm.client_loss(self.module, (x, y), self.constants)
 
     def _loss_and_gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """The loss of a batch, and its gradients by the trained parameters that it depends on."""

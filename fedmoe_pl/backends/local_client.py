@@ -69,7 +69,7 @@ def end_client(
     sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.state))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
-        kept_as_trained = update.state if algorithm.exchange is None else ()
+        kept_as_trained = () if algorithm.exchanged else update.state
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
@@ -98,12 +98,21 @@ def _one_tensor(module: LightningModule) -> Tree:
 
 def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], round: int) -> Tree:
     """What a client gives other clients: the tensors that it keeps of some parts of its module."""
-    tensors = of_parts(kept, parts)
+    return _declared(algorithm, of_parts(kept, parts), f"exchange asks for '{{}}' in round {round + 1}")
+
+
+def after_exchange(algorithm: Algorithm, client_id: int, kept: Tree, sent: Tree) -> Tree:
+    """What a client keeps after an exchange, given what it kept before and what it was sent."""
+    return {**kept, **_declared(algorithm, algorithm.client_exchange(client_id, kept, sent), "exchange replaces '{}'")}
+
+
+def _declared(algorithm: Algorithm, tensors: Tree, problem: str) -> Tree:
+    """The tensors of an exchange; refuses one that ``exchanged`` does not declare."""
     for name in tensors:
         if not name.startswith(algorithm.exchanged):
             raise MisconfigurationException(
-                f"{type(algorithm).__name__}: exchange asks for '{name}' in round {round + 1}, but must leave it with "
-                "its client, because `exchanged` does not declare it."
+                f"{type(algorithm).__name__}: {problem.format(name)}, but must leave it with its client, because "
+                "`exchanged` does not declare it."
             )
     return tensors
 

@@ -161,13 +161,16 @@ class _ClientModule(LightningModule):
             return getattr(super().__getattr__("module"), name)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.algorithm.client_loss(self.module, batch, self.constants)[0]
+        loss = self.algorithm.client_loss(self.module, batch, self.constants)
         if self.trainer.loggers:
             self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=batch_length(batch))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.algorithm.validation_loss(self.module, batch, self.constants)
+        if self.algorithm.validation_loss is None:
+            loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
+        else:
+            loss = self.algorithm.validation_loss(self.module, batch, self.constants)
         self.log("validation_loss", loss, batch_size=batch_length(batch))
 
     def configure_optimizers(self) -> Any:
@@ -277,7 +280,7 @@ class _ClientAlone(Learner):
         return self.module.configure_optimizers()
 
     def loss(self, batch: Any) -> Tensor:
-        return self.client.see_loss(self.training.algorithm.client_loss(self.module, batch, self.constants)[0])
+        return self.client.see_loss(self.training.algorithm.client_loss(self.module, batch, self.constants))
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()

@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state
+from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state, request_of
 from fedmoe_pl.backends import Plan, one_thread
-from fedmoe_pl.backends.local_client import given_to_others
+from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -214,8 +214,7 @@ class Participant:
         return {**self._initial_server, **message.tensors}
 
     def _request(self, message: Message) -> Message:
-        ask, state = self._plan.training.algorithm.client_request, self._own.read(message)
-        return Message("requested", tensors={} if ask is None else ask(self.client, state))
+        return Message("requested", tensors=request_of(self._plan.training.algorithm, self._own.read(message)))
 
     def _train(self, message: Message) -> Message:
         kept = {self.client: self._own.read(message)}
@@ -276,11 +275,11 @@ class Participant:
         """Keeps what follows from the tensors that the server and other clients sent."""
         self._check_exchanges()
         kept = self._own.read(message)
-        exchanged = self._plan.training.algorithm.client_exchange(self.client, kept, message.tensors)
-        return Message("kept", {"keeps": self._own.write(message, {**kept, **exchanged})})
+        keeps = after_exchange(self._plan.training.algorithm, self.client, kept, message.tensors)
+        return Message("kept", {"keeps": self._own.write(message, keeps)})
 
     def _check_exchanges(self) -> None:
-        if self._plan.training.algorithm.exchange is None:
+        if not self._plan.training.algorithm.exchanged:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
 
 

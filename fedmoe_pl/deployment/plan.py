@@ -49,7 +49,7 @@ class ClientsPlan(Plan):
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """Asks the clients, if the algorithm has requests; one without a request that can be met asks for nothing."""
-        if self.training.algorithm.client_request is None:
+        if not self.training.algorithm.request:
             return {client: {} for client in clients}
         messages = self._messages("request", {client: {} for client in clients}, kept, round)
         requests = {}
@@ -70,8 +70,8 @@ class ClientsPlan(Plan):
         in a round exchange what they have trained last.
         """
         algorithm = self.training.algorithm
-        exchanges_with_others = algorithm.exchange is not None and "all_clients" not in algorithm.needs
-        if algorithm.client_request is None and not exchanges_with_others:
+        exchanges_with_others = algorithm.exchanged and "all_clients" not in algorithm.needs
+        if not algorithm.request and not exchanges_with_others:
             self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
 
     def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
@@ -132,7 +132,6 @@ class ClientsPlan(Plan):
     ) -> Iterator[tuple[int, Tree, Tree, Tree]]:
         """Passes on what clients send each other; those that do not send what they should are left out."""
         exchange, clients = self.training.algorithm.exchange, [client for client in kept if client not in failed]
-        assert exchange is not None
         parts = [of_senders for _, _, of_senders in exchange(server, clients, round)]
         asked = {
             sender: list(dict.fromkeys(part for of_senders in parts for part in of_senders.get(sender, ())))

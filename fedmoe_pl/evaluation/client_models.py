@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, overrides, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, received
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
@@ -118,19 +118,21 @@ class _Evaluator:
     def __call__(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The evaluations of clients that all have the same architecture."""
         evaluations = self._evaluate(clients)
-        if not overrides(self.training.algorithm, "validation_loss"):
+        if self.training.algorithm.validation_loss is None:
             return evaluations
         return [replace(each, validation_loss=self._validation_loss(each.client)) for each in evaluations]
 
     def _validation_loss(self, client: int) -> float:
         """The loss that the algorithm has of its own for a client's validation samples; nan if there are none."""
         training, samples, total = self.training.of(client), self.validation[client], 0.0
+        own_loss = training.algorithm.validation_loss
+        assert own_loss is not None
         module = self.modules[self.training.architecture(client)]
         load_tree(module, self._state(training, module, client))
         with torch.inference_mode():
             for (x, _), y in labelled_batches(training.datamodule, samples):
                 batch = x.to(module.device), y.to(module.device)
-                total += training.algorithm.validation_loss(module, batch, {}).item() * len(y)
+                total += own_loss(module, batch, {}).item() * len(y)
         return total / len(samples) if len(samples) else math.nan
 
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
@@ -196,7 +198,7 @@ def personal_tensors(
     trained = subtree(kept, TRAINED)
     if evaluation_point == "local_training" and trained:
         # where what is kept may have changed since, all that differs from the phase's initial tensors is in `trained`
-        return {**of_module(kept), **trained} if training.algorithm.exchange is None else trained
+        return {**of_module(kept), **trained} if not training.algorithm.exchanged else trained
     if chooses_model(training.algorithm):
         load_tree(module, training.initial)
     with torch.inference_mode():
@@ -226,9 +228,8 @@ def _models(
     shared: Tree = {}
     sharing: list[int] = []
     algorithm = training.algorithm
-    asks = algorithm.client_request is not None  # otherwise what clients keep need not be read
     for client in clients:
-        tensors = of_module(received(algorithm, server, client, kept.get(client, {}) if asks else {}))
+        tensors = of_module(received(algorithm, server, client, kept.get(client, {}) if algorithm.request else {}))
         if sharing and not _same_tensors(tensors, shared):
             yield shared, sharing
             sharing = []

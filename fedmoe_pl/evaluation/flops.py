@@ -134,7 +134,7 @@ def _of_one_batch(
             batch = move_data_to_device(next(iter(batches)), torch.device("cpu"))
             # oneDNN's LSTM is one operation that the counter does not know; without oneDNN, it is matrix products
             with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-                training.algorithm.client_loss(client.module, batch, constants)[0].backward()
+                training.algorithm.client_loss(client.module, batch, constants).backward()
         except Exception:  # a loss may need its Trainer or the whole run; training reports other errors
             return math.nan, 1
     return counter.get_total_flops(), min(len(samples), batches.batch_size)

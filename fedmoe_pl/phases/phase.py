@@ -177,9 +177,14 @@ class Phase:
         return self.evaluate if isinstance(self.evaluate, Evaluate) else Evaluate()
 
     @property
+    def aggregates(self) -> bool:
+        """Whether the server combines what clients send; otherwise their models are those of their local training."""
+        return self.algorithm.federated and self.algorithm.aggregates
+
+    @property
     def evaluation_points(self) -> list[EvaluationPoint]:
         """The points of a round at which the phase is evaluated; ``select`` reads the first one."""
-        usual: EvaluationPoint = self.algorithm.evaluated_after if self.algorithm.aggregates else "local_training"
+        usual: EvaluationPoint = self.algorithm.evaluated_after if self.aggregates else "local_training"
         if self.evaluation.after == "both":
             return sorted(get_args(EvaluationPoint), key=lambda point: point != usual)
         return [self.evaluation.after or usual]
@@ -231,9 +236,7 @@ class Phase:
             raise InvalidArgumentError(str(self), "start", self.start, "without 'gate'", because)
         evaluation = self.evaluation
         if evaluation.after is not None:
-            evaluation_points = (
-                (*get_args(EvaluationPoint), "both") if self.algorithm.aggregates else ("local_training",)
-            )
+            evaluation_points = (*get_args(EvaluationPoint), "both") if self.aggregates else ("local_training",)
             check_choice(str(self), "evaluate.after", evaluation.after, evaluation_points)
         if evaluation.every_n_epochs is not None and (self.rounds > 1 or self.algorithm.federated):
             allowed = "left out, except in phases of one round in which clients train alone"

@@ -97,7 +97,7 @@ def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
         )
         (batch,) = training.datamodule.batches(samples[:1], device=torch.device("cpu"))
         with evaluating(client.module):
-            return training.algorithm.client_loss(client.module, batch, constants)[0].requires_grad
+            return training.algorithm.client_loss(client.module, batch, constants).requires_grad
     except Exception:  # a loss may need its Trainer; training reports other errors
         return True
 
@@ -113,8 +113,7 @@ def begin_phase(
     if result.clients:  # a ChainMap, because one dict of both could be too large; it is only read
         client_states = ChainMap(result.clients, state.clients)  # pyright: ignore[reportArgumentType]
     counted = {**state.counted_rounds, **result.counted_rounds}
-    server = {**state.server, **result.server}
-    return replace(result, initial=state.initial, server=server, clients=client_states, counted_rounds=counted)
+    return replace(result, initial=state.initial, clients=client_states, counted_rounds=counted)
 
 
 def first_clients(
@@ -148,7 +147,8 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseS
     has_predictor = phase.algorithm.predictor is not None
     trains = has_predictor or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
-    server = phase.algorithm.server_of_new_clients(saved.server)
+    per_client = phase.algorithm.per_client
+    server = {name: tensor for name, tensor in saved.server.items() if not name.startswith(per_client)}
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 
@@ -171,11 +171,11 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
 
 def _evaluates_trained(phase: Phase) -> bool:
     """Whether a phase with aggregation is evaluated after local training."""
-    return phase.evaluate and phase.algorithm.aggregates and "local_training" in phase.evaluation_points
+    return phase.evaluate and phase.aggregates and "local_training" in phase.evaluation_points
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:
-    """The phase's saved state; from a checkpoint of Lightning, a state with only the server's parameters."""
+    """The phase's saved state; from a checkpoint of Lightning, its first state with the server's parameters in it."""
     state, content = _from_start(phase, module, []), load_checkpoint(phase.ckpt_path or "")
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
     if "phases" not in content:
@@ -184,9 +184,9 @@ def _read(phase: Phase, module: LightningModule) -> PhaseState:
         if missing:
             because = f"this one has no '{missing[0]}'"
             raise InvalidArgumentError(*refused, "a checkpoint with all shared parameters", because)
-        saved = PhaseState({}, _selected(parameters, content["state_dict"]))
-        load_tree(module, saved.server)
-        return saved
+        given = _selected(parameters, content["state_dict"])
+        load_tree(module, given)
+        return PhaseState({}, {**state.server, **given})
     finished = [name for name, other in content["phases"].items() if other.finished]
     if phase.name not in finished:
         allowed = f"a checkpoint in which '{phase.name}' has finished"

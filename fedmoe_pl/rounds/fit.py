@@ -138,8 +138,6 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
 
 def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
     """Lets clients send each other tensors, all computed from those they kept before."""
-    if phase.algorithm.exchange is None:
-        return
     state, written = run.states[phase.name], dict[int, Any]()
     for client, client_state, sent, received in plan.exchange(state.server, state.clients, failed, round):
         written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: client_state}))

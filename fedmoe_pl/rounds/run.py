@@ -279,7 +279,7 @@ class Run:
             round_lr_scheduler=phase.train.round_lr_scheduler,
             keep_optimizer=phase.train.keep_optimizer,
             aggregation=phase.aggregation if state is None or state.server_learns else None,
-            keep_trained=phase.algorithm.aggregates and phase.evaluate and "local_training" in phase.evaluation_points,
+            keep_trained=phase.aggregates and phase.evaluate and "local_training" in phase.evaluation_points,
             record_transfers=self.records_transfers,
             device=self.devices[0],
             client_timeout=self.failures.timeout,

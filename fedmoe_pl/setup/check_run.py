@@ -170,7 +170,7 @@ def check_phase(
     """Refuses a phase that does not fit its module or the data."""
     _check_loss(phase, module)
     with naming(phase):
-        phase.algorithm.check(module)
+        phase.algorithm.server_init(module)
     _check_shared(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
@@ -270,7 +270,7 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
         only_averages = algorithm.federated and not (overrides(algorithm, "combine") or of_algorithm(server))
-        hooks = [hook for hook in ("client_request", "exchange") if getattr(algorithm, hook) is not None]
+        hooks = [declared for declared in ("request", "exchanged") if getattr(algorithm, declared)]
         hooks += ["server_begin"] if asks_clients(algorithm, server) else []
         if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
             because = f"what {name} combines is not the mean of parameters"

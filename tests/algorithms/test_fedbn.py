@@ -80,7 +80,7 @@ def test_layers_are_found_by_type_and_those_that_are_not_batch_normalization_are
             self.norm = nn.LayerNorm(5)
 
     module, fedbn = mixture(GlobalOnly(), Odd(), optimizer=sgd), FedBN(EXPERT + "*")
-    fedbn.check(module)
+    fedbn.server_init(module)
     private = {name for name in tensors(module, EXPERT) if not fedbn.is_shared(name)}
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert private == {f"{EXPERT}downsample.1.{name}" for name in names}
@@ -88,7 +88,7 @@ def test_layers_are_found_by_type_and_those_that_are_not_batch_normalization_are
 
 def test_one_object_serves_phases_with_different_models(tmp_path):
     fedbn = FedBN(EXPERT + "*")
-    fedbn.check(mixture(GlobalOnly(), WithBatchNorm()))
+    fedbn.server_init(mixture(GlobalOnly(), WithBatchNorm()))
     other = WithBatchNorm()
     other.extractor = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 6))
     module = mixture(GlobalOnly(), other)

@@ -36,15 +36,14 @@ class Bank(LightningModule):
 class OnRequest(FedAvg):
     """A client asks for the experts that it wants in the next round: at first the one of its number, then the next."""
 
-    def client_request(self, client_id, kept):
-        return {"request/experts": kept.get("wanted/experts", torch.tensor([client_id]))}
+    request = ("wanted/",)
 
     def server_send(self, server, client_id, request):
-        return {f"experts.{i}": server[f"experts.{i}"] for i in request["request/experts"].tolist()}
+        return {f"experts.{i}": server[f"experts.{i}"] for i in wanted(client_id, request)}
 
     def client_final(self, client, constants):
         update = super().client_final(client, constants)
-        asked = self.client_request(client.id, client.state)["request/experts"].tolist()
+        asked = wanted(client.id, client.state)
         update.sent = {f"experts.{i}": update.sent[f"experts.{i}"] for i in asked}
         update.state = {"wanted/experts": torch.tensor([i + 1 for i in asked])}
         return update
@@ -52,6 +51,10 @@ class OnRequest(FedAvg):
     def combine(self, a, b):
         a.sent.update(b.sent)  # here no two clients train the same expert
         return a
+
+
+def wanted(client_id, tensors):
+    return tensors.get("wanted/experts", torch.tensor([client_id])).tolist()
 
 
 def test_a_client_is_sent_what_it_asks_for_and_its_request_is_traffic(tmp_path):
@@ -67,7 +70,7 @@ def test_a_client_is_sent_what_it_asks_for_and_its_request_is_traffic(tmp_path):
     traffic = federation.run.states["it"].traffic
     assert traffic["parameters_down"] == traffic["parameters_up"] == clients_and_rounds
     assert traffic["bytes_down"] == clients_and_rounds * number
-    assert traffic["bytes_up"] == clients_and_rounds * (number + number), "an index and a weight"
+    assert traffic["bytes_up"] == clients_and_rounds * number + 2 * number, "a weight; an index in the second round"
 
 
 class Lessening(FedAvg):
@@ -78,8 +81,7 @@ class Lessening(FedAvg):
         return {"weight": torch.tensor(1 - client.round / client.rounds, dtype=torch.float64)}
 
     def client_loss(self, module, batch, constants):
-        loss, metrics = super().client_loss(module, batch, constants)
-        return constants["weight"] * loss, metrics
+        return constants["weight"] * super().client_loss(module, batch, constants)
 
 
 def test_an_algorithm_knows_the_number_of_rounds(tmp_path):

@@ -37,7 +37,7 @@ def test_without_exploration_every_client_picks_the_lowest_loss_on_its_training_
     data = blobs((13, 8, 11, 30, 25), validation_fraction=0.2)
     picked = set()
     for seed in range(8):
-        module = clustered(seed=seed, expert=Expert(dropout=0.5))  # evaluated in eval mode
+        module = clustered(seed=seed, gate=only(0), expert=Expert(dropout=0.5))  # evaluated in eval mode
         training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), data)
         for client in range(5):
             losses = losses_by_hand(copy_module(module), data, client)
@@ -50,7 +50,7 @@ def test_the_lowest_loss_is_that_of_the_model_with_its_weights_of_classes():
     data, weight = blobs((13, 8, 11, 30, 25)), torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)
     differs = False
     for seed in range(4):
-        module = clustered(seed=seed)
+        module = clustered(seed=seed, gate=only(0))
         module.criterion = torch.nn.CrossEntropyLoss(weight)
         training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), data)
         for client in range(5):
@@ -64,7 +64,7 @@ def test_the_lowest_loss_is_that_of_the_model_with_its_weights_of_classes():
 
 @pytest.mark.parametrize("epsilon", [0.4, 1.0])
 def test_with_exploration_every_cluster_is_picked_with_the_probability_of_epsilon_greedy(epsilon):
-    module = clustered()
+    module = clustered(gate=only(0))
     data = blobs()
     training = local_training(module, EpsilonGreedyIFCA(epsilon=epsilon), data)
     losses = losses_by_hand(module, data, 1)
@@ -77,7 +77,7 @@ def test_with_exploration_every_cluster_is_picked_with_the_probability_of_epsilo
 
 
 def test_ties_are_drawn_and_nan_is_never_the_lowest():
-    module = clustered()
+    module = clustered(gate=only(0))
     for index, expert in enumerate(module.global_experts):
         expert.load_state_dict(module.global_experts[0].state_dict())
         if index == 1:
@@ -110,7 +110,7 @@ def test_epsilon_follows_its_schedule():
 
 def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
     """Round 15 of 120 has epsilon 1/4; with 3 clusters, the best is picked with 1 - 2/3 of it."""
-    module, data = clustered(), blobs()
+    module, data = clustered(gate=only(0)), blobs()
     training = replace(local_training(module, EpsilonGreedyIFCA(0.25, "power"), data), rounds=120)
     losses = losses_by_hand(module, data, 1)
     best = min(range(3), key=losses.__getitem__)
@@ -126,7 +126,7 @@ def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
 def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_stay(tmp_path):
     """Clients 0 and 2 train copies of cluster 1, client 1 of cluster 2; nobody of cluster 0."""
     data = blobs((13, 8, 11))
-    module = clustered()
+    module = clustered(gate=only(0))
     algorithm = EpsilonGreedyIFCA()
     server = algorithm.server_init(module)
     training = local_training(module, algorithm, data)
@@ -165,7 +165,7 @@ def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_pat
     data = conflicting(test_fraction=0.25)
     federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=8, gate=ConstantGate(FIRST[2]))
     alone = Phase("FedAvg", FedAvg("global_experts.*", "global_experts.0.*"), rounds=8, gate=ConstantGate(FIRST[2]))
-    module = clustered(2, expert=Expert(classes=2))
+    module = clustered(2, ConstantGate(FIRST[2]), expert=Expert(classes=2))
     federation = run([federated, alone], module, data, tmp_path)
     assert cluster_picks(federation.run.states["IFCA"].server)[-1].tolist() == [3, 3]
     weights = [federation.client_module("IFCA", client).global_experts[0].classifier[1].weight for client in range(6)]
@@ -263,7 +263,7 @@ def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
 
 
 def test_a_participant_validates_the_cluster_that_it_picked_as_it_received_it():
-    module, data = clustered(), validated()
+    module, data = clustered(gate=only(0)), validated()
     algorithm = EpsilonGreedyIFCA(epsilon=0.0, patience=2, check_every_n_rounds=2)
     training = local_training(module, algorithm, data)
     server = algorithm.server_init(module)

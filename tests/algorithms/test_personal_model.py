@@ -37,7 +37,7 @@ def model(name):
 @pytest.mark.parametrize("name", CASES)
 def test_clients_in_stacks_take_the_steps_of_clients_alone(name):
     algorithm, module = CASES[name][0](), model(name)
-    algorithm.check(module)
+    algorithm.server_init(module)
     assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 

@@ -99,7 +99,7 @@ MISFITS = {
 def test_what_does_not_fit_is_refused(case):
     algorithm, module = MISFITS[case]
     with pytest.raises(InvalidArgumentError) as error:
-        algorithm.check(module)
+        algorithm.server_init(module)
     assert error.value.argument == case.split(" ")[0]
 
 
@@ -119,7 +119,7 @@ def test_an_aggregation_that_does_not_fit_the_cohort_is_refused(check, argument)
 @pytest.mark.parametrize("needed", ["global_exprt", "head"])
 def test_a_part_that_the_model_lacks_is_refused_before_training(needed):
     with pytest.raises(AttributeError, match=f"has no attribute `{needed}`"):
-        KNNPer(expert=needed).check(mixture())
+        KNNPer(expert=needed).server_init(mixture())
 
 
 class Scaled(nn.Module):
@@ -149,4 +149,4 @@ def test_a_name_with_a_slash_is_that_of_an_algorithm_s_tensor():
     checked = [(each, module) for each in (FedAvg(), Local(), FineTuning(), PFLMoE(interleaved=True))]
     for algorithm, model in [*checked, (ClusterMixture(), clusters)]:
         with pytest.raises(MisconfigurationException, match="must not contain '/'"):
-            algorithm.check(model)
+            algorithm.server_init(model)

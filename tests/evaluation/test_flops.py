@@ -75,7 +75,7 @@ class Staged(FedAvg):
     def client_loss(self, module, batch, constants):
         type(self).losses += 1
         loss = sum(module.loss(batch)[0] for _ in range(constants["views"]))
-        return loss + (module(batch[0]) @ constants["nested"][0]["width"]).sum(), {}
+        return loss + (module(batch[0]) @ constants["nested"][0]["width"]).sum()
 
 
 def test_a_loss_that_changes_between_rounds_is_counted_when_its_constants_differ():

@@ -29,8 +29,7 @@ class WithOffset(Offset):
     """Adds it to the loss."""
 
     def client_loss(self, module, batch, constants):
-        loss, metrics = super().client_loss(module, batch, constants)
-        return loss + constants["offset"], metrics
+        return super().client_loss(module, batch, constants) + constants["offset"]
 
 
 class EveryEpoch(Callback):

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl import Algorithm, Phase
+from fedmoe_pl import Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
 from fedmoe_pl.algorithms import (
     APFL,
@@ -266,9 +266,8 @@ class Messages:
 
 
 def _through(messages, phase, kind, handed):
-    def client_request(self, client_id, kept):
-        request = kind.client_request(self, client_id, kept)
-        return messages.pass_on((phase, "request"), client_id, request)
+    def server_send(self, server, client_id, request):
+        return kind.server_send(self, server, client_id, messages.pass_on((phase, "request"), client_id, request))
 
     class Through(kind):
         def client_final(self, client, constants):
@@ -281,6 +280,6 @@ def _through(messages, phase, kind, handed):
             update.state.update(message[2])
             return update
 
-    if kind.client_request is not Algorithm.client_request:  # otherwise clients request nothing
-        Through.client_request = client_request
+    if kind.request:  # otherwise clients request nothing
+        Through.server_send = server_send
     return Through

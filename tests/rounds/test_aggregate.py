@@ -221,21 +221,13 @@ def test_the_clipping_norm_and_the_bit_are_counted_as_traffic(tmp_path):
         assert states["it"].traffic[f"bytes_{way}"] == states["usual"].traffic[f"bytes_{way}"] + 3 * 8
 
 
-class OwnState(FedAvg):
-    """Shares nothing of the module."""
-
-    def is_shared(self, name):
-        return False
-
-
 class AsksClients(FedAvg):
     def server_begin(self, server, clients):
         return server | {"samples/": torch.tensor(sum(len(client.samples) for client in clients))}
 
 
 class Exchanging(FedAvg):
-    def exchange(self, server, clients, round):
-        yield from ()
+    exchanged = ("local_expert.",)
 
 
 MEDIAN = CoordinateMedian()
@@ -244,7 +236,7 @@ REFUSED = {
     "a combine of its own": (EpsilonGreedyIFCA(), MEDIAN, lambda: clustered(gate=only(0))),
     "its own step of the server": (FedKD(), MEDIAN, mixture),
     "control variates": (Scaffold(), MEDIAN, lambda: mixture(optimizer=partial(torch.optim.SGD, lr=0.1))),
-    "no parameter": (OwnState(), MEDIAN, mixture),
+    "no parameter": (FedAvg(shared=[]), MEDIAN, mixture),
     "too few clients": (FedAvg(), TrimmedMean(2), mixture),
     "answers before the first round": (AsksClients(), MEAN, mixture),
     "an exchange": (Exchanging(), MEAN, mixture),

@@ -178,6 +178,8 @@ def test_an_ensemble_after_local_training_has_the_weight_that_it_was_trained_wit
 class Forgetful(FedAvg):
     """Its hooks return only what they know of."""
 
+    exchanged = ("own/",)
+
     def exchange(self, server, clients, round):
         yield from ((client, {"own/number": torch.tensor(client)}, {}) for client in range(3))
 

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy
 from fedmoe_pl.algorithms.shared.requirements import check_mixing, check_sparse
 from fedmoe_pl.models import MixtureWeights, SparseMoE
@@ -41,20 +41,17 @@ class ExpectationMaximization(Algorithm, ABC):
 
     def __init__(self) -> None:
         super().__init__()
+        self.shared = Patterns("*", excluded=[_PI])  # clients keep their weights of the experts
 
     @abstractmethod
     def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
         """What the experts read, from inputs (B, ...): a point where gradients of the M step may be scaled."""
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses other models than experts that are mixed with ``MixtureWeights``."""
-        super().check(module)
+    def server_init(self, module: LightningModule) -> Tree:
+        """The experts; refuses other models than experts that are mixed with ``MixtureWeights``."""
         check_sparse(self, module, lambda gate: isinstance(gate, MixtureWeights), "MixtureWeights")
         check_mixing(self, module, "probabilities")
-
-    def is_shared(self, name: str) -> bool:
-        """All but the client's weights of the experts."""
-        return name != _PI
+        return super().server_init(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors, and takes the E step on all training samples."""
@@ -65,7 +62,7 @@ class ExpectationMaximization(Algorithm, ABC):
             load_tree(module, {_PI: _mean_responsibilities(client, constants["log_pi"])})
         return constants
 
-    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The loss of the M step; samples with the label -100 do not count."""
         assert isinstance(module, SparseMoE)
         x, y = batch
@@ -74,7 +71,7 @@ class ExpectationMaximization(Algorithm, ABC):
             losses = functional_call(_Losses(module), received, (x, y), tie_weights=False)
             responsibilities = (constants["log_pi"] - losses).softmax(1)
         losses = _losses(module, self.embedded(module, x), y)
-        return (responsibilities * losses).sum() / (y != -100).sum(), {}
+        return (responsibilities * losses).sum() / (y != -100).sum()
 
 
 def _losses(module: SparseMoE, z: Tensor, y: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
-from fedmoe_pl.algorithms.client import Client, LossAndMetrics
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
@@ -50,10 +50,10 @@ def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     return module.loss_of(scores, y, reduction="none").double().sum()
 
 
-def expert_loss(module: LightningModule, expert: str, batch: Any) -> LossAndMetrics:
-    """The mean loss of one expert, by its name in the module, whatever the gate; and no metrics."""
+def expert_loss(module: LightningModule, expert: str, batch: Any) -> Tensor:
+    """The mean loss of one expert, by its name in the module, whatever the gate."""
     x, y = batch
-    return logits_loss(module, module.get_submodule(expert)(x), y), {}
+    return logits_loss(module, module.get_submodule(expert)(x), y)
 
 
 def both_logits(module: LightningModule, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-import torch
-
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert
-from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
-
-_FOR_NEW_CLIENTS = "new_clients/sends_v"  # name of a tensor: the server sends the start of v, too
+from fedmoe_pl.trees import Tree, copies_of_parts, load_tree, of_parts
 
 
 class PersonalModel(Algorithm):
@@ -30,27 +26,21 @@ class PersonalModel(Algorithm):
     predicts_with_local_expert = True
     copied_parts = MappingProxyType({"local_expert": "global_expert"})
     needs = ("loss_of_outputs", "fixed_gate")
+    per_client = ("local_expert.",)
 
     def __init__(self, weighting: Weighting) -> None:
         super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"], weighting)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """``w``; new clients also receive the start of ``v``."""
-        if _FOR_NEW_CLIENTS in server:
-            return of_module(server)
-        return with_prefix(subtree(server, "global_expert."), "global_expert.")
+        """``w``; new clients, for whom the server holds no ``v``, also receive a copy of it as the start of theirs."""
+        w, start = (of_parts(server, [part]) for part in ("global_expert", "local_expert"))
+        return w if start else w | copies_of_parts(w, PersonalModel.copied_parts)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads ``w`` and the client's ``v``; before its first training, ``v`` is a copy of the phase's first ``w``."""
         load_tree(client.module, copy_of_global_expert(client.module))
         return super().client_init(client, sent)
 
-    def server_of_new_clients(self, server: Tree) -> Tree:
-        """``w``, and a copy of it as the start of every ``v``."""
-        start = with_prefix(subtree(server, "global_expert."), "local_expert.")
-        return {**server, **start, _FOR_NEW_CLIENTS: torch.tensor(True)}
-
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """``w`` and the client's ``v``; before its first training, ``v`` is what the server holds."""
-        start = with_prefix(subtree(server, "local_expert."), "local_expert.")
-        return {**start, **super().personal_tensors(client, server)}
+        return {**of_parts(server, ["local_expert"]), **super().personal_tensors(client, server)}

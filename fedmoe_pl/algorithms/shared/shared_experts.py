@@ -49,14 +49,16 @@ class SharedExperts(Algorithm, ABC):
 
     Args:
         experts_per_client: number of experts that a client trains, at least 1; all if there are fewer.
+        parts: glob patterns of the parameters and buffers that are trained and averaged.
     """
 
     needs = ("classes",)
+    request = (_ASKED,)  # nothing in a client's first round
     own_weights = (_WEIGHT,)
 
-    def __init__(self, experts_per_client: int = 2) -> None:
+    def __init__(self, experts_per_client: int = 2, parts: str | list[str] = "*") -> None:
         check_at_least(self, "experts_per_client", experts_per_client, 1)
-        super().__init__()
+        super().__init__(shared=parts, trainable=parts)
         self.experts_per_client = experts_per_client
 
     @abstractmethod
@@ -67,14 +69,10 @@ class SharedExperts(Algorithm, ABC):
         """The order of the experts for a client, best first, from the gate's mean weights (experts,)."""
         return scores.argsort(descending=True, stable=True)
 
-    def check(self, module: LightningModule) -> None:
-        """Refuses models without a trained gate."""
-        super().check(module)
+    def server_init(self, module: LightningModule) -> Tree:
+        """What is shared; refuses models without a trained gate."""
         check_sparse(self, module, lambda gate: not isinstance(gate, FixedGate), "a gate that is trained")
-
-    def client_request(self, client_id: int, state: Tree) -> Tree:
-        """The experts that the client wants; nothing in its first round."""
-        return {_ASKED: state[_ASKED]} if _ASKED in state else {}
+        return super().server_init(module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The gate, the embedding if it is shared, and the experts that the client asked for."""

@@ -229,7 +229,7 @@ class _Loss(nn.Module):
         self.module = module
 
     def forward(self, x: Tensor, y: Tensor, constants: dict[str, Any]) -> Tensor:
-        return self.algorithm.client_loss(self.module, (x, y), constants)[0]
+        return self.algorithm.client_loss(self.module, (x, y), constants)
 
 
 def plain_gradients(
@@ -240,7 +240,7 @@ def plain_gradients(
     constants = on_device(member.constants, share.y.device)
     parameters = dict(module.named_parameters())
     with looked_up(module, tuple(share.rows), {name: rows[0] for name, rows in share.rows.items()}):
-        loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), constants)[0]
+        loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), constants)
     gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
     return loss.detach(), dict(zip(names, gradients, strict=True))
 

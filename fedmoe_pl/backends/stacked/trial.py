@@ -21,7 +21,7 @@ from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, trained_in_epoch
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.trees import copy_module, names_of_same_tensors
+from fedmoe_pl.trees import Tree, copy_module, names_of_same_tensors
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -55,7 +55,7 @@ def try_to_stack(training: LocalTraining) -> Trial:
         of_clients = training.of(clients[0])
         _check_without_trial(of_clients)
         try:
-            _try_architecture(trial, of_clients, clients[:2])
+            _try_architecture(trial, of_clients, clients[:2], training.algorithm.server_init(training.module))
         except NotStackable:
             raise
         except Exception as error:  # from the model, the algorithm or PyTorch; training without stacking may still work
@@ -83,11 +83,10 @@ def _check_without_trial(training: LocalTraining) -> None:
         raise NotStackable("parts of the model share parameters or buffers")
 
 
-def _try_architecture(trial: Trial, training: LocalTraining, clients: Sequence[int]) -> None:
+def _try_architecture(trial: Trial, training: LocalTraining, clients: Sequence[int], server: Tree) -> None:
     """Tries, for two clients of one architecture, every set of parameters that are trained together."""
     for round, epoch in training.trainable.values():
         module = copy_module(training.module)
-        server = training.algorithm.server_init(module)
         cache, members = FeatureCache(), list[Member]()
         for client in clients:
             members.append(begin_member(training, module, server, client, {}, round, cache, members))
