@@ -161,13 +161,6 @@ def test_a_part_that_cannot_be_described_must_be_given(name, value, tmp_path):
     assert torch.equal(loaded(x), module.eval()(x))
 
 
-def test_an_expert_that_cannot_be_described_must_be_given(tmp_path):
-    path = written(PersonalizedMoE(Expert(hidden=9)), tmp_path / "own.ckpt")
-    with pytest.raises(Exception, match="global_expert"):
-        PersonalizedMoE.load_from_checkpoint(path)
-    assert PersonalizedMoE.load_from_checkpoint(path, global_expert=Expert(hidden=9)).local_expert is not None
-
-
 MODULE = """
 import enum
 from collections.abc import Callable

@@ -26,12 +26,6 @@ def test_a_row_says_what_was_sent(tmp_path):
     assert rows == [{**common, "direction": direction, **row} for direction, row in sent]
 
 
-def test_without_a_ledger_nothing_is_described(tmp_path):
-    method = METHODS["FedAvg"]
-    without = run(method.phases(), method.model(), data(), tmp_path)
-    assert not without.run.records_transfers and not (without.run_dir / "traffic.csv").exists()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     path = tmp_path_factory.mktemp("whole")
@@ -44,10 +38,7 @@ def fitted(path, *callbacks, ckpt_path=None, **kwargs):
     return run
 
 
-@pytest.mark.parametrize(
-    ("hook", "n", "half_a_row"),
-    [("on_transfers", 3, ""), ("on_round_end", 3, "FedAvg,1,do"), ("on_client_end", 6, ""), ("on_phase_end", 2, "")],
-)
+@pytest.mark.parametrize(("hook", "n", "half_a_row"), [("on_transfers", 3, ""), ("on_round_end", 3, "FedAvg,1,do")])
 def test_the_file_of_a_killed_run_goes_on_where_it_was(hook, n, half_a_row, whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, Kill(hook, n))

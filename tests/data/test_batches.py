@@ -9,7 +9,7 @@ from fedmoe_pl.data import Batches, Digits, RandomCrop, RandomHorizontalFlip
 
 
 @given(st.integers(0, 600), st.integers(1, 300))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_batches_hold_every_sample_once(n, batch_size):
     x = torch.arange(1000.0)
     samples = torch.arange(1000)[-n:] if n else torch.arange(0)

@@ -6,7 +6,6 @@ from helpers.data import CIFAR10_LABELS, dealt
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import MajorityClasses, Pathological, Shards, TwoClasses
-from fedmoe_pl.data.partitioners.classes import draw_classes
 
 
 @pytest.mark.parametrize(
@@ -87,6 +86,8 @@ def test_pathological_shares_differ_by_half_at_most_and_use_up_every_class():
         own = column[column > 0]
         assert own.max() <= 1.5 * own.min() + 2  # 0.6 / 0.4, and rounding to whole samples
         assert own.max() > 1.2 * own.min()  # and not all the same
+    holders = (dealt(Pathological(3), CIFAR10_LABELS, 7) > 0).sum(axis=0)  # 21 places for 10 classes
+    assert sorted(holders) == [2] * 9 + [3]
     two = dealt(Pathological(), CIFAR10_LABELS, 10)  # two clients per class: between 0.4 / 1.0 and 0.6 / 1.0
     assert (two[two > 0] >= 2000).all() and (two[two > 0] <= 3000).all()
 
@@ -98,11 +99,3 @@ def test_pathological_dirichlet_shares_follow_the_concentration():
     # Dir(1) over 20: the expected largest share is the 20th harmonic number / 20 = 0.18
     assert skewed.max(axis=0).mean() / 5000 == pytest.approx(sum(1 / k for k in range(1, 21)) / 20, abs=0.03)
     assert (skewed.sum(axis=0) == 5000).all()
-
-
-@pytest.mark.parametrize(("num_clients", "per_client"), [(100, 10), (7, 3), (50, 2), (3, 1)])
-def test_drawn_classes_differ_within_a_client_and_are_used_equally_often(num_clients, per_client):
-    classes = draw_classes(num_clients, per_client, 10, np.random.default_rng(0))
-    assert all(len(set(own)) == per_client for own in classes.tolist())
-    used = np.bincount(classes.flatten(), minlength=10)
-    assert used.max() - used.min() <= 1 and used.sum() == num_clients * per_client

@@ -95,7 +95,7 @@ def rows_of_clients(values, **columns):
     ]
 
 
-@pytest.mark.parametrize(("clients", "classes"), [(3, 2), (40, 10), (100, 62)])
+@pytest.mark.parametrize(("clients", "classes"), [(3, 2), (100, 62)])
 def test_maps_of_many_clients_and_classes_are_legible(clients, classes):
     counts = np.random.default_rng(0).integers(0, 9, (clients, classes)).astype(float)
     rows = rows_of_clients(counts, train=5.0, validation=1.0, test=0.0)

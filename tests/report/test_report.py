@@ -284,9 +284,3 @@ def test_a_folder_without_results_is_refused(name, tmp_path):
     with pytest.raises(InvalidArgumentError) as error:
         find_runs([tmp_path / name])
     assert error.value.argument == "RUN"
-
-
-def test_a_file_that_cannot_be_written_is_refused(finished, written, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MisconfigurationException, match="cannot be written"):
-        report([str(finished), "--output", str(tmp_path / "file" / "page.html")])
