@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import blobs, mixture, phase, run
+from helpers.reports import csv_rows
 from helpers.runs import assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
@@ -23,8 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 def test_files_name_every_number(tmp_path):
     run = federation(tmp_path, logger=CSVLogger(tmp_path / "log"))
     run.fit(model(), data(test_fraction=0.2, validation_fraction=0.2))
-    with (run.run_dir / "clients.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(run.run_dir / "clients.csv")
     assert [row["method"] for row in rows] == [phase.name for phase in run.phases for _ in range(3)]
     assert {(row["method"], row["model"], row["evaluation_point"]) for row in rows} == {
         ("Local", "local expert", "after local training"),

@@ -1,11 +1,10 @@
 """Hooks that FedAvg leaves alone, each shown by an algorithm made for it."""
 
-import csv
-
 import pytest
 import torch
 from helpers import PureOneWeight, blobs, mixture, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS, weight_of
+from helpers.reports import csv_rows
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -135,8 +134,7 @@ def test_clients_predict_in_the_algorithm_s_way_where_it_has_one(tmp_path, feder
         accuracies.add(right)
     assert len(accuracies) > 1, "each client has means of its own"
     fed.predict(mixture(FeatureGate(6)), blobs(validation_fraction=0.2, test_fraction=0.3))
-    with (fed.run_dir / "predictions.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["client"] == "2"]
+    rows = [row for row in csv_rows(fed.run_dir / "predictions.csv") if row["client"] == "2"]
     assert [int(row["prediction"]) for row in rows] == nearest(data.test_samples[2]).tolist()
     assert {row["gate_weight"] for row in rows} == {""}
 

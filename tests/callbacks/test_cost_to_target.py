@@ -1,12 +1,12 @@
 """What it took to reach an accuracy."""
 
-import csv
 import math
 from dataclasses import replace
 
 import pytest
 from helpers import blobs, mixture, run
 from helpers.pfedmoe import model
+from helpers.reports import csv_rows
 from helpers.runs import assert_same
 
 from fedmoe_pl import Phase
@@ -52,8 +52,7 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
     callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "reweighted_test")]
     fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
-    with (fed.run_dir / "target.csv").open(newline="") as file:
-        first, second = csv.DictReader(file)
+    first, second = csv_rows(fed.run_dir / "target.csv")
     row = fed.run.rows[0]
     assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
     assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
@@ -79,8 +78,7 @@ def test_the_cost_of_a_phase_is_that_of_all_phases_that_it_starts_from(tmp_path)
     def costs(phases):
         callbacks = [CostToTarget(0.01, "global_test")]
         fed = run(phases, mixture(), blobs(SIZES), tmp_path, callbacks=callbacks, enable_checkpointing=True)
-        with (fed.run_dir / "target.csv").open(newline="") as file:
-            return fed, {row["method"]: row for row in csv.DictReader(file)}
+        return fed, {row["method"]: row for row in csv_rows(fed.run_dir / "target.csv")}
 
     fed, found = costs(phases)
     parameters = 2 * 2 * len(SIZES) * sum(p.numel() for p in mixture().global_expert.parameters())

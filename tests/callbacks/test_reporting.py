@@ -1,4 +1,3 @@
-import csv
 import io
 import json
 import sys
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.data import Own, set_up, vectors
 from helpers.evaluations import evaluation, mixture, nan
+from helpers.reports import csv_rows
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
@@ -153,8 +153,7 @@ def test_result_files(run, capsys):
     run.fit(ResultFiles())
 
     def rows(name):
-        with (run.folder / name).open(newline="") as file:
-            return list(csv.DictReader(file))
+        return csv_rows(run.folder / name)
 
     def methods(name):
         return [row["method"] for row in rows(name)]
@@ -196,8 +195,7 @@ def test_accuracies_in_tensorboard_and_in_other_loggers(run):
     assert [e.step for e in whole.Images("sorted_accuracies")] == [2, 3]
     table = make_ndarray(whole.Tensors("table/text_summary")[0].tensor_proto).item().decode()
     assert table == f"```\n{format_table(run.results.values())}\n```"
-    with (run.folder / "csv" / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(run.folder / "csv" / "metrics.csv")
     assert float(rows[0]["FedAvg/reweighted_test/mean"]) == pytest.approx(0.7)
     assert rows[0]["step"] == "1"
 

@@ -1,11 +1,11 @@
 """``traffic.csv``: its rows, and the same file after a kill and in workers; that of every method is in test_audit."""
 
-import csv
 from pathlib import Path
 
 import pytest
 from helpers import run
 from helpers.methods import METHODS, data, ledger
+from helpers.reports import csv_rows
 from helpers.runs import Kill, federation
 from helpers.runs import data as data_of_a_run
 from helpers.runs import model as model_of_a_run
@@ -74,8 +74,7 @@ def test_workers_write_the_same_file(whole, tmp_path):
 
 def test_every_logger_gets_the_bytes_of_each_round(whole):
     tag = "FedAvg/traffic_of_round/bytes"
-    with (Path(whole.run.loggers.all[0].log_dir) / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row[f"{tag}_up"]]
+    rows = [row for row in csv_rows(Path(whole.run.loggers.all[0].log_dir) / "metrics.csv") if row[f"{tag}_up"]]
     size = 2 * 4 * (4 * 5 + 4 + 3 * 4 + 3)  # of two clients, in 32 bits
     found = [(int(row["step"]), float(row[f"{tag}_up"]), float(row[f"{tag}_down"])) for row in rows]
     assert found == [(step, size, size) for step in (1, 2, 3, 4)]

@@ -1,6 +1,5 @@
 """A client's machine works alone with what it keeps: it tests, predicts, exports, and makes models for others."""
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from helpers import blobs
 from helpers.deployed import deploy, federation, of_client, split
 from helpers.methods import METHODS, data
+from helpers.reports import csv_rows
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends import TrainerBackend
@@ -59,8 +59,7 @@ def test_it_predicts_and_exports_its_own_samples_only(deployed, capsys):
     method, folder, simulation, run = deployed
     settings, model, own = alone(method, folder)
     settings.predict(model, own, str(run / "checkpoints/last.ckpt"))
-    with (run / "predictions.csv").open() as file:
-        rows = [*csv.DictReader(file)]
+    rows = csv_rows(run / "predictions.csv")
     assert {row["client"] for row in rows} == {str(CLIENT)}
     with pytest.raises(MisconfigurationException, match="client is 0, but must be 3, whose machine it is"):
         settings.export(model, own, str(run / "checkpoints/last.ckpt"), method=next(iter(simulation.results)), client=0)

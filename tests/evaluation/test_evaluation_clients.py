@@ -1,10 +1,10 @@
 """Only some clients are evaluated."""
 
-import csv
 from collections import Counter
 
 import pytest
 from helpers import blobs, mixture, phase, run
+from helpers.reports import csv_rows
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase, Select
@@ -53,8 +53,7 @@ def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp
         losses.append(sum(of_all.clients[client].validation_loss for client in drawn) / 3)
     assert federation.results["FedAvg"].round == 1 + losses[:5].index(min(losses[:5]))
     assert {row["clients"] for row in federation.run.rows} == {"3 of 6"}
-    with (federation.run_dir / "clients.csv").open(newline="") as file:
-        assert [int(row["client"]) for row in csv.DictReader(file)] == drawn * 2
+    assert [int(row["client"]) for row in csv_rows(federation.run_dir / "clients.csv")] == drawn * 2
     assert "Accuracy in percent over 3 of 6 clients" in capsys.readouterr().out
 
 

@@ -1,6 +1,5 @@
 """Traffic, operations and the cost of reaching an accuracy, counted by hand."""
 
-import csv
 import math
 from functools import partial
 
@@ -9,6 +8,7 @@ import torch
 from helpers import Expert, OneWeight, TensorData, blobs, mixture, phase, run, two_quadratics
 from helpers.backends import WithBatchNorm, local_training
 from helpers.pfedmoe import model
+from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, federation
 from torch import nn
 
@@ -195,8 +195,7 @@ def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
         }
     flops = [row["flops"] for row in fed.run.rows]
     assert [row["round"] for row in fed.run.rows] == [1, 2, 3] and flops == sorted(flops) and flops[0] > 0
-    with (fed.run_dir / "rounds.csv").open(newline="") as file:
-        assert [int(row["flops"]) for row in csv.DictReader(file)] == flops
+    assert [int(row["flops"]) for row in csv_rows(fed.run_dir / "rounds.csv")] == flops
 
 
 def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):

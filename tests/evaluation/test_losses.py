@@ -1,11 +1,11 @@
 """A client with a loss that is not finite fails, also if its parameters stay finite."""
 
-import csv
 import math
 
 import pytest
 import torch
 from helpers import EveryBatch
+from helpers.reports import csv_rows
 from helpers.runs import data, federation, model
 from lightning.pytorch import Callback
 
@@ -64,5 +64,4 @@ def test_a_client_whose_loss_is_infinite_is_left_out(path, tmp_path):
     module = module_class(SmallMLP(5, 8, num_classes=3), optimizer=model().optimizer)
     with pytest.warns(UserWarning, match="client 2 is left out: a loss of its training is not finite$"):
         run.fit(module, data(sizes=SIZES))
-    with (run.run_dir / "rounds.csv").open() as file:
-        assert [row["failed"] for row in csv.DictReader(file)] == ["1"]
+    assert [row["failed"] for row in csv_rows(run.run_dir / "rounds.csv")] == ["1"]

@@ -1,6 +1,5 @@
 """Metrics of torchmetrics, computed for each client, and what is refused for a task."""
 
-import csv
 import math
 from functools import partial
 
@@ -9,6 +8,7 @@ import torch
 import torchmetrics
 from helpers import TensorData, blobs, mixture
 from helpers.clusters import clustered, only
+from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -313,8 +313,7 @@ def test_data_without_classes_that_come_with_the_package():
 
 
 def rows(federation, name):
-    with (federation.run_dir / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(federation.run_dir / name)
 
 
 def test_files_have_columns_by_the_metrics_name(fitted):

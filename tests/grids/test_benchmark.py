@@ -1,6 +1,5 @@
 """The command: cells are run, skipped, continued and named when they fail; it ends with a table."""
 
-import csv
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ import yaml
 from filelock import FileLock
 from helpers.configurations import REPOSITORY
 from helpers.grids import pretended_configured, pretended_fit, write_grid
-from helpers.reports import markdown_tables
+from helpers.reports import csv_rows, markdown_tables
 
 from fedmoe_pl.cli import main
 from fedmoe_pl.cli.command_line import configured
@@ -86,8 +85,7 @@ def test_the_files_have_the_table(pretend, tmp_path):
     pretend("ends")
     arguments = write_grid(tmp_path, baseline="FedAvg", paper=PAPER[:1], variants={"A_1": {}})
     assert run(arguments) == 0
-    with (tmp_path / "runs/table.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "runs/table.csv")
     assert [(row["method"], row["metric"]) for row in rows] == [
         (method, metric) for method in ("Local", "FedAvg", "PFL-FT") for metric in ("reweighted_test", "global_test")
     ]

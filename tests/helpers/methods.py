@@ -1,6 +1,5 @@
 """Every method of the package as phases on five small clients, with what must never leave a client."""
 
-import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -57,6 +56,7 @@ from helpers.backends import WithBatchNorm
 from helpers.clusters import GateNet, clustered, only
 from helpers.mixtures_of_learners import backbone, learners
 from helpers.pfedmoe import model as of_three_architectures
+from helpers.reports import csv_rows
 
 SIZES = (13, 8, 11, 9, 12)  # five clients; two in a round, so that one is in neither of two rounds
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -236,8 +236,7 @@ def data(**kwargs):
 
 def ledger(federation) -> list[dict]:
     """The rows of ``traffic.csv``."""
-    with (federation.run_dir / "traffic.csv").open() as file:
-        return [*csv.DictReader(file)]
+    return csv_rows(federation.run_dir / "traffic.csv")
 
 
 class Messages:

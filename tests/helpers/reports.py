@@ -1,10 +1,18 @@
-"""Pictures that are not drawn, and a page that is read back."""
+"""Files that are read back, and pictures that are not drawn."""
 
+import csv
 from html.parser import HTMLParser
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
 _WITHOUT_END = {"meta", "link", "br", "img", "hr", "input", "wbr"}
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def leave_pictures_blank(monkeypatch):

@@ -1,13 +1,12 @@
 """What loggers show of a run, also of one that was killed and resumed: every curve and picture once."""
 
-import csv
 import time
 from functools import partial
 
 import pytest
 import torch
 from helpers import blobs, mixture
-from helpers.reports import leave_pictures_blank
+from helpers.reports import csv_rows, leave_pictures_blank
 from helpers.runs import Kill, federation
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing import event_accumulator
@@ -128,8 +127,7 @@ def test_other_loggers_have_every_round_of_a_killed_run_and_know_that_it_failed(
     logger = Statuses(tmp_path / "csv", name="", version="")
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, Kill("on_round_end", 3), logger=logger)
-    with (tmp_path / "csv" / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = csv_rows(tmp_path / "csv" / "metrics.csv")
     assert [row["step"] for row in rows if row["FedAvg/reweighted_test/mean"]] == ["1", "2"]
     assert logger.statuses == ("failed",)
 

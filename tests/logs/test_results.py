@@ -1,12 +1,12 @@
 """Evaluations as rows of files and as the table that ends a run."""
 
-import csv
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.evaluations import evaluation, mixture, nan
+from helpers.reports import csv_rows
 
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, expert_usage, gate_rows
 from fedmoe_pl.logs.summary import client_rows, format_table, round_row, summary_row, write_csv
@@ -41,8 +41,7 @@ def test_csv_keeps_every_digit_and_leaves_nan_empty(tmp_path):
     write_csv(tmp_path / "a.csv", rows)
     write_csv(tmp_path / "b.csv", rows)
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
-    with (tmp_path / "a.csv").open(newline="") as file:
-        read = list(csv.DictReader(file))
+    read = csv_rows(tmp_path / "a.csv")
     assert float(read[0]["x"]) == 1 / 3
     assert read[0]["method"] == "a, b"
     assert read[1] == {"method": "c", "round": "2", "x": ""}

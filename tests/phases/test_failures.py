@@ -1,12 +1,12 @@
 """Clients that fail are left out, the others go on, and nothing is silent."""
 
-import csv
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, data, federation, model
 from helpers.workers import SIZES, TwoInThisProcess
 
@@ -64,8 +64,7 @@ def fit(run: Federation, warned: list[str], **kwargs) -> Federation:
 
 
 def failed(run: Federation) -> list[str]:
-    with (run.run_dir / "rounds.csv").open() as file:
-        return [row["failed"] for row in csv.DictReader(file)]
+    return [row["failed"] for row in csv_rows(run.run_dir / "rounds.csv")]
 
 
 @pytest.fixture(scope="module")

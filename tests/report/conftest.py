@@ -1,8 +1,8 @@
-import csv
 import shutil
 
 import pytest
 import yaml
+from helpers.reports import csv_rows
 from helpers.runs import data, federation, model
 
 from fedmoe_pl.logs.summary import write_csv
@@ -62,6 +62,5 @@ def raise_accuracies(folder, by):
     columns = {"rounds": "reweighted_test_mean", "summary": "reweighted_test_mean", "clients": "reweighted_test"}
     for name, column in columns.items():
         path = folder / f"{name}.csv"
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = csv_rows(path)
         write_csv(path, [row | {column: float(row[column]) + by} for row in rows])

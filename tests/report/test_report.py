@@ -1,13 +1,12 @@
 """A report is one file that needs no other, and has the numbers of the runs."""
 
-import csv
 import re
 import shutil
 import statistics
 
 import pytest
 import yaml
-from helpers.reports import Page, markdown_tables
+from helpers.reports import Page, csv_rows, markdown_tables
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
@@ -19,8 +18,7 @@ LOCAL, GLOBAL = "reweighted_test", "global_test"
 
 
 def rows_of(folder, name="summary"):
-    with (folder / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return csv_rows(folder / f"{name}.csv")
 
 
 @pytest.fixture(scope="module")

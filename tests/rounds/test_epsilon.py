@@ -1,6 +1,5 @@
 """Epsilon is that of all rounds in the model, for the delta beside it: in the log, the rows and the checkpoint."""
 
-import csv
 import math
 from collections import Counter
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import blobs, mixture
+from helpers.reports import csv_rows
 from helpers.runs import Kill, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy.optimize import brentq
@@ -44,8 +44,7 @@ def stopped(path, phases):
 
 
 def rows(run, name):
-    with (run.run_dir / "rounds.csv").open() as file:
-        return [(row["epsilon"], row["delta"]) for row in csv.DictReader(file) if row["method"] == name]
+    return [(row["epsilon"], row["delta"]) for row in csv_rows(run.run_dir / "rounds.csv") if row["method"] == name]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The point of a round at which clients are evaluated."""
 
-import csv
-
 import pytest
 import torch
 from helpers import (
@@ -20,6 +18,7 @@ from helpers import (
 from helpers import run as finished
 from helpers.architectures import SIZES, pair
 from helpers.backends import exchanged
+from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -79,13 +78,11 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
         own = [f"client_{client:03d}.ckpt" for client in range(3)]
         assert files == (own if evaluation_point == LOCAL else ["all_clients.ckpt"])
     for file, rows in (("rounds.csv", 2), ("clients.csv", 3), ("summary.csv", 1)):
-        with (run.run_dir / file).open() as lines:
-            found = [(row["method"], row["evaluation_point"]) for row in csv.DictReader(lines)]
+        found = [(row["method"], row["evaluation_point"]) for row in csv_rows(run.run_dir / file)]
         assert found.count(("it", OTHER)) == found.count((f"it {LOCAL}", LOCAL)) == rows
         assert set(found) == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
     run.predict(model(), data())
-    with (run.run_dir / "predictions.csv").open() as lines:
-        found = {(row["method"], row["evaluation_point"]) for row in csv.DictReader(lines)}
+    found = {(row["method"], row["evaluation_point"]) for row in csv_rows(run.run_dir / "predictions.csv")}
     assert found == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
     capsys.readouterr()
     run.test(model(), data())
