@@ -25,10 +25,9 @@ from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.cli.catalogue import configs, configs_parser, list_classes, list_parser, with_files
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.listing import list_classes, list_parser
-from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
 from fedmoe_pl.cli.parsing import ConfigFile, Constructor, ListAction, check_values, describe_failure, with_modules
 from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule

@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from fedmoe_pl.cli.listing import KINDS
-from fedmoe_pl.cli.packaged import names
+from fedmoe_pl.cli.catalogue import KINDS, names, parser_of
 
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]
 _CONFIGS = {  # names of the package's configurations, or files
@@ -21,12 +20,7 @@ _CONFIGS = {  # names of the package's configurations, or files
 
 def completion_parser() -> ArgumentParser:
     """The parser of ``fedmoe completion``."""
-    parser = ArgumentParser(
-        prog="fedmoe completion",
-        description="Prints a script with which the shell completes commands, options and values",
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
+    parser = parser_of("completion", "Prints a script with which the shell completes commands, options and values")
     parser.add_argument("shell", choices=[*_CONFIGS], help="the shell")
     return parser
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import pydoc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -15,19 +14,13 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from fedmoe_pl.checks import InvalidArgumentError, shown
-from fedmoe_pl.cli.listing import KINDS
+from fedmoe_pl.cli.catalogue import KINDS, did_you_mean
 from fedmoe_pl.data import FederatedDataModule
 
 _KNOWN = [each.__name__ for classes in KINDS.values() for each in classes]
 _LONGEST = 80  # of a value
 _OVERLAY = "An overlay needs the --config that it changes before it."
 PHASES = "federation.phases"
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: a full stop, or the name that was probably meant."""
-    similar = difflib.get_close_matches(name, [*names], n=1)
-    return f"; did you mean {similar[0]}?" if similar else "."
 
 
 def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:

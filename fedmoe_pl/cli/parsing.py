@@ -21,7 +21,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli.errors import PHASES, did_you_mean, place_in, places, words_of
+from fedmoe_pl.cli.catalogue import did_you_mean
+from fedmoe_pl.cli.errors import PHASES, place_in, places, words_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.description import keep_configuration
 from fedmoe_pl.seeds import named_seed, seeded

@@ -9,17 +9,13 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import MOST_COUNTED, check_at_least
+from fedmoe_pl.cli.catalogue import parser_of
 from fedmoe_pl.deployment.serve_and_join import module_of_flower, private
 
 
 def provision_parser() -> ArgumentParser:
     """The parser of ``fedmoe provision``."""
-    parser = ArgumentParser(
-        prog="fedmoe provision",
-        description="Makes certificates and keys for fedmoe serve and fedmoe join",
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
+    parser = parser_of("provision", "Makes certificates and keys for fedmoe serve and fedmoe join")
     parser.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
     parser.add_argument("--client", type=int, help="number of a client, which makes only its own key")
     parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")

@@ -1,19 +1,104 @@
-"""The configurations of the package: found by their names, listed and copied."""
+"""What can be named: the package's classes (``fedmoe list``) and its configurations (``fedmoe configs``)."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.optim import Optimizer
 
-from fedmoe_pl.cli.errors import did_you_mean
+import fedmoe_pl.aggregation
+import fedmoe_pl.algorithms
+import fedmoe_pl.backends
+import fedmoe_pl.callbacks
+import fedmoe_pl.data
+import fedmoe_pl.models
+from fedmoe_pl.aggregation import Aggregation, Attack
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.backends import Backend
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.checks import check_choice
+from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
+from fedmoe_pl.models import Gate, SwitchNorm1d
+
+
+def _classes(module: Any, base: type, *but: type) -> list[type]:
+    """The public classes of a module that can be made, of one kind but not of another."""
+    public = [getattr(module, name) for name in sorted(module.__all__, key=str.lower)]
+    classes = [each for each in public if inspect.isclass(each) and issubclass(each, base) and each is not base]
+    return [each for each in classes if not issubclass(each, but) and not inspect.isabstract(each)]
+
+
+KINDS = {
+    "algorithms": _classes(fedmoe_pl.algorithms, Algorithm),
+    "server_optimizers": _classes(fedmoe_pl.algorithms, Optimizer),
+    "models": _classes(fedmoe_pl.models, LightningModule),
+    "experts": _classes(fedmoe_pl.models, nn.Module, LightningModule, Gate, SwitchNorm1d),
+    "gates": _classes(fedmoe_pl.models, Gate),
+    "data": _classes(fedmoe_pl.data, FederatedDataModule),
+    "partitioners": _classes(fedmoe_pl.data, Partitioner),
+    "augmentations": _classes(fedmoe_pl.data, Augmentation),
+    "aggregations": _classes(fedmoe_pl.aggregation, Aggregation),
+    "attacks": _classes(fedmoe_pl.aggregation, Attack),
+    "backends": _classes(fedmoe_pl.backends, Backend),
+    "callbacks": _classes(fedmoe_pl.callbacks, FederationCallback),
+    "client_callbacks": _classes(fedmoe_pl.callbacks, Callback),
+}
+"""What ``fedmoe list`` lists."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: a full stop, or the name that was probably meant."""
+    similar = difflib.get_close_matches(name, [*names], n=1)
+    return f"; did you mean {similar[0]}?" if similar else "."
+
+
+def parser_of(command: str, description: str) -> ArgumentParser:
+    """A parser for a command that is no method of Federation."""
+    return ArgumentParser(prog=f"fedmoe {command}", description=description, allow_abbrev=False, exit_on_error=False)
+
+
+def list_parser() -> ArgumentParser:
+    """The parser of ``fedmoe list``."""
+    parser = parser_of("list", "Lists the classes of the package that a configuration can name, with one line each")
+    parser.add_argument("kinds", nargs="*", default=[], metavar="KIND", help=f"only these: {', '.join(KINDS)}")
+    return parser
+
+
+def list_classes(arguments: Sequence[str]) -> None:
+    """Runs ``fedmoe list`` with the arguments after ``list``."""
+    kinds = list_parser().parse_args([*arguments]).kinds or [*KINDS]
+    for kind in kinds:
+        check_choice("list", "kind", kind, (*KINDS,))
+    for kind in kinds:
+        print(f"{kind}:")
+        width = max(len(each.__name__) for each in KINDS[kind])
+        for each in KINDS[kind]:
+            print(f"  {each.__name__:<{width}}  {_line(each)}")
+        print()
+
+
+def _line(class_type: type) -> str:
+    """The first line of a class's docstring, without the marks of Sphinx.
+
+    Example:
+        >>> _line(fedmoe_pl.algorithms.FedAdam)
+        'The server steps by Adam, v = beta2 v + (1 - beta2) D**2; see AdaptiveServerOptimizer.'
+    """
+    line = (inspect.getdoc(class_type) or "").partition("\n")[0]
+    return re.sub(r"(:class:)?`+~?([^`]*)`+", r"\2", line)
+
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -72,12 +157,7 @@ def configs(arguments: Sequence[str]) -> list[Path]:
 
 def configs_parser() -> ArgumentParser:
     """The parser of ``fedmoe configs``."""
-    parser = ArgumentParser(
-        prog="fedmoe configs",
-        description="Lists the configurations of the package, or copies them into a folder",
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
+    parser = parser_of("configs", "Lists the configurations of the package, or copies them into a folder")
     parser.add_argument(
         "names",
         nargs="*",
