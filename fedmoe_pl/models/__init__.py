@@ -1,15 +1,36 @@
 """Mixtures of experts, gates and experts; they do not depend on the federation."""
 
-from fedmoe_pl.models.experts.adaptive import IFCACNN, LEAFCNN
-from fedmoe_pl.models.experts.fedmoe_da import ConvBlock, ConvExpert, FedAvgCNN
-from fedmoe_pl.models.experts.opt_out import BiLSTM, TwoConvCNN
-from fedmoe_pl.models.experts.pfedmoe import CNN
-from fedmoe_pl.models.experts.pfl_moe import VGG16, LeNet5
-from fedmoe_pl.models.experts.small import RepresentationMLP, SmallFCN, SmallMLP
-from fedmoe_pl.models.gates.fixed import ConstantGate, EqualWeights, FixedGate, GlobalOnly, LocalOnly, MixtureWeights
-from fedmoe_pl.models.gates.gate import Gate
-from fedmoe_pl.models.gates.linear import FeatureGate, LinearGate, ProxyGate
-from fedmoe_pl.models.gates.network import GateCNN, MLPGate, NetworkGate, SwitchNormGate
+from fedmoe_pl.models.experts import (
+    CNN,
+    IFCACNN,
+    LEAFCNN,
+    VGG16,
+    BiLSTM,
+    ConvBlock,
+    ConvExpert,
+    FedAvgCNN,
+    LeNet5,
+    RepresentationMLP,
+    SmallFCN,
+    SmallMLP,
+    TwoConvCNN,
+)
+from fedmoe_pl.models.gates import (
+    ConstantGate,
+    EqualWeights,
+    FeatureGate,
+    FixedGate,
+    Gate,
+    GateCNN,
+    GlobalOnly,
+    LinearGate,
+    LocalOnly,
+    MixtureWeights,
+    MLPGate,
+    NetworkGate,
+    ProxyGate,
+    SwitchNormGate,
+)
 from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE

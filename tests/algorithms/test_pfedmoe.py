@@ -11,7 +11,7 @@ from fedmoe_pl import Client, Evaluate, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.models.gates.network import SwitchNormGate
+from fedmoe_pl.models.gates import SwitchNormGate
 from fedmoe_pl.trees import subtree
 
 SIZES = (13, 8, 11, 9)

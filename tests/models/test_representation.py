@@ -9,7 +9,7 @@ from helpers.pfedmoe import model, narrow, network
 from torch import nn
 
 from fedmoe_pl.models import CNN, ConstantGate, FeatureGate, RepresentationMoE
-from fedmoe_pl.models.gates.network import SwitchNormGate
+from fedmoe_pl.models.gates import SwitchNormGate
 
 
 def by_hand(module: RepresentationMoE, x, weights, architecture=0):

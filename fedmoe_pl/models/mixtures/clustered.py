@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
-from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
-from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts

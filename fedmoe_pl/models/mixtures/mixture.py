@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.models.description import UndescribedError, configured_arguments, describe, hyperparameters_of
-from fedmoe_pl.models.gates.fixed import FixedGate
+from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs

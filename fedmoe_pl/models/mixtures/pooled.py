@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
-from fedmoe_pl.models.gates.fixed import EqualWeights
-from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.gates import EqualWeights, Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
-from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts

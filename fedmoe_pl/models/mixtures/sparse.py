@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number
-from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
-from fedmoe_pl.models.gates.gate import Gate
-from fedmoe_pl.models.gates.linear import ProxyGate
+from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm

@@ -1,1 +1,0 @@
-"""Gates, which weigh the experts for every sample."""
