@@ -11,8 +11,6 @@ from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
     mean_of_known,
-    received_means,
-    update_class_means,
 )
 
 
@@ -22,20 +20,6 @@ def client(samples, data, module=None):
 
 def features(module, x):
     return module.global_expert.extractor(x)
-
-
-def test_means_are_over_the_samples_of_each_class():
-    data = without_a_class()
-    samples, module = data.train_samples[1], mixture()
-    tree = class_means(client(samples, data, module), features, "p/")
-    assert {*tree} == {"p/mean", "p/count"}
-    for c in range(3):
-        of_class = samples[data.y[samples] == c]
-        assert tree["p/count"][c] == len(of_class)
-        expected = features(module, data.x[of_class]).mean(0) if len(of_class) else torch.zeros(6).double()
-        torch.testing.assert_close(tree["p/mean"][c], expected.detach(), rtol=1e-13, atol=1e-15)
-    per_client = class_means(client(samples, data, module), features, "p/", per_client=True)
-    assert per_client["p/count"].tolist() == [1, 0, 1]
 
 
 def test_a_client_without_samples_has_no_means():
@@ -54,32 +38,12 @@ def tree(mean, count):
     return {"p/mean": torch.tensor(mean)[:, None], "p/count": torch.tensor(count)}
 
 
-def known(mean, classes):
-    return {"p/mean": torch.tensor(mean)[:, None], "p/known": torch.tensor(classes)}
-
-
 def test_the_means_of_two_groups_are_weighed_class_by_class_and_exact_if_one_has_none():
     third = 1 / 3
     both = combine_class_means(tree([1.0, third, 0.0], [1, 3, 0]), tree([4.0, 0.0, third], [2, 0, 7]), "p/")
     assert both["p/count"].tolist() == [3, 3, 7]
     assert both["p/mean"][0].item() == pytest.approx(3.0)
     assert both["p/mean"][1:].flatten().tolist() == torch.tensor([third, third]).tolist()
-
-
-def test_classes_of_the_round_replace_earlier_ones():
-    first = update_class_means({}, tree([1.0, 0.0, 0.0], [2, 0, 0]), "p/")
-    assert_same_bits(first, known([1.0, 0.0, 0.0], [True, False, False]))
-    second = update_class_means(first, tree([0.0, 5.0, 0.0], [0, 4, 0]), "p/")
-    assert_same_bits(second, known([1.0, 5.0, 0.0], [True, True, False]))
-
-
-def test_without_a_message_no_class_is_known():
-    here = client(torch.arange(3), without_a_class())
-    means, classes = received_means(here, {}, "p/")
-    assert means.shape == (3, 1) and means.dtype == torch.float64 and not classes.any()
-    for sent in (tree([1.0, 0.0, 2.0], [2, 0, 1]), known([1.0, 0.0, 2.0], [True, False, True])):
-        means, classes = received_means(here, sent, "p/")
-        assert means.flatten().tolist() == [1, 0, 2] and classes.tolist() == [True, False, True]
 
 
 def test_unknown_classes_count_as_0_and_samples_without_a_label_not_at_all():

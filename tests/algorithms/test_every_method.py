@@ -1,6 +1,7 @@
 """What holds for every method, whatever it sends and keeps."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 
 from fedmoe_pl.algorithms import FD, FML, EpsilonGreedyIFCA, FedAPEN, FedKD, FedMix, FedMoEDA, FedPAC, FedProto
-from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 
@@ -28,26 +29,33 @@ class Count(FederationCallback):
         self.number += 1
 
 
+def fitted(path, name, ckpt_path=None, **kwargs):
+    trainer = {"accelerator": "cpu", "max_epochs": 2}
+    run = federation(path, METHODS[name].phases(), trainer=trainer, **kwargs)
+    run.fit(METHODS[name].model(), data(), ckpt_path=ckpt_path)
+    return run
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_also_in_workers_and_on_disk(tmp_path, name):
-    method, count = METHODS[name], Count()
-
-    def fitted(folder, ckpt_path=None, **kwargs):
-        trainer = {"accelerator": "cpu", "max_epochs": 2}
-        run = federation(tmp_path / folder, method.phases(), trainer=trainer, **kwargs)
-        run.fit(method.model(), data(), ckpt_path=ckpt_path)
-        return run
-
-    whole = fitted("whole", callbacks=[count], backend=TrainerBackend())
+def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(
+    tmp_path, name
+):
+    count = Count()
+    whole = fitted(tmp_path / "whole", name, callbacks=[count], backend=TrainerBackend())
     arguments = {"backend": TwoInThisProcess()}
     with pytest.raises(KeyboardInterrupt):
-        fitted("killed", callbacks=[Kill("on_client_end", count.number - 1)], **arguments)
-    resumed = fitted("killed", "last", **arguments)
+        fitted(tmp_path / "killed", name, callbacks=[Kill("on_client_end", count.number - 1)], **arguments)
+    resumed = fitted(tmp_path / "killed", name, "last", **arguments)
+    stacked = fitted(tmp_path / "stacked", name, backend=StackedBackend(2), enable_checkpointing=False)
+    close = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9)
     for phase, state in whole.run.states.items():
         again = resumed.run.states[phase]
         assert_same(again.server, state.server)
         assert_same(*({client: dict(tree) for client, tree in each.clients.items()} for each in (again, state)))
         assert again.traffic == state.traffic
+        close(stacked.run.states[phase].server, state.server)
+        for client, tree in state.clients.items():
+            close(dict(stacked.run.states[phase].clients[client]), dict(tree))
 
 
 OWN_COMBINE = [

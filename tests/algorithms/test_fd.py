@@ -5,12 +5,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, TensorData, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
-from helpers.backends import FEW, assert_agree, local_training
+from helpers import TensorData, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.prototypes import SIZES, without_a_class
 
 from fedmoe_pl.algorithms import FD, Local
-from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
+from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import sample_cohort
 
 MEAN, COUNT = "outputs/mean", "outputs/count"
@@ -88,26 +87,3 @@ def test_a_class_that_no_other_client_has_is_skipped_and_a_client_never_learns_f
     for client in (0, 1):
         expected = kept["Local"][client]
         assert_same_bits({name: kept["FD"][client][name] for name in expected}, expected)
-
-
-def of_two_architectures():
-    torch.manual_seed(2)
-    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), optimizer=momentum_sgd).double()
-
-
-class FromGivenOutputs(FD):
-    def server_init(self, module):
-        generator = torch.Generator().manual_seed(0)
-        mean = torch.rand(3, 3, generator=generator, dtype=torch.float64)
-        return {MEAN: mean, COUNT: torch.tensor([2, 0, 1])}
-
-
-@pytest.mark.parametrize("outputs", ["probabilities", "logits"])
-@pytest.mark.parametrize("algorithm", [FD, FromGivenOutputs])
-def test_backends_agree_without_targets_and_with_some(algorithm, outputs):
-    data = without_a_class(FEW, batch_size=10)
-    assert_agree(local_training(mixture(), algorithm(weight=5.0, outputs=outputs), data), 1e-10)
-
-
-def test_backends_agree_on_clients_of_two_architectures():
-    assert_agree(local_training(of_two_architectures(), FromGivenOutputs("local_expert"), without_a_class(FEW)), 1e-10)

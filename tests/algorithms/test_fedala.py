@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, run, tensors
 from helpers.backends import local_training
-from helpers.runs import assert_same
-from helpers.workers import TwoInThisProcess
 from lightning.pytorch import LightningModule
 from torch import Generator
 
-from fedmoe_pl import Federation, Phase, Select
+from fedmoe_pl import Phase, Select
 from fedmoe_pl.algorithms import FedALA
-from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
+from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.backends.local_client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import sample_cohort
@@ -178,26 +176,3 @@ def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):
     (row,) = (row for row in federation.run.rows if row["round"] == state.best_round)
     for metric in ("reweighted_test", "global_test"):
         assert result.spread(metric).mean == row[f"{metric}_mean"]
-
-
-def fitted(path, ckpt_path=None, **kwargs) -> Federation:
-    arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
-    federation = Federation([ala()], **{**arguments, "default_root_dir": str(path), **kwargs})
-    federation.fit(model(), data(), ckpt_path=ckpt_path)
-    return federation
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return fitted(tmp_path_factory.mktemp("whole"))
-
-
-def test_backends_and_workers_agree(whole, tmp_path):
-    assert_same(fitted(tmp_path / "two", backend=TwoInThisProcess(AutoBackend())).results, whole.results)
-    states = [
-        fitted(tmp_path / type(backend).__name__, backend=backend).run.states["FedALA"]
-        for backend in (TrainerBackend(), StackedBackend())
-    ]
-    torch.testing.assert_close(states[1].server, states[0].server, rtol=1e-9, atol=1e-11)
-    for client in range(3):
-        torch.testing.assert_close(states[1].clients[client], states[0].clients[client], rtol=1e-7, atol=1e-9)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_same_bits, blobs, phase, run, tensors
-from helpers.backends import UNEQUAL, assert_agree, local_training
+from helpers.backends import local_training
 from helpers.mixtures_of_learners import RATE, equal_learners, learners, rounds_by_hand
 from torch import nn
 
@@ -105,10 +105,6 @@ def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step
     federation = run([phase("FedEM", FedEM(), rounds=2)], learners(expert=expert), blobs((16, 8)), tmp_path)
     batches = federation.run.states["FedEM"].server["experts.1.1.num_batches_tracked"].item()
     assert batches == 2 * 2 * 16 / 4, "two rounds of two epochs of the larger client"
-
-
-def test_both_backends_agree():
-    assert_agree(local_training(learners(optimizer=momentum), FedEM(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
 def test_a_newcomer_estimates_its_weights_and_leaves_the_learners_as_they_are(tmp_path):

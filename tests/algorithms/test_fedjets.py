@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, run, tensors
-from helpers.backends import UNEQUAL
 from helpers.shared_experts import FOUR, choosy, loss_of_likelihood, rounds_by_hand
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedJETs
 from fedmoe_pl.algorithms.fedjets import most_distant
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly
 
 COMMON = FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"])
@@ -96,15 +94,6 @@ def test_an_anchor_s_loss_makes_the_gate_choose_its_expert_and_pads_do_not_count
     expected = FedJETs().client_loss(module, (x[:4], y[:4]), {**constants, "anchor": 2})
     y[4:] = -100
     torch.testing.assert_close(FedJETs().client_loss(module, (x, y), {**constants, "anchor": 2}), expected)
-
-
-def test_both_backends_agree_with_anchors(tmp_path):
-    servers = []
-    for backend in (TrainerBackend(), StackedBackend()):
-        data, path = blobs(UNEQUAL, batch_size=10), tmp_path / type(backend).__name__
-        federation = run(phases(evaluate=False), choosy(), data, path, backend=backend)
-        servers.append(federation.run.states["FedJETs"].server)
-    torch.testing.assert_close(*servers, rtol=1e-10, atol=1e-10)
 
 
 def test_newcomers_have_the_server_s_model_and_no_anchors(tmp_path):

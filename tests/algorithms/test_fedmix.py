@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import assert_same_bits, blobs, phase, run, tensors
-from helpers.backends import UNEQUAL, assert_agree, local_training
+from helpers.backends import local_training
 from helpers.shared_experts import FOUR, choosy, logits_of_gate, loss_of_likelihood, rounds_by_hand
 from lightning.pytorch import Callback
 
@@ -79,11 +79,6 @@ def test_where_the_gate_s_weights_underflow_the_losses_share_a_sample_out():
     z, y = model.embedding(data.x[samples]), data.y[samples]
     right = torch.stack([model.experts[expert](z).softmax(1)[range(len(y)), y] for expert in (0, 3)], 1)
     torch.testing.assert_close(weights, (right / right.sum(1, keepdim=True)).sum(0).detach())
-
-
-def test_both_backends_agree():
-    data = blobs(UNEQUAL, batch_size=10)
-    assert_agree(local_training(choosy(), FedMix(entropy_weight=0.5), data), 1e-10)
 
 
 def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_each_sample(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, client_generator, mixture, phase, run, tensors
-from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import SIZES, personalized, without_a_class
 from torch import nn
 
@@ -180,14 +179,6 @@ def test_where_no_prototype_is_known_the_target_is_the_client_s_own():
     torch.testing.assert_close(constants["targets"], expected)
     assert constants["known"].tolist() == [True, True, True]
     assert not FedPAC().client_init(client, FedPAC().server_init(module))["known"].any()
-
-
-@pytest.mark.parametrize("algorithm", [FedPAC, FromGivenPrototypes])
-def test_backends_agree_without_prototypes_and_with_some(algorithm):
-    module = model()
-    module.lr_scheduler = slower
-    data = without_a_class(FEW, batch_size=10)
-    assert_agree(local_training(module, algorithm(weight=5.0), data, max_epochs=3), 1e-10)
 
 
 def test_one_client_per_round_keeps_its_own_classifier(tmp_path):

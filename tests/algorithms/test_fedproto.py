@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, client_generator, mixture, momentum_sgd, phase, run, tensors
-from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import OWN_CLASSES, SIZES, without_a_class
 
 from fedmoe_pl import Phase, Train
@@ -140,19 +139,3 @@ def test_a_client_without_a_prototype_of_its_classes_predicts_with_its_module(tm
     for client in range(3):
         expected = fed.client_module("it", client)(x)
         torch.testing.assert_close(fed.run.client_predictor("it", client)(x), expected, rtol=0, atol=0)
-
-
-class FromGivenPrototypes(FedProto):
-    def server_init(self, module):
-        generator = torch.Generator().manual_seed(0)
-        mean = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-        return {MEAN: mean, KNOWN: torch.tensor([True, False, True])}
-
-
-@pytest.mark.parametrize("algorithm", [FedProto, FromGivenPrototypes])
-def test_backends_agree_without_prototypes_and_with_some(algorithm):
-    assert_agree(local_training(mixture(), algorithm(weight=5.0), without_a_class(FEW, batch_size=10)), 1e-10)
-
-
-def test_backends_agree_on_clients_of_two_architectures():
-    assert_agree(local_training(of_two_architectures(), FedProto("local_expert"), without_a_class(FEW)), 1e-10)

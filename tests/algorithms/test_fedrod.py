@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
-from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import SIZES, without_a_class
 
 from fedmoe_pl import Evaluate, Select, Train
@@ -135,9 +134,3 @@ def test_a_model_may_know_more_classes_than_the_data_have(exponent, tmp_path):
     fed = run([phase("it", FedRoD(exponent), rounds=2)], more, without_a_class(), tmp_path)
     moved = fed.client_module("it", 0).global_expert.classifier[1].bias != before
     assert moved.tolist() == [True] * 3 + [exponent == 0] * 2
-
-
-def test_backends_agree():
-    for round in (0, 1):
-        data = without_a_class(FEW, batch_size=10)
-        assert_agree(local_training(mixture(), FedRoD(), data, rounds=2), 1e-10, round=round)

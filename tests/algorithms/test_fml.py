@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, mixture, momentum_sgd, phase, run, tensors
+from helpers import assert_same_bits, blobs, mixture, phase, run, tensors
 from helpers.architectures import SIZES, pair, train_bare
-from helpers.backends import assert_agree, local_training
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FML, FedAvg, Local
@@ -63,13 +62,6 @@ def test_with_alpha_and_beta_1_the_meme_is_fedavg_and_the_private_model_local_to
     assert_same_bits(fml.run.states["it"].server, fedavg.run.states["it"].server)
     for client in range(3):
         assert_same_bits(dict(fml.run.states["it"].clients[client]), dict(local.run.states["it"].clients[client]))
-
-
-@pytest.mark.parametrize("hidden", [(6,), (4, 7)])
-def test_the_backends_agree(hidden):
-    data = blobs((13, 8, 11, 9), dtype=torch.float32)
-    module = pair(torch.float32, hidden, optimizer=momentum_sgd)
-    assert_agree(local_training(module, FML(ALPHA, BETA), data), 1e-4)
 
 
 def test_clients_are_evaluated_with_their_private_models(tmp_path):

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 from helpers import assert_same_bits, blobs, phase, run
-from helpers.backends import UNEQUAL, assert_agree, local_training
 from helpers.mixtures_of_learners import RATE, backbone, equal_learners, learners, rounds_by_hand
 
 from fedmoe_pl.algorithms import FedAvg, FedEM, PFedMM
@@ -47,8 +46,3 @@ def test_with_equal_heads_the_backbone_takes_a_step_of_fedavg_times_m_and_a_head
         same = name if name.startswith("embedding.") else f"experts.0.{name.split('.', 2)[2]}"
         factor = 3 if name.startswith("embedding.") else 1 / 3
         torch.testing.assert_close(tensor - before[name], factor * (server[same] - before[same]), rtol=1e-9, atol=0)
-
-
-def test_both_backends_agree():
-    model = learners(embedding=backbone(), optimizer=momentum)
-    assert_agree(local_training(model, PFedMM(), blobs(UNEQUAL, batch_size=10)), 1e-10)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import blobs, client_generator, run, tensors
-from helpers.backends import assert_agree, local_training, train
+from helpers.backends import local_training, train
 from helpers.pfedmoe import model, narrow
 
 from fedmoe_pl import Client, Evaluate, Phase, Train
@@ -119,23 +119,7 @@ def test_standalone_and_lg_fedavg_are_configurations(tmp_path):
     assert fed.results["Standalone"].model == "local expert"
 
 
-AGREE = {
-    "linear gate": (PFedMoE(), lambda: model()),
-    "gate learning rate": (PFedMoE(), lambda: model(gate_lr=0.5)),
-    "equal weights": (PFedMoE(), lambda: model(ConstantGate(0.5))),
-    "Standalone": (Local(), lambda: model(ConstantGate(0))),
-    "LG-FedAvg": (FedAvg("header.*"), lambda: model(ConstantGate(0))),
-    "given architectures": (PFedMoE(), lambda: model(architectures=[0, 0, 2, 2, 1, 1])),
-}
-
-
 MIXED = (3, 30, 11, 20, 21, 10)  # batches of 10: less than a batch, whole ones, and last ones of a single sample
-
-
-@pytest.mark.parametrize("name", AGREE)
-def test_backends_agree_with_several_architectures(name):
-    algorithm, make = AGREE[name]
-    assert_agree(local_training(make(), algorithm, blobs(MIXED, batch_size=10), max_epochs=2), 1e-10)
 
 
 def test_backends_agree_with_pfedmoes_gate_and_last_batches_of_one_sample():

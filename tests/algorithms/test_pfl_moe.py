@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from helpers import (
     run,
     train_by_hand,
 )
-from helpers.backends import UNEQUAL, assert_agree, local_training, train
+from helpers.backends import UNEQUAL, assert_agree, local_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
@@ -123,15 +122,6 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
         assert_same_bits(actual.local_expert.state_dict(), better.state_dict())
         assert_same_bits(actual.global_expert.state_dict(), tuned.global_expert.state_dict())
     assert set(kept_global) == {True, False}, "the test could not tell the option from its absence"
-
-
-def test_backends_agree_on_the_better_expert():
-    data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.4)
-    large_steps = mixture(ConstantGate(0), optimizer=partial(torch.optim.SGD, lr=4.0))  # with which some get worse
-    training = local_training(large_steps, FineTuning(keep_better=True), data, max_epochs=3)
-    assert_agree(training, 1e-10)
-    kept = train(TrainerBackend(), training)[1]
-    assert {any(name.startswith("local_expert.") for name in tree) for tree in kept.values()} == {True, False}
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE()])  # with experts and gate, with the gate alone

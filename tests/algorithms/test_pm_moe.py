@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, blobs, client_generator, mixture, tensors
-from helpers.backends import FEW, assert_agree, local_training
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -93,13 +92,6 @@ def test_a_gate_of_only_the_own_classifier_is_the_base(tmp_path):
     x = blobs().x
     assert_same_bits({"": run.client_module("PM-MoE", 0)(x)}, {"": run.client_module("FedPer", 0)(x)})
     assert not torch.equal(run.client_module("PM-MoE", 1)(x), run.client_module("FedPer", 1)(x))
-
-
-def test_backends_agree():
-    module = pooled()
-    for classifier in module.pool:
-        classifier[1].reset_parameters()
-    assert_agree(local_training(module, PMMoE(), blobs(FEW)), 1e-10)
 
 
 def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):

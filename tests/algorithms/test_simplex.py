@@ -39,19 +39,6 @@ def test_two_weights_have_a_closed_form(p, q, r):
     assert weights.tolist() == pytest.approx([first, 1 - first], abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_three_weights_are_no_worse_than_any_of_a_fine_grid(seed):
-    matrix = gram(3, 3, seed)
-    steps = torch.arange(201, dtype=torch.float64) / 200
-    a, b = torch.meshgrid(steps, steps, indexing="ij")
-    inside = a + b <= 1
-    grid = torch.stack([a[inside], b[inside], 1 - a[inside] - b[inside]], dim=1)
-    values = torch.einsum("gi,ij,gj->g", grid, matrix, grid)
-    weights = simplex_minimum(matrix)
-    assert value(matrix, weights) <= values.min().item() + 1e-12
-    assert (weights - grid[values.argmin()]).abs().max() < 0.05
-
-
 @pytest.mark.parametrize("size", [1, 4, 7])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_minimum_is_that_of_the_best_support(size, seed):
