@@ -37,9 +37,7 @@ def fitted(path, name, ckpt_path=None, **kwargs):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(
-    tmp_path, name
-):
+def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(tmp_path, name):
     count = Count()
     whole = fitted(tmp_path / "whole", name, callbacks=[count], backend=TrainerBackend())
     arguments = {"backend": TwoInThisProcess()}
