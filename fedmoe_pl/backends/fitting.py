@@ -91,18 +91,12 @@ def _packages_read_once() -> Iterator[None]:
 
 
 def discard(trainer: Trainer) -> None:
-    """Frees what a finished Trainer holds, such as gradients and the state of optimizers.
-
-    Its references form cycles, for which Python looks only when there are a quarter more objects than before.
-    """
+    """Frees what a finished Trainer holds, such as gradients: its references form cycles, which Python frees late."""
     vars(trainer).clear()
 
 
 class _Garbage:
-    """Frees models before they fill the memory, if their own references form cycles or their training failed.
-
-    Python looks for cycles after a number of new objects, whatever their size.
-    """
+    """Frees models in cycles of references before they fill the memory: Python looks for cycles whatever their size."""
 
     def __init__(self) -> None:
         self.bytes = 0

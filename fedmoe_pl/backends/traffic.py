@@ -64,13 +64,7 @@ class Transfer(NamedTuple):
 
 
 def transfers(direction: Direction, client: int, tree: Tree) -> list[Transfer]:
-    """The tensors of a tree, sent once.
-
-    Example:
-        >>> import torch
-        >>> transfers("up", 3, {"w": torch.zeros(2, 4)})
-        [Transfer(direction='up', client=3, tensor='w', shape=(2, 4), dtype='float32', bytes=32)]
-    """
+    """The tensors of a tree, sent once."""
     return [
         Transfer(direction, client, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
         for name, tensor in tree.items()
@@ -78,11 +72,7 @@ def transfers(direction: Direction, client: int, tree: Tree) -> list[Transfer]:
 
 
 class TransferLog:
-    """Collects what is sent in a round, if a callback asks for it.
-
-    Attributes:
-        transfers: every tensor that was sent.
-    """
+    """Collects every tensor that is sent in a round, if a callback asks for it."""
 
     def __init__(self, active: bool) -> None:
         self.active = active

@@ -37,7 +37,10 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
     if reason := problem_of(answer.tensors, weight, initial):
         return Failure(reason)
     update = Update(answer.tensors, weight, AtClient(answer.values["keeps"]))
-    by_algorithm = update if aggregation is None else replace(update, sent=_without_prefix(update.sent))
+    by_algorithm = update
+    if aggregation is not None:
+        own = {name: tensor for name, tensor in update.sent.items() if not name.startswith(PREFIX)}
+        by_algorithm = replace(update, sent=own)
     if problem := training.algorithm.problem_of_update(client, by_algorithm, initial, training.datamodule):
         return Failure(f"its update {problem}")
     return update if aggregation is None else aggregation.of_remote_client(client, update)
@@ -49,11 +52,6 @@ def _weight_of(training: LocalTraining, client: int) -> float:
         return 1
     samples = training.datamodule.train_samples[client]
     return weight_of(training.algorithm, client, samples, training.seed)
-
-
-def _without_prefix(sent: Tree) -> Tree:
-    """What the algorithm sends, without what the aggregation adds."""
-    return {name: tensor for name, tensor in sent.items() if not name.startswith(PREFIX)}
 
 
 def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:

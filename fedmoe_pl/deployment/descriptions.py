@@ -66,18 +66,13 @@ def wait_for(
         if len(present) == num_clients or enough:
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    return _fitting(dict(sorted(descriptions.items())))
-
-
-def _fitting(descriptions: dict[int, Description]) -> dict[int, Description]:
-    """The same; refuses data that differ in what all must have in common."""
-    for client, description in descriptions.items():
+    for client, description in sorted(descriptions.items()):
         if key := _first_difference(descriptions[0], description, _COMMON):
             raise MisconfigurationException(
                 f"client {client}: the {key.replace('_', ' ')} of its samples is {description[key]}, but must be "
                 f"{descriptions[0][key]}, as client 0's."
             )
-    return descriptions
+    return dict(sorted(descriptions.items()))
 
 
 def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:

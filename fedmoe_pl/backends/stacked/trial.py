@@ -37,15 +37,10 @@ class NotStackable(Exception):
 
 @dataclass
 class Trial:
-    """What the trial steps of two clients have shown.
+    """What the trial steps of two clients have shown."""
 
-    Attributes:
-        clients_per_stack: how many clients fit into a quarter of the memory.
-        convolves: whether a step computes a convolution.
-    """
-
-    clients_per_stack: int
-    convolves: bool = False
+    clients_per_stack: int  # as many as fit into a quarter of the memory
+    convolves: bool = False  # whether a step computes a convolution
 
 
 def try_to_stack(training: LocalTraining) -> Trial:
