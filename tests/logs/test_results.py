@@ -48,6 +48,18 @@ def test_csv_keeps_every_digit_and_leaves_nan_empty(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "b.csv"]
 
 
+def test_failed_csv_leaves_the_old_file(tmp_path):
+    write_csv(tmp_path / "a.csv", [{"x": 1}])
+
+    class Unprintable:
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(RuntimeError):
+        write_csv(tmp_path / "a.csv", [{"x": Unprintable()}])
+    assert (tmp_path / "a.csv").read_text() == "x\n1\n"
+
+
 def test_table():
     evaluations = [evaluation(), mixture(round=1, reweighted=(0.91, 0.93, 1.0))]
     expected = """\
