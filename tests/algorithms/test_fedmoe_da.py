@@ -174,17 +174,6 @@ def test_traffic_is_what_it_is_by_hand(tmp_path):
     }
 
 
-def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
-    """Client 0 has both experts of proxy (1, 0), client 1 one: each of the former takes the latter."""
-    algorithm = FedMoEDA("all", interval=1)
-    line = torch.tensor([[1.0, 0.0]])
-    server = algorithm.server_update({}, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
-    server = algorithm.server_update(server, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
-    kept = {0: {"experts.0.w": torch.zeros(1), "experts.1.w": torch.ones(1)}, 1: {"experts.0.w": torch.full((1,), 5.0)}}
-    received = {client: sorted(got) for client, (_, got) in exchanged(algorithm, server, kept, 1).items()}
-    assert received == {0: ["1.experts.0.w"], 1: ["0.experts.0.w", "0.experts.1.w"]}
-
-
 def test_an_exchange_of_what_is_not_declared_is_refused():
     algorithm, line = FedMoEDA("all", interval=1, sync_matrix=True), torch.tensor([[1.0, 0.0]])
     algorithm.exchanged = ()

@@ -109,13 +109,6 @@ def test_prototypes_predict_the_nearest_among_the_client_s_own_classes(tmp_path)
         assert not torch.equal(nearest, prototypes.sub(features[:, None]).square().sum(2).argmin(1))
 
 
-def test_rows_say_whether_heads_or_prototypes_predict(tmp_path):
-    phases = [Phase(way, FedProto(prediction=way), gate=GlobalOnly(), start="initial") for way in ("head", "prototype")]
-    fed = run(phases, mixture(), without_a_class(), tmp_path)
-    assert fed.results["head"].model == "global expert"
-    assert fed.results["prototype"].model == "predictor of FedProto"
-
-
 def test_the_loss_of_a_class_that_a_client_cannot_predict_is_finite(tmp_path):
     """Client 0 has no training sample of class 0."""
     it = phase("it", FedProto(prediction="prototype"), rounds=2, gate=GlobalOnly())

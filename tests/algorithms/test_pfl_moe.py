@@ -20,11 +20,9 @@ from helpers.backends import UNEQUAL, assert_agree, local_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
-from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, FineTuning, KNNPer, LabelPrior, Local, PFLMoE, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.phases.starts import find_starts
@@ -77,26 +75,6 @@ def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
         train_by_hand(module, "gate.", datamodule.batches(gate_samples, 2, generator), adam, max_epochs=4)
         stage_3 = federation.client_module("PFL-MFE", client)
         torch.testing.assert_close(stage_3.state_dict(), module.state_dict(), rtol=1e-9, atol=1e-12)
-
-
-def test_a_local_expert_phase_with_the_constant_gate_0_trains_the_local_expert_alone(tmp_path):
-    datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))
-    phases = [
-        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("PFL-FT", FineTuning(), gate=ConstantGate(0)),
-    ]
-    federation = run(phases, model, datamodule, tmp_path)
-    for client in range(2):
-        module = federation.client_module("FedAvg", client).train()
-        module.local_expert = copy.deepcopy(module.global_expert)
-        batches = datamodule.batches(datamodule.train_samples[client], generator=client_generator(0, client, 1))
-
-        def loss(x, y, expert=module.local_expert):
-            return F.cross_entropy(expert(x), y)
-
-        train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=2, loss=loss)
-        actual = federation.client_module("PFL-FT", client).state_dict()
-        torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
 
 
 def validation_loss(expert, datamodule, client) -> float:
@@ -200,54 +178,6 @@ def test_gate_and_expert_samples_are_disjoint_complete_and_the_same_in_every_rou
     assert gate[0] == gate[1] == gate[2] and expert[0] == expert[1] == expert[2]
     by_turns = [PFLMoE(gate_fraction, interleaved=True).client_samples(c).tolist() for c in at]
     assert by_turns == [expert[0], gate[0], gate[0]]
-
-
-def test_the_split_is_shuffled_and_differs_between_clients_and_seeds():
-    def split(client, seed):
-        return PFLMoE().client_samples(Client(client, 0, seed, LightningModule(), torch.arange(40), {}, None)).tolist()
-
-    assert split(0, 0) != list(range(10))
-    assert len({tuple(split(client, seed)) for client in range(3) for seed in range(3)}) == 9
-
-
-def test_both_phases_train_on_the_two_parts_of_one_split(tmp_path, monkeypatch):
-    datamodule = blobs()
-    trained = []
-    batches = datamodule.batches
-
-    def recorded(samples, *args, augment=False, **kwargs):
-        if augment:  # only batches for training are augmented
-            trained.append(set(samples.tolist()))
-        return batches(samples, *args, augment=augment, **kwargs)
-
-    monkeypatch.setattr(datamodule, "batches", recorded)
-    run(personalization(), mixture(FeatureGate(6)), datamodule, tmp_path, backend=TrainerBackend())
-    own = [set(samples.tolist()) for samples in datamodule.train_samples]
-    federated, expert, gate = trained[:3], trained[3:6], trained[6:]
-    assert federated == own
-    for client in range(3):
-        assert len(gate[client]) == len(own[client]) // 4
-        assert gate[client] == own[client] - expert[client] and expert[client] < own[client]
-
-
-def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_path):
-    datamodule, model = blobs(), mixture(FeatureGate(6))
-
-    def gates(max_epochs):
-        phases = [
-            phase("FedAvg", FedAvg(), train=Train(max_epochs=max_epochs)),
-            phase("Expert", FineTuning(gate_fraction=0.25), train=Train(max_epochs=max_epochs)),
-            phase("Gate", PFLMoE(), train=Train(max_epochs=0)),
-        ]
-        federation = run(phases, model, datamodule, tmp_path)
-        return [federation.client_module("Gate", client).gate.state_dict() for client in range(3)]
-
-    after_training = gates(max_epochs=2)
-    for client, gate in enumerate(gates(max_epochs=0)):
-        assert_same_bits(gate, after_training[client])
-        client_generator(0, client, 2)
-        torch.testing.assert_close(gate, nn.ModuleDict({"linear": nn.Linear(6, 1, dtype=torch.float64)}).state_dict())
-    assert len({gate["linear.weight"][0, 0].item() for gate in after_training}) == 3
 
 
 @pytest.mark.parametrize("given", [FeatureGate(6).double(), LinearGate(5).double()])

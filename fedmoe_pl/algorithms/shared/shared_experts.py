@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,20 +22,6 @@ from fedmoe_pl.trees import Tree, mean_of_two, of_module, problem_of_shapes, sub
 
 _ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)
 _WEIGHT = "experts/weight/"  # prefix of an expert's number: its weight in the mean, float64 ()
-
-
-class MixtureLoss(NamedTuple):
-    """The loss of a batch, and what terms of an algorithm's own may use.
-
-    Attributes:
-        loss: the mean of ``-log sum_k p(k|x) p(y|x, k)`` over the client's experts k.
-        weights: the gate's weights of all experts, shape (B, experts).
-        renormalized: its weights of the client's experts, which add up to 1, shape (B, k).
-    """
-
-    loss: Tensor
-    weights: Tensor
-    renormalized: Tensor
 
 
 class SharedExperts(Algorithm, ABC):
@@ -90,7 +76,7 @@ class SharedExperts(Algorithm, ABC):
     def validation_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The negative log-likelihood of the client's mixture, or of all experts."""
         assert isinstance(module, SparseMoE)
-        return mixture_loss(module, batch, constants.get("experts", [*range(len(module.experts))])).loss
+        return mixture_loss(module, batch, constants.get("experts", [*range(len(module.experts))]))[0]
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends all that is shared but the experts that the client did not train; keeps its next request."""
@@ -132,8 +118,15 @@ class SharedExperts(Algorithm, ABC):
         return of_module(server)
 
 
-def mixture_loss(module: LightningModule, batch: Any, experts: list[int]) -> MixtureLoss:
-    """The loss of a client that has some of the experts; samples with the label -100 do not count."""
+def mixture_loss(module: LightningModule, batch: Any, experts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of ``-log sum_k p(k|x) p(y|x, k)`` over a client's k experts, and what an algorithm's terms may use.
+
+    Samples with the label -100 do not count.
+
+    Returns:
+        The loss, the gate's weights of all experts (B, experts), and those of the client's experts, which add up to 1,
+        (B, k).
+    """
     assert isinstance(module, SparseMoE)
     x, y = batch
     z = module.embedding(x)
@@ -141,7 +134,7 @@ def mixture_loss(module: LightningModule, batch: Any, experts: list[int]) -> Mix
     chosen = weights[:, experts]
     renormalized = chosen / chosen.sum(1, keepdim=True).clamp_min(torch.finfo(chosen.dtype).tiny)
     scores = mix_outputs([module.experts[expert](z) for expert in experts], renormalized, "probabilities")
-    return MixtureLoss(F.nll_loss(scores, y), weights, renormalized)
+    return F.nll_loss(scores, y), weights, renormalized
 
 
 def expert_of(name: str) -> int | None:
