@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
+_BORROWED = "_fedmoe_pl_borrowed"  # of a parameter
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
@@ -30,10 +31,11 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
         {'w': tensor(3.)}
     """
     share = weight_b / (weight_a + weight_b)
-    return {
-        name: torch.lerp(tensor, b[name], share) if tensor.is_floating_point() else torch.maximum(tensor, b[name])
-        for name, tensor in a.items()
-    }
+    return {name: tensor if tensor is b[name] else _mean(tensor, b[name], share) for name, tensor in a.items()}
+
+
+def _mean(a: Tensor, b: Tensor, share: float) -> Tensor:
+    return torch.lerp(a, b, share) if a.is_floating_point() else torch.maximum(a, b)
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
@@ -128,8 +130,11 @@ def names_of_same_tensors(module: nn.Module) -> list[list[str]]:
 
 
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
-    """Copies the tensors of ``tree`` into the parameters and buffers of the same name, which must have their shapes."""
-    state = module.state_dict()
+    """Copies the tensors of ``tree`` into the parameters and buffers of the same name, which must have their shapes.
+
+    A parameter that is borrowed from another module (see :func:`copy_module`) gets memory of its own.
+    """
+    state = module.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in tree.items():
             if name not in state or state[name].shape != tensor.shape:
@@ -139,7 +144,23 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
                 raise MisconfigurationException(
                     f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {reason}."
                 )
-            state[name].copy_(tensor)
+            target = state[name]
+            if same_memory(target, tensor):
+                continue
+            if is_borrowed(target):
+                with torch.inference_mode(False):
+                    target.data = torch.empty_like(target, requires_grad=False)
+                setattr(target, _BORROWED, None)
+            target.copy_(tensor)
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same values in the same memory."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
+        and one.stride() == other.stride()
+    )
 
 
 def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tree:
@@ -149,19 +170,32 @@ def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: 
     """
     different = {}
     for name, tensor in tensors.items():
-        if name in state and torch.equal(state[name], tensor.cpu()):
+        if name in state and same_values(state[name], tensor):
             different[name] = state[name]
-        elif name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
+        elif name not in loaded or not same_values(loaded[name], tensor):
             different[name] = tensor.detach().cpu().clone()
     return different
 
 
-def copy_module(module: Module) -> Module:
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, one of which may be on another device, have the same values."""
+    return same_memory(one, other) or torch.equal(one, other.to(one.device))
+
+
+def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     """A deep copy of a module that shares the functions with which LightningCLI creates optimizers.
 
     A copy of such a function would copy the command line's parser and everything it configured, including the data.
+
+    Args:
+        module: the module.
+        borrowed: names of parameters that the copy is going to read only; they share the module's memory.
     """
     known = dict[int, object]()
+    for name, parameter in module.named_parameters() if borrowed else ():
+        if name in borrowed and type(parameter) is nn.Parameter:
+            known[id(parameter)] = own = nn.Parameter(parameter.data, parameter.requires_grad)
+            setattr(own, _BORROWED, own._version)
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
@@ -170,3 +204,19 @@ def copy_module(module: Module) -> Module:
             elif type(value) is OrderedDict and not value:  # a dozen of hooks in every part; copying them takes long
                 known[id(value)] = OrderedDict()
     return copy.deepcopy(module, known)
+
+
+def is_borrowed(parameter: Tensor) -> bool:
+    """Whether a parameter shares the memory of the module that it was copied from."""
+    return getattr(parameter, _BORROWED, None) is not None
+
+
+def is_written(parameter: Tensor) -> bool:
+    """Whether an operation has written to a borrowed parameter; those on its ``data`` go unnoticed."""
+    return getattr(parameter, _BORROWED) != parameter._version
+
+
+def borrow(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Has a parameter share a tensor's memory."""
+    parameter.data = tensor
+    setattr(parameter, _BORROWED, parameter._version)

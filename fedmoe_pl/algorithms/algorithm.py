@@ -32,6 +32,7 @@ from fedmoe_pl.trees import (
     of_algorithm,
     of_module,
     problem_of_shapes,
+    same_memory,
 )
 
 EvaluationPoint = Literal["local_training", "aggregation"]
@@ -268,8 +269,7 @@ class Algorithm:
         client's number of samples can compute the weight: the server of a deployed federation leaves out updates with
         another one.
         """
-        state = client.module.state_dict()
-        sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
+        sent = copies(client, filter(self.is_shared, client.module.state_dict()))
         return Update(sent, weight_of(self, client.id, client.samples, client.seed), private_tensors(self, client))
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
@@ -362,6 +362,17 @@ def received(algorithm: Algorithm, server: Tree, client_id: int, state: Tree) ->
 def weight_of(algorithm: Algorithm, client_id: int, samples: Tensor, seed: int) -> float:
     """The weight of a client's update, given its training samples."""
     return len(algorithm.opt_out.opted_in(client_id, samples, seed)) if algorithm.weighting == "samples" else 1
+
+
+def copies(client: Client, names: Iterable[str]) -> Tree:
+    """Copies, on the CPU, of tensors of a client's module; those in the memory of what it received are not copied."""
+    state = client.module.state_dict()
+    return {
+        name: client.loaded[name]
+        if name in client.loaded and same_memory(client.loaded[name], state[name])
+        else state[name].detach().cpu().clone()
+        for name in names
+    }
 
 
 def private_tensors(algorithm: Algorithm, client: Client) -> Tree:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, copies, Patterns, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -136,7 +136,7 @@ class FedMoEDA(Algorithm):
         update = super().client_final(client, constants)
         state = client.module.state_dict()
         unchanged = [name for name in state if name.startswith(("gate.", "experts.")) and name not in update.state]
-        update.state.update({name: state[name].detach().cpu().clone() for name in unchanged})
+        update.state.update(copies(client, unchanged))
         if client.round % self.interval == 0:
             rows = [tensor.flatten() for name, tensor in state.items() if name.startswith("gate.proxies.")]
             if self.similarity == "updates":

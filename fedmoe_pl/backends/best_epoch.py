@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
+from fedmoe_pl.trees import is_borrowed, load_tree
 
 
 class BestEpoch(EarlyStopping):
@@ -51,10 +52,11 @@ class BestEpoch(EarlyStopping):
             return
         if self._best_metric is None or self.monitor_op(metric, self._best_metric):
             self._best_metric = metric.detach().clone()
-            self._best = {name: tensor.detach().clone() for name, tensor in pl_module.state_dict().items()}
+            tensors = pl_module.state_dict(keep_vars=True).items()
+            self._best = {name: tensor.detach().clone() for name, tensor in tensors if not is_borrowed(tensor)}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the best epoch."""
         if self._best:
-            pl_module.load_state_dict(self._best)
+            load_tree(pl_module, self._best)
         self._best_metric, self._best = None, {}

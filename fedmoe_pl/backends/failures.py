@@ -101,7 +101,8 @@ def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tenso
     """Refuses values of a client that are not finite, except for infinite ones in ``known``, such as a mask."""
     # a finite sum has only finite terms; what that costs is in benchmarks/idle.py
     total = weight
-    floating = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor.is_floating_point()]
+    new = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor is not known.get(name)]
+    floating = [(name, tensor) for name, tensor in new if tensor.is_floating_point()]
     for _, tensor in floating:
         total += tensor.sum().item()
     if math.isfinite(total):

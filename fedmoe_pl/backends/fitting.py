@@ -61,7 +61,8 @@ def fit(
                 raise
             signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
             raise KeyboardInterrupt from exit
-    _garbage.add(clients * sum(tensor.nbytes for tensor in training.initial.values()))
+    own = [tensor.nbytes for name, tensor in training.initial.items() if name not in training.copies.shared]
+    _garbage.add(clients * sum(own))
     return trainer
 
 

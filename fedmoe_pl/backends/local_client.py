@@ -20,7 +20,7 @@ from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.seeds import derive_seed, seed_all
-from fedmoe_pl.trees import Tree, changed, of_parts, with_prefix
+from fedmoe_pl.trees import Tree, changed, is_borrowed, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
@@ -73,6 +73,7 @@ def end_client(
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
+    sent = training.copies.known(sent)
     new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
     check_finite((sent, new), update.weight, training.initial)
     if client.losses is not None and not client.losses.isfinite():
@@ -83,7 +84,8 @@ def end_client(
 
 def copied_views(tree: Tree, module: LightningModule) -> Tree:
     """The tree, with copies of tensors in the module's storages, because other clients will use the module."""
-    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    tensors = (*module.parameters(), *module.buffers())
+    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors if not is_borrowed(tensor)}
     return {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
         for name, tensor in tree.items()

@@ -24,7 +24,7 @@ from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_e
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
-from fedmoe_pl.trees import Tree, copy_module
+from fedmoe_pl.trees import Tree, is_borrowed
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
 _SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as to train a few hundred
@@ -95,7 +95,7 @@ class TrainerPlan(Plan):
     def _train_client(self, server: Tree, kept: Mapping[int, Tree], round: int, client_id: int) -> Update:
         """One client's part of a round, in a Trainer of its own."""
         training = self.training.of(client_id)
-        module = copy_module(training.module)
+        module = training.copies.copy()
         client, constants, samples = begin_client(training, module, server, client_id, kept, round)
         if not len(samples) or not trainable_names(training, client.module, round):
             return end_client(training, client, constants, {})
@@ -104,6 +104,7 @@ class TrainerPlan(Plan):
         parameters = client.module.named_parameters()
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
         client.module.zero_grad()
+        training.copies.check(client)
         update = end_client(training, client, constants, optimizer)
         discard(trainer)
         return update
@@ -232,6 +233,7 @@ class _Group:
         module.zero_grad()
         if training.device.type != "cpu":
             module.cpu()
+        training.copies.check(client)
         return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
 
 
@@ -240,7 +242,7 @@ class _ReusedModule:
 
     def __init__(self, training: LocalTraining, round: int) -> None:
         self.training = training
-        self.module = copy_module(training.module)
+        self.module = training.copies.copy()
         self.freezing = Freezing(training, self.module, round)
         self.is_trained = bool(trainable_names(training, self.module, round))
         self._tensors = self._of_module()
@@ -254,13 +256,16 @@ class _ReusedModule:
             part.training = mode
         if self.training.device.type != "cpu":
             self._tensors = self._of_module()  # others, since the module was on the device
+        self.training.copies.restore(self.module)
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(self._fresh[name])
         return self.module
 
     def _of_module(self) -> Tree:
-        return {**dict(self.module.named_buffers()), **self.module.state_dict()}
+        """What a client may change."""
+        tensors = {**dict(self.module.named_buffers()), **self.module.state_dict(keep_vars=True)}
+        return {name: tensor.detach() for name, tensor in tensors.items() if not is_borrowed(tensor)}
 
 
 class _ClientAlone(Learner):

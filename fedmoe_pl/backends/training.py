@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.optimizers import learning_rates
+from fedmoe_pl.backends.untrained import Untrained
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -154,6 +155,18 @@ class LocalTraining:
             first.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
         first.pop(frozenset(), None)
         return first
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """Names of the parameters that no client trains; none if there are too many epochs to know."""
+        all_known = epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[1]
+        names = {name for name, _ in self.module.named_parameters()} if all_known else ()
+        return frozenset(names).difference(*self.trainable)
+
+    @cached_property
+    def copies(self) -> Untrained:
+        """Makes the modules of clients, which share what none of them trains."""
+        return Untrained(self)
 
     @cached_property
     def has_batch_norm(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from filelock import FileLock, Timeout
@@ -146,6 +147,7 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[Any, list[tuple[Tensor, Place]]] = defaultdict(list)
+        self._same: dict[int, tuple[ref[Tensor], Place]] = {}  # equal to a known one, by id
         self._read: dict[int, Tree] = {}
 
     def write(self, content: Any, staying: Collection[int]) -> tuple[Any, set[int]]:
@@ -211,12 +213,23 @@ class TensorFiles:
         return self._path(number).stat().st_size > 2 * used + _TOLERATED
 
     def _place(self, tensor: Tensor) -> Place | None:
+        if id(tensor) in self._same:
+            other, place = self._same[id(tensor)]
+            if other() is tensor:
+                return place
         same = (place for other, place in self._known[_alike(tensor)] if same_bits(other, tensor))
-        return next(same, None)
+        place = next(same, None)
+        if place is not None:
+            self._same[id(tensor)] = ref(tensor), place
+        return place
 
     def _forget(self, is_gone: Callable[[Place], bool]) -> None:
         for alike, known in [*self._known.items()]:
             self._known[alike] = [(tensor, place) for tensor, place in known if not is_gone(place)]
+        same = self._same.items()
+        self._same = {
+            key: (tensor, place) for key, (tensor, place) in same if tensor() is not None and not is_gone(place)
+        }
 
 
 def replaced(content: Any, change: Callable[[str, Tensor], Any], key: str = "") -> Any:

@@ -18,7 +18,7 @@ from fedmoe_pl.evaluation.metrics import evaluate
 from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
+from fedmoe_pl.trees import Tree, load_tree, of_module, subtree
 
 
 def evaluate_clients(
@@ -76,7 +76,7 @@ def _evaluate_shared(
     validation = _opted_in_validation(training)
     for group in training.by_architecture(clients):
         group_training = training.of(group[0])
-        module = copy_module(group_training.module).to(training.device).eval()
+        module = group_training.copies.copy().to(training.device).eval()
         for tensors, sharing in _models(group_training, server, kept, group):
             load_tree(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
@@ -139,7 +139,7 @@ class _Evaluator:
         """The same, with the loss of what clients predict."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if architecture not in self.modules:
-            self.modules[architecture] = copy_module(training.module).to(training.device).eval()
+            self.modules[architecture] = training.copies.copy().to(training.device).eval()
         module, data = self.modules[architecture], training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
             states = [self._state(training, module, client) for client in clients]

@@ -84,6 +84,11 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
         module.requires_grad_(False)
 
 
+def share_memory(training: LocalTraining, state: PhaseState) -> None:
+    """Has the server hold no second copy of what no client trains."""
+    state.server = training.copies.known(state.server)
+
+
 def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
     """Whether the loss of a batch depends on a parameter that is not frozen, as far as it can be tried."""
     samples_of = training.datamodule.train_samples

@@ -31,7 +31,7 @@ from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.participation import ClientError, cohort_of
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.rounds.begin import first_clients, freeze_shared
+from fedmoe_pl.rounds.begin import first_clients, freeze_shared, share_memory
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.train import Trained, announce_round, draw_cohort, train_round
@@ -63,6 +63,7 @@ def run_phase(run: Run, phase: Phase) -> None:
             clients = first_clients(training, draw_cohort(run, phase, state), readable(state.clients))
             state.server = phase.algorithm.server_begin(state.server, clients)
         freeze_shared(training, state)
+        share_memory(training, state)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         if phase.evaluation.every_n_epochs is not None and state.server_learns:
             evaluate_epochs(run, phase, plan)

@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.trees import Tree
 
 
 def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
@@ -30,22 +31,26 @@ def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
 class _Pickler(cloudpickle.Pickler):
     """Pickles by value, including lambdas and classes of ``__main__``.
 
-    It leaves out the data module, which the worker has, and the CLI, which LightningCLI's optimizer factories refer to
-    and which holds everything that was configured.
+    It leaves out the data module and the tensors that the other side has. It also leaves out the CLI, which
+    LightningCLI's optimizer factories refer to and which holds everything that was configured.
     """
 
     def __init__(
         self,
         file: io.BytesIO,
         datamodule: FederatedDataModule | None,
+        known: Tree,
         buffer_callback: Callable[[pickle.PickleBuffer], Any] | None,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.datamodule = datamodule
+        self.known = {id(tensor): name for name, tensor in known.items()}
 
-    def persistent_id(self, obj: Any) -> str | None:
+    def persistent_id(self, obj: Any) -> str | tuple[str] | None:
         if obj is self.datamodule and obj is not None:
             return "datamodule"
+        if type(obj) is Tensor and id(obj) in self.known:
+            return (self.known[id(obj)],)
         return "cli" if isinstance(obj, LightningCLI) else None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -73,25 +78,36 @@ def _strided(values: Any, shape: Sequence[int], strides: Sequence[int]) -> Tenso
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, datamodule: FederatedDataModule | None, buffers: Sequence[Any] | None) -> None:
+    def __init__(
+        self, pickled: bytes, datamodule: FederatedDataModule | None, known: Tree, buffers: Sequence[Any] | None
+    ) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
         self.datamodule = datamodule
+        self.known = known
 
-    def persistent_load(self, pid: str) -> Any:
+    def persistent_load(self, pid: str | tuple[str]) -> Any:
+        if isinstance(pid, tuple):
+            return self.known[pid[0]]
         return self.datamodule if pid == "datamodule" else None
 
 
 def dumps(
     obj: Any,
     datamodule: FederatedDataModule | None = None,
+    known: Tree | None = None,
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
 ) -> bytes:
-    """Pickles an object by value."""
+    """Pickles an object by value, but by name those tensors that are known to the other side."""
     file = io.BytesIO()
-    _Pickler(file, datamodule, buffer_callback).dump(obj)
+    _Pickler(file, datamodule, known or {}, buffer_callback).dump(obj)
     return file.getvalue()
 
 
-def loads(pickled: bytes, datamodule: FederatedDataModule | None = None, buffers: Sequence[Any] | None = None) -> Any:
-    """Unpickles an object."""
-    return _Unpickler(pickled, datamodule, buffers).load()
+def loads(
+    pickled: bytes,
+    datamodule: FederatedDataModule | None = None,
+    known: Tree | None = None,
+    buffers: Sequence[Any] | None = None,
+) -> Any:
+    """Unpickles an object; arguments as in :func:`dumps`."""
+    return _Unpickler(pickled, datamodule, known or {}, buffers).load()

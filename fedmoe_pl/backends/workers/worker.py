@@ -59,9 +59,9 @@ class Worker:
             if phase is not None:
                 self._begin_phase(phase)
             if server is not None:
-                self.server = pickle.loads(server)
+                self.server = loads(server, known=self.plan.training.initial)
             job, chunk, kept = pickle.loads(groups)
-            return dumps(job(self.plan, self.server, chunk, kept))
+            return dumps(job(self.plan, self.server, chunk, kept), known=self.plan.training.initial)
         except Exception as error:
             raise portable(error) from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -21,7 +20,7 @@ from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan, g
 from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.pickling import dumps, sendable
+from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import torch_settings
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
@@ -259,7 +258,7 @@ class _HandedOut:
     ) -> None:
         self.backend = backend
         self.plan, self.job, self.kept = plan, job, kept
-        self.server = dumps(server)
+        self.server = dumps(server, known=plan.training.initial)
         self.give_up = give_up
         self.seconds = plan.training.client_timeout if give_up else None
         self.order = [_HandedOutChunk(chunk) for chunk in chunks]  # those whose results have not been yielded
@@ -282,7 +281,7 @@ class _HandedOut:
             self._send_some()
             while self.order and (results := self.order[0].results) is not None:
                 self.order.pop(0)
-                yield from pickle.loads(results)
+                yield from loads(results, known=self.plan.training.initial)
             if self.busy:
                 soonest = min(deadline for _, _, deadline in self.busy.values())
                 patience = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
