@@ -104,7 +104,6 @@ class TrainerPlan(Plan):
         parameters = client.module.named_parameters()
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
         client.module.zero_grad()
-        training.copies.check(client)
         update = end_client(training, client, constants, optimizer)
         discard(trainer)
         return update
@@ -233,7 +232,6 @@ class _Group:
         module.zero_grad()
         if training.device.type != "cpu":
             module.cpu()
-        training.copies.check(client)
         return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
 
 

@@ -1,0 +1,149 @@
+"""What no client trains is in memory once, and nothing else changes."""
+
+import re
+
+import pytest
+import torch
+from helpers import assert_same_bits, blobs, mixture, run
+from helpers.backends import begin
+from helpers.workers import InThisProcess, TwoInThisProcess, training
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+
+from fedmoe_pl import Phase, Train
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local
+from fedmoe_pl.backends import LocalTraining, TrainerBackend
+from fedmoe_pl.models import GlobalOnly, LocalOnly
+from fedmoe_pl.trees import copy_module, is_borrowed, load_tree
+
+SIZES = (13, 8, 11, 9)
+
+
+class OnBase(LightningModule):
+    """A frozen base with a trained head; ``change`` is called in each of its training steps."""
+
+    change = staticmethod(lambda module, steps: None)
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(5, 300).requires_grad_(False)
+        self.head = nn.Linear(300, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.base(x))
+
+    def training_step(self, batch, batch_idx):
+        type(self).steps += 1
+        self.change(self, self.steps)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class Memory(Callback):
+    """Where each client's tensors are."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def on_train_end(self, trainer, pl_module):
+        parameters = dict(getattr(pl_module, "module", pl_module).named_parameters())
+        self.found.append({name: parameter.data_ptr() for name, parameter in parameters.items()})
+
+
+def fitted(path, module, **kwargs):
+    return run([Phase("FedAvg", FedAvg(), rounds=2, **kwargs)], module, blobs(SIZES), path, backend=TrainerBackend())
+
+
+def test_clients_share_a_frozen_base_after_the_first_one(tmp_path):
+    found = []
+    federation = fitted(tmp_path, OnBase(), train=Train(callbacks=[Memory(found)]))
+    assert len(found) == 8
+    first, *others = (of_client["base.weight"] for of_client in found)
+    assert len({*others}) == 1 and first not in others
+    state = federation.run.states["FedAvg"]
+    assert {state.server["base.weight"].data_ptr(), state.initial["base.weight"].data_ptr()} == {*others}
+    assert state.server["head.weight"].data_ptr() != state.initial["head.weight"].data_ptr()
+
+
+def test_what_a_phase_does_not_train_is_shared_too_and_still_has_each_client_s_values(tmp_path):
+    """What a client loads does not reach the next one."""
+    phases = [
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly()),
+        Phase("tuned", FineTuning(), gate=LocalOnly()),
+        Phase("again", Local("local_expert.classifier.*"), gate=LocalOnly(), start="tuned"),
+    ]
+    federation = run(phases, mixture(), blobs(SIZES), tmp_path, backend=TrainerBackend())
+    for client in range(4):
+        before, after = (federation.client_module(name, client).state_dict() for name in ("tuned", "again"))
+        assert not torch.equal(after["local_expert.classifier.1.bias"], before["local_expert.classifier.1.bias"])
+        assert_same_bits(*({name: t for name, t in each.items() if "extractor" in name} for each in (before, after)))
+
+
+def follow(module, steps):
+    """A teacher's moving average, in a way that PyTorch does not notice."""
+    module.base.weight.data.mul_(0.9).add_(module.head.weight.mean(), alpha=0.1)
+
+
+def test_a_frozen_parameter_that_the_module_changes_itself_is_each_client_s_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(OnBase, "change", staticmethod(follow))
+    shared = fitted(tmp_path / "shared", OnBase()).run.states["FedAvg"].server
+    monkeypatch.setattr(LocalTraining, "untrained", frozenset())
+    alone = fitted(tmp_path / "alone", OnBase()).run.states["FedAvg"].server
+    assert_same_bits(shared, alone)
+    assert not torch.equal(shared["base.weight"], OnBase().base.weight)
+
+
+@pytest.mark.parametrize("in_data", [False, True])
+def test_a_change_that_begins_later_is_refused(in_data, tmp_path, monkeypatch):
+    def late(module, steps):
+        if steps > 10:  # the first client has 8
+            with torch.no_grad():
+                (module.base.bias.data if in_data else module.base.bias).add_(1)
+
+    monkeypatch.setattr(OnBase, "change", staticmethod(late))
+    monkeypatch.setattr(OnBase, "steps", 0)
+    with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.bias' was changed")):
+        fitted(tmp_path, OnBase())
+
+
+def test_loading_gives_a_borrowed_parameter_memory_of_its_own():
+    lender = nn.Linear(3, 2)
+    borrower, before = copy_module(lender, {"weight"}), lender.weight.detach().clone()
+    assert is_borrowed(borrower.weight) and borrower.weight.data_ptr() == lender.weight.data_ptr()
+    assert not is_borrowed(borrower.bias) and borrower.bias.data_ptr() != lender.bias.data_ptr()
+    load_tree(borrower, {"weight": before})
+    load_tree(borrower, {"weight": before + 1})
+    assert torch.equal(lender.weight, before) and torch.equal(borrower.weight, before + 1)
+
+
+class Measured(InThisProcess):
+    """Says how many bytes a worker was sent with the server's state, and how many it answered."""
+
+    def submit(self, phase, server, groups):
+        future = super().submit(phase, server, groups)
+        self.log.append((len(server or b""), len(future.result())))
+        return future
+
+
+def test_workers_have_a_frozen_base_from_the_phase_and_neither_the_server_nor_they_send_it_again():
+    backend = TwoInThisProcess()
+    backend.worker = Measured
+    plan = begin(backend, training(OnBase(), blobs(SIZES)))
+    server = plan.training.copies.known(plan.training.algorithm.server_init(plan.training.module))
+    groups = list(plan.train(server, [0, 1, 2, 3], {}, 0))
+    sizes = [entry for entry in backend.log if len(entry) == 2]
+    trained, base = (
+        sum(tensor.nbytes for name, tensor in server.items() if name[:4] == part) for part in ("head", "base")
+    )
+    assert len(sizes) == 4 and all(max(size) < trained + base / 2 for size in sizes), (sizes, trained, base)
+    alone = list(begin(TrainerBackend(), training(OnBase(), blobs(SIZES))).train(server, [0, 1, 2, 3], {}, 0))
+    assert_same_bits(*({i: group.update.sent for i, group in enumerate(each)} for each in (groups, alone)))
