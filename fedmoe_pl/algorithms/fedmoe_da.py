@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, copies, Patterns, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
