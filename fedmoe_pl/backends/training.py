@@ -166,7 +166,7 @@ class LocalTraining:
     @cached_property
     def copies(self) -> Untrained:
         """Makes the modules of clients, which share what none of them trains."""
-        return Untrained(self)
+        return Untrained(self.module, self.initial, self.untrained if self.device.type == "cpu" else ())
 
     @cached_property
     def has_batch_norm(self) -> bool:

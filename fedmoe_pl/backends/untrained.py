@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_written, same_memory, same_values
-
-if TYPE_CHECKING:
-    from fedmoe_pl.backends.training import LocalTraining
 
 _SAMPLE = 16  # values of a parameter that are compared after every client
 
@@ -24,12 +21,16 @@ class Untrained:
     The first client of a process has all parameters to itself, which shows whether the module's own code changes some
     of them all the same, as that of a teacher that follows its student; clients never share these. On other devices
     than the CPU they share nothing, because a copy is moved there.
+
+    Args:
+        module: the phase's module.
+        initial: its tensors.
+        names: the parameters that no client trains.
     """
 
-    def __init__(self, training: LocalTraining) -> None:
-        self.module, self.initial = training.module, training.initial
-        names = training.untrained if training.device.type == "cpu" else ()
-        self.shared = {name: tensor for name, tensor in training.module.named_parameters() if name in names}
+    def __init__(self, module: LightningModule, initial: Tree, names: Collection[str]) -> None:
+        self.module, self.initial = module, initial
+        self.shared = {name: parameter for name, parameter in module.named_parameters() if name in names}
         for name, parameter in self.shared.items():
             initial = self.initial[name]
             if initial.stride() == parameter.stride() and same_values(initial, parameter):
