@@ -32,9 +32,9 @@ class Untrained:
         self.module, self.initial = module, initial
         self.shared = {name: parameter for name, parameter in module.named_parameters() if name in names}
         for name, parameter in self.shared.items():
-            initial = self.initial[name]
-            if initial.stride() == parameter.stride() and same_values(initial, parameter):
-                parameter.data = initial
+            tensor = initial[name]
+            if tensor.stride() == parameter.stride() and same_values(tensor, parameter):
+                parameter.data = tensor
         self.is_tried = not self.shared
         self._sums: dict[str, int] = {}
         self._samples: dict[str, Tensor] = {}
