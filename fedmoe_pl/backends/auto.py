@@ -19,6 +19,8 @@ class AutoBackend(Backend):
         """Chooses after a trial step of two stacked clients."""
         on_cpu = training.device.type == "cpu"
         try:
+            if on_cpu and training.convolves:
+                raise NotStackable("convolutions gain nothing from stacking on a CPU")
             trial = try_to_stack(training)
             if on_cpu and trial.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")

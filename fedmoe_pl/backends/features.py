@@ -56,7 +56,7 @@ class FeatureCache:
         """The features of a client that begins its local training; None if there are none to look up."""
         pays = training.max_epochs * training.rounds > 1
         datamodule, device = training.datamodule, training.device
-        if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_modules:
+        if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_in_use:
             return None  # what is read one by one may be changed at random
         tracing = _Tracing(training, client.module.to(device), client.round, on_device(constants, device))
         try:
@@ -163,7 +163,7 @@ class _Tracing:
                     calls.append(name)
 
         with ExitStack() as hooks:
-            for name in self.training.frozen_modules:
+            for name in self.training.frozen_in_use:
                 part = self.module.get_submodule(name)
                 hooks.enter_context(part.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(part.register_forward_hook(partial(after, name)))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable
+from torch.nn.modules.conv import _ConvNd
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import Aggregation
@@ -190,6 +191,26 @@ class LocalTraining:
         }
         parts = {name: {*map(id, part.parameters())} for name, part in self.module.named_modules() if name}
         return frozenset(name for name, parameters in parts.items() if parameters and not parameters & changing)
+
+    @cached_property
+    def idle(self) -> tuple[str, ...]:
+        """Prefixes of the names in experts that no loss computes, because a fixed gate leaves them out."""
+        if overrides(self.algorithm, "client_loss") or not isinstance(self.module, MixtureOfExperts):
+            return ()
+        return tuple(f"{part}." for part in self.module.idle_parts)
+
+    @cached_property
+    def frozen_in_use(self) -> frozenset[str]:
+        """Those of ``frozen_modules`` that a loss may compute."""
+        return frozenset(name for name in self.frozen_modules if not f"{name}.".startswith(self.idle))
+
+    @cached_property
+    def convolves(self) -> bool:
+        """Whether a convolution is trained, so that every step computes it."""
+        trained = frozenset().union(*self.trainable)
+        layers = [f"{name}." for name, part in self.module.named_modules() if isinstance(part, _ConvNd)]
+        names = [name for name in trained if not name.startswith(self.idle)]
+        return any(name.startswith(layer) for name in names for layer in layers)
 
     def is_frozen(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to one of ``frozen_modules``."""

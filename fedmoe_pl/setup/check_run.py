@@ -312,7 +312,7 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
         return trained | (shared & {*names})
     if overrides(algorithm, "client_loss"):
         return trained
-    idle = tuple(f"{part}." for part in _parts(module) if part not in _weighed(module))
+    idle = tuple(f"{part}." for part in getattr(module, "idle_parts", ()))
     return {name for name in trained if not name.startswith(idle)}
 
 
@@ -364,8 +364,7 @@ def _parts(module: LightningModule) -> Sequence[str]:
 
 def _weighed(module: LightningModule) -> list[str]:
     """Those of them to which the gate gives a weight."""
-    parts, gate = _parts(module), getattr(module, "gate", None)
-    return [part for index, part in enumerate(parts) if not isinstance(gate, FixedGate) or index in gate.active]
+    return [part for part in _parts(module) if part not in getattr(module, "idle_parts", ())]
 
 
 _PROCESSES_PER_CORE = 8

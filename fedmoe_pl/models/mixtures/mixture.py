@@ -169,6 +169,12 @@ class MixtureOfExperts(LightningModule, ABC):
         """Names of the modules that the gate weighs, in its order; none if a subclass does not say."""
         return ()
 
+    @property
+    def idle_parts(self) -> list[str]:
+        """Those of ``weighed_parts`` that the gate leaves out, because it is fixed and gives them no weight."""
+        parts, gate = self.weighed_parts, self.gate
+        return [part for index, part in enumerate(parts) if isinstance(gate, FixedGate) and index not in gate.active]
+
     def client_architecture(self, client_id: int) -> int:
         """The number of the client's architecture; 0 if all clients have the same one."""
         return 0
