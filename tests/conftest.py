@@ -11,15 +11,21 @@ import numpy as np
 import pytest
 import torch
 
+PRETENDS_GPU = "PRETENDED_GPU" in os.environ  # see test_gpu.py
+
 
 def pytest_configure(config):
     torch.set_num_threads(1)  # the machine's number of cores must not change a sum
     if config.option.markexpr != "gpu":  # other tests choose no device, and are about the CPU
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if PRETENDS_GPU:
+        from helpers import pretended
+
+        pretended.register()
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
+    if not (torch.cuda.is_available() or PRETENDS_GPU):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and `pytest -m gpu`"))

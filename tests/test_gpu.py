@@ -1,13 +1,23 @@
-"""Runs on a GPU give what runs on a CPU give; ``pytest -m gpu`` needs a GPU."""
+"""Runs on a GPU give what runs on a CPU give.
 
+``pytest -m gpu`` needs a GPU. With PRETENDED_GPU set, most of these tests run on a device that the process pretends to
+have, see ``helpers.pretended``; so they show, without a GPU, that no tensor is on the wrong device.
+"""
+
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from helpers import Expert, TensorData, blobs, mixture, phase, sparse_mixture
+from helpers import pretended as device_of_tests
 from helpers.backends import FEW, TwoGroups, WithBatchNorm, local_training
 from helpers.clusters import all_phases, clustered
+from helpers.configurations import REPOSITORY
 from helpers.pfedmoe import model as three_architectures
 from helpers.runs import Kill
 from lightning.pytorch import Trainer
@@ -24,14 +34,29 @@ from fedmoe_pl.algorithms import (
     Scaffold,
     SpecialistMixture,
 )
-from fedmoe_pl.backends import PoolBackend, StackedBackend, TrainerBackend, on_device
+from fedmoe_pl.backends import PoolBackend, StackedBackend, TrainerBackend, data_on, on_device
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import BiLSTM, FeatureGate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE
+from fedmoe_pl.setup import start
 
+PRETENDED = "PRETENDED_GPU" in os.environ
 BACKENDS = [TrainerBackend(), StackedBackend()]
-CUDA = torch.device("cuda", 0)
+only_cuda = pytest.mark.skipif(PRETENDED, reason="shows what only CUDA has")
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return device_of_tests.Accelerator() if PRETENDED else "gpu"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    if not PRETENDED:
+        return torch.device("cuda", 0)
+    monkeypatch.setattr(start, "data_on", device_of_tests.placed)
+    return torch.device(device_of_tests.NAME, 0)
 
 
 def made(path, phases, accelerator, backend="auto", trainer=None, **kwargs) -> Federation:
@@ -147,54 +172,55 @@ def assert_agree(federation, expected):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
 @pytest.mark.parametrize("name", CASES)
-def test_both_backends_give_what_a_cpu_gives(tmp_path, name, backend):
+def test_both_backends_give_what_a_cpu_gives(tmp_path, accelerator, device, name, backend):
     if name == "clusters" and isinstance(backend, StackedBackend):
         backend = "auto"  # the ensemble trains nothing
     expected = finished(tmp_path / "cpu", name, "cpu", TrainerBackend())
-    federation = finished(tmp_path / "gpu", name, "gpu", backend)
-    assert federation.run.devices == [CUDA]
-    assert federation.run.training_data.x.device == CUDA
+    federation = finished(tmp_path / "gpu", name, accelerator, backend)
+    assert federation.run.devices == [device]
+    assert federation.run.training_data.x.device == device
     assert_agree(federation, expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ALONE)
-def test_clients_that_cannot_be_stacked_give_what_they_give_on_a_cpu(tmp_path, name):
+@pytest.mark.parametrize("name", ["interleaved", pytest.param("LSTM", marks=only_cuda)])
+def test_clients_that_cannot_be_stacked_give_what_they_give_on_a_cpu(tmp_path, accelerator, device, name):
     expected = finished(tmp_path / "cpu", name, "cpu", TrainerBackend())
-    assert_agree(finished(tmp_path / "gpu", name, "gpu", "auto"), expected)
+    assert_agree(finished(tmp_path / "gpu", name, accelerator, "auto"), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
-def test_clipping_and_a_trainer_per_client_give_what_they_give_on_a_cpu(tmp_path, backend):
+def test_clipping_and_a_trainer_per_client_give_what_they_give_on_a_cpu(tmp_path, accelerator, device, backend):
     clipped = {"gradient_clip_val": 0.1}
     expected = finished(tmp_path / "cpu", "FedAvg", "cpu", TrainerBackend(), trainer=clipped)
-    assert_agree(finished(tmp_path / "gpu", "FedAvg", "gpu", backend, trainer=clipped), expected)
+    assert_agree(finished(tmp_path / "gpu", "FedAvg", accelerator, backend, trainer=clipped), expected)
     if isinstance(backend, TrainerBackend):
         every_batch = clipped | {"detect_anomaly": True}
-        assert_agree(finished(tmp_path / "all", "FedAvg", "gpu", backend, trainer=every_batch), expected)
+        assert_agree(finished(tmp_path / "all", "FedAvg", accelerator, backend, trainer=every_batch), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
-def test_data_that_do_not_fit_stay_on_the_cpu(tmp_path, monkeypatch, backend):
+def test_data_that_do_not_fit_stay_on_the_cpu(tmp_path, accelerator, device, monkeypatch, backend):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
+    monkeypatch.setattr(start, "data_on", data_on)
     expected = finished(tmp_path / "cpu", "PFL-MoE", "cpu", TrainerBackend())
-    federation = finished(tmp_path / "gpu", "PFL-MoE", "gpu", backend)
+    federation = finished(tmp_path / "gpu", "PFL-MoE", accelerator, backend)
     assert federation.run.training_data.x.device.type == "cpu"
     assert_agree(federation, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("first_on_gpu", [True, False])
-def test_a_run_goes_on_on_the_other_device(tmp_path, first_on_gpu):
+def test_a_run_goes_on_on_the_other_device(tmp_path, accelerator, device, first_on_gpu):
     def phases():
         return [phase("last", FedAvg("global_expert.*"), rounds=4, gate=GlobalOnly(), evaluate=True)]
 
     def model():
         return mixture()
 
-    first, second = ("gpu", "cpu") if first_on_gpu else ("cpu", "gpu")
+    first, second = (accelerator, "cpu") if first_on_gpu else ("cpu", accelerator)
     whole = made(tmp_path / "whole", phases(), "cpu")
     whole.fit(model(), points())
     with pytest.raises(KeyboardInterrupt):
@@ -205,19 +231,20 @@ def test_a_run_goes_on_on_the_other_device(tmp_path, first_on_gpu):
 
 
 @pytest.mark.gpu
-def test_features_are_on_the_device_and_the_module_is_back_on_the_cpu():
+def test_features_are_on_the_device_and_the_module_is_back_on_the_cpu(device):
     training = local_training(mixture(FeatureGate(6)), PFLMoE(), points(), max_epochs=2)
     training.datamodule.setup()
-    training = replace(training, device=CUDA)
+    training = replace(training, device=device)
     module = training.module
     client, constants, samples = begin_client(training, module, {}, 1, {}, 0)
-    features = FeatureCache().find(training, client, on_device(constants, CUDA), samples)
+    features = FeatureCache().find(training, client, on_device(constants, device), samples)
     assert features is not None and features.parts.names
-    assert {rows.device for rows in features.rows.values()} == {CUDA}
+    assert {rows.device for rows in features.rows.values()} == {device}
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
 
 
 @pytest.mark.gpu
+@only_cuda
 @pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
 def test_bfloat16_trains_what_single_precision_trains_to_rounding(tmp_path, backend):
     """To 8 bits: a fifth of the largest change of a weight finds a wrong client, batch order or learning rate."""
@@ -234,10 +261,23 @@ def test_bfloat16_trains_what_single_precision_trains_to_rounding(tmp_path, back
 
 
 @pytest.mark.gpu
+@only_cuda
 def test_worker_processes_on_one_gpu_give_what_one_process_gives(tmp_path):
+    cuda = torch.device("cuda", 0)
     expected = finished(tmp_path / "one", "FedAvg", "gpu", TrainerBackend())
-    workers = PoolBackend(TrainerBackend(), [CUDA, CUDA])
-    assert_agree(finished(tmp_path / "two", "FedAvg", "gpu", workers), expected)
+    workers = PoolBackend(TrainerBackend(), [cuda, cuda])
+    phases, model, data = CASES["FedAvg"]
+    federation = Federation(
+        phases(),
+        {"max_epochs": 2, "accelerator": "gpu"},
+        backend=workers,
+        default_root_dir=str(tmp_path / "two"),
+        logger=False,
+        enable_progress_bar=False,
+        seed=2,
+    )
+    federation.fit(model(), data())
+    assert_agree(federation, expected)
 
 
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_warns_of_nothing(tmp_path, monkeypatch):
@@ -245,3 +285,15 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_warns_of_nothing(tmp_path, mon
     with pytest.warns(UserWarning, match="GPU available but not used"):
         Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     finished(tmp_path, "FedAvg", "cpu", TrainerBackend())  # here, warnings are errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not device_of_tests.can_register(), reason="this release of PyTorch has no devices in Python")
+def test_on_a_device_that_is_pretended_no_tensor_is_on_the_wrong_one():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    environment = {**os.environ, "PRETENDED_GPU": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    summary = done.stdout.splitlines()[-1]
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) (\w+)", summary)}
+    assert counts["passed"] >= 2 * len(CASES) and not counts.keys() & {"failed", "error", "errors"}, summary
