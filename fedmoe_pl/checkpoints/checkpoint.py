@@ -244,11 +244,12 @@ def _load_lightning(path: Path) -> dict[str, Any]:
 def _load_finished(path: Path, name: str, writer: CheckpointWriter) -> dict[str, Any]:
     finished = finished_path(path, name)
     try:
-        content = json.loads(read_sealed(finished), object_hook=writer.tensors.read)
-        if content["phase"] != name:
-            raise needed(finished)
+        data = read_sealed(finished)
     except DamagedFileError as error:
         raise needed(finished) from error
+    content = json.loads(data, object_hook=writer.tensors.read)
+    if content["phase"] != name:
+        raise needed(finished)
     return content["state"]
 
 

@@ -7,24 +7,30 @@ import os
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of
-from safetensors.torch import save as bytes_of
 from torch import Tensor
 
 from fedmoe_pl.trees import Tree
 
 _SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')
 _BLANK = {"crc32": "00000000"}
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"},
+}  # as safetensors names them
 
 
 class DamagedFileError(Exception):
@@ -93,12 +99,22 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
-    """Writes :func:`plain` tensors as safetensors; the metadata has a checksum of the file, and says whose they are.
+    """Writes tensors as safetensors; the metadata has a checksum of the file, and says whose they are.
 
-    A checksum notices accidents, such as a flipped bit; whoever can change the file can also write another checksum.
+    They are written from where they are: the library's own functions hold two copies of all of them meanwhile. A
+    checksum notices accidents, such as a flipped bit; whoever can change the file can also write another checksum.
     """
     whose = {name: str(value) for name, value in owner.items()}
-    _write(path, bytes_of(tensors, {**_BLANK, **whose}))
+    header, offset = dict[str, Any]({"__metadata__": {**_BLANK, **whose}}), 0
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each is aligned in the file
+    for name, tensor in ordered:
+        if tensor.dtype not in _DTYPES:
+            raise MisconfigurationException(f"'{path}' cannot be written: no file has {tensor.dtype}, as '{name}' is.")
+        places = [offset, offset := offset + tensor.nbytes]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": places}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    _write(path, len(text).to_bytes(8, "little") + text, (_bits(tensor).numpy() for _, tensor in ordered))
 
 
 def read_tensors(path: Path, **owner: object) -> Tree:
@@ -118,12 +134,18 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _write(path: Path, data: bytes) -> None:
-    seal = _SEAL.search(data)
+def _write(path: Path, head: bytes, arrays: Iterable[np.ndarray] = ()) -> None:
+    """Writes bytes and arrays, and the checksum of all of them where the first has zeros in its place."""
+    seal = _SEAL.search(head)
     assert seal is not None, "the first key of both formats"
+    checksum = zlib.crc32(head)
     with path.open("wb") as file:
-        for part in (data[: seal.start(1)], b"%08x" % zlib.crc32(data), memoryview(data)[seal.end(1) :]):
-            file.write(part)
+        file.write(head)
+        for array in arrays:
+            checksum = zlib.crc32(array.data, checksum)
+            file.write(array.data)
+        file.seek(seal.start(1))
+        file.write(b"%08x" % checksum)
 
 
 _COMPARED = 16  # elements that tell most tensors apart
@@ -170,7 +192,7 @@ class TensorFiles:
                 continue
             place = self._place(tensor)
             if place is None:
-                place, new[key] = Place(number, key), plain(tensor)
+                place, new[key] = Place(number, key), tensor
                 self._known[_alike(tensor)].append((tensor, place))
             places[key] = place
         if new:

@@ -102,6 +102,20 @@ def test_every_flipped_bit_is_noticed(copy, name):
         assert f"'{path}'" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_the_damaged_one_of_several_files_of_tensors_is_named(copy):
+    named = 0
+    for path in (copy / TENSORS).glob("*.safetensors"):  # also those that the checkpoint before the last one needs
+        content = path.read_bytes()
+        path.write_bytes(flipped(content, 4 * len(content)))
+        try:
+            load_checkpoint(copy / CHECKPOINT)
+        except MisconfigurationException as error:
+            named += 1
+            assert f"'{path}'" in str(error)
+        path.write_bytes(content)
+    assert named > 1
+
+
 def test_every_flipped_bit_of_a_small_file_is_noticed(tmp_path):
     write_tensors(tmp_path / "a", {"x": torch.arange(3.0), '"crc32":"00000000"': torch.tensor(1)})
     content = (tmp_path / "a").read_bytes()
@@ -191,7 +205,7 @@ def test_what_a_client_keeps_is_not_taken_from_another_file(copy, kind):
     if kind == "client":
         shutil.copy(other, mine)
     else:
-        write_tensors(mine, load_file(mine), **{**owner, kind: "7" if kind == "round" else "Local"})
+        write_tensors(mine, read_tensors(mine), **{**owner, kind: "7" if kind == "round" else "Local"})
     sentence = refusal(copy, may_write=True)
     assert sentence.startswith(f"Federation: '{mine}', which holds what client {client} keeps, is missing, damaged or")
 

@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 import torch
 from helpers.runs import assert_same
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
-from fedmoe_pl.checkpoints.files import TensorFiles
+from fedmoe_pl.checkpoints.files import _DTYPES, TensorFiles, same_bits, write_tensors
 
 
 def read(folder, content):
@@ -44,3 +46,21 @@ def test_files_of_which_little_is_used_are_left_unless_they_stay(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["2.safetensors"]
     assert_same(read(tmp_path, written), {"0": large["0"]})
     assert files.write({"1": large["1"]}, [])[1] == {3}
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_a_type_without_a_name_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"no file has torch.complex128, as 'z' is\.$"):
+        write_tensors(tmp_path / "1", {"z": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_the_library_reads_every_type_that_is_written(dtype, tmp_path):
+    tensors = {
+        "a": torch.tensor([[1, 0, 2]]).to(dtype),
+        "flag": torch.tensor(True),
+        "none": torch.zeros(0, 3, dtype=dtype),
+    }
+    write_tensors(tmp_path / "of a view", {**tensors, "view": tensors["a"].expand(2, 3).T}, owner="it")
+    found = load_file(tmp_path / "of a view")
+    assert {name: same_bits(tensor, found[name]) for name, tensor in tensors.items()} == dict.fromkeys(tensors, True)
+    assert found["view"].shape == (3, 2) and same_bits(found["view"], tensors["a"].expand(2, 3).T)
