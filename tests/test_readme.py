@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from helpers.configurations import QUICKSTART, REPOSITORY, shortened
 from helpers.reports import leave_pictures_blank
 
 import fedmoe_pl
-from fedmoe_pl import backends, models
+from fedmoe_pl import Evaluate, Phase, Select, Train, backends, models
 from fedmoe_pl.backends import Backend
 from fedmoe_pl.cli import main
 from fedmoe_pl.data import Digits
@@ -93,6 +93,26 @@ def test_the_algorithm_runs_from_yaml_by_its_import_path(tmp_path, monkeypatch, 
     (tmp_path / "half.yaml").write_text(yaml.safe_dump(shortened(config, tmp_path)))
     main(["fit", "--config", str(tmp_path / "half.yaml")])
     assert "half: global expert, after aggregation, last round (round 1)" in capsys.readouterr().out
+
+
+def test_phases_on_the_pages_have_only_arguments_that_there_are():
+    known = {kind: {field.name for field in fields(kind)} for kind in (Phase, Train, Select, Evaluate)}
+    kinds = {"train": Train, "select": Select, "evaluate": Evaluate}
+    texts = [path.read_text() for path in (REPOSITORY / "docs").rglob("*.md")]
+    phases = [phase for text in texts for block in blocks("yaml", text) for phase in phases_in(yaml.safe_load(block))]
+    assert len(phases) > 10
+    for phase in phases:
+        inner = [(kinds[name], each) for name, each in phase.items() if name in kinds and isinstance(each, dict)]
+        unknown = {name for kind, each in [(Phase, phase), *inner] for name in {*each} - known[kind]}
+        assert not unknown, phase["name"]
+
+
+def phases_in(node) -> list[dict]:
+    """What has an algorithm in a part of a configuration."""
+    if not isinstance(node, dict | list):
+        return []
+    inner = node.values() if isinstance(node, dict) else node
+    return [each for value in inner for each in phases_in(value)] + [node] * ("algorithm" in node)
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)

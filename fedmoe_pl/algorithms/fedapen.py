@@ -10,7 +10,7 @@ adaptability set       the last 5 % of a client's training samples     5 % of th
 its batches            shuffled in every epoch                         always in the same order
 w                      is learned by all clients in every round        is learned when a client next trains, and when
                                                                        it is evaluated, which keeps nothing
-learning rate          0.01 * 0.99^t in round t                        ``round_lr_scheduler`` of the phase
+learning rate          0.01 * 0.99^t in round t                        the phase's ``train.round_lr_scheduler``
 =====================  ==============================================  =============================================
 """
 

@@ -47,7 +47,7 @@ class FedRoD(Algorithm):
 
     A client's local expert has the global expert's extractor. Therefore a gate with ``EqualWeights`` predicts the class
     with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``. The mixture has half the
-    sum as its logits, and the loss of these is the ``validation_loss`` by which a ``monitor`` may select a round.
+    sum as its logits, and the loss of these is the ``validation_loss`` by which ``select`` may choose a round.
 
     Args:
         prior_exponent: exponent of the class counts n_c, at least 0, which trains the global expert as FedAvg does.

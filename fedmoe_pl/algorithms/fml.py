@@ -7,7 +7,7 @@ communication        meme models are averaged     commented out                 
 weights of clients   uniform                      uniform                       ``weighting="uniform"``
 momentum             not mentioned                the private model's is kept,  new in every round, or, with the
                                                   the meme's is new             phase's ``keep_optimizer``, both kept
-result               not mentioned                best epoch on test data       last round; or ``monitor`` of the phase
+result               not mentioned                best epoch on test data       last round; or ``select`` of the phase
 ===================  ===========================  ============================  =======================================
 """
 

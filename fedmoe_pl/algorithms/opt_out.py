@@ -45,8 +45,8 @@ class OptInFedAvg(Algorithm):
     took part. If both shares are 0, the results are those of FedAvg, bit for bit.
 
     Training and validation samples that opt out influence nothing that leaves a client: neither its model, nor the
-    mean and standard deviation of images or the vocabulary, nor the round that ``monitor`` selects. Test samples
-    never opt out; a ``monitor`` on them selects on test data.
+    mean and standard deviation of images or the vocabulary, nor the round that ``select`` chooses. Test samples
+    never opt out; a ``select.monitor`` on them selects on test data.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, weighted by the numbers of samples that

@@ -12,7 +12,7 @@ average              of the clients of a round   the model of the client that   
 weights              n_k / n                     all of a client's samples        its training samples
 evaluated extractor  not said                    own copy, before aggregation     the same; ``evaluate.after:
                                                                                   aggregation`` for the server's
-evaluated clients    all, in the best round      those of the round               all; ``monitor`` for the best round
+evaluated clients    all, in the best round      those of the round               all; ``select`` for the best round
 optimizer            SGD                         one small network's for all      a new one for every client and round
                                                  clients, with the momentum of
                                                  the client before

@@ -102,9 +102,9 @@ class PFLMoE(Algorithm):
             local_expert: Ditto}``, has seen all samples, so that ``gate_fraction`` must be 0.
         interleaved: whether to use the paper's schedule in place of the code's. The phase then starts from the
             federated phase. Even rounds train the local expert on its samples, odd rounds the gate on the others. Use
-            ``max_epochs: 1`` and as many ``rounds`` as expert and gate have epochs together. Every round has a new
+            ``train: {max_epochs: 1}`` and as many ``rounds`` as expert and gate have epochs. Every round has a new
             optimizer, which makes no difference to the paper's plain SGD; momentum needs the phase's
-            ``keep_optimizer``. The gate's learning rate may be another one: ``gate_lr`` of ``PersonalizedMoE``.
+            ``train.keep_optimizer``. The gate's learning rate may be another one: ``gate_lr`` of ``PersonalizedMoE``.
         trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``.
         frozen_train_mode: whether frozen modules stay in train mode.
     """

@@ -15,7 +15,7 @@ from fedmoe_pl.trees import is_borrowed, load_tree
 class BestEpoch(EarlyStopping):
     """Ends a client's training when its validation metric stops improving, and restores its best epoch.
 
-    It belongs in ``Phase.callbacks``. The phase's ``trainer`` says how often clients validate, for example
+    It belongs in ``train.callbacks`` of a phase. Its ``train.trainer`` says how often clients validate, for example
     ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The best tensors are copied, because training changes
     the module's. A client without validation samples trains all epochs.
 

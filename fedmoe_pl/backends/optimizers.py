@@ -110,7 +110,7 @@ def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round:
     imitation = torch.optim.SGD(groups, lr=0.0)  # has the learning rates, and no gradients
     scheduler = factory(imitation)
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError("ReduceLROnPlateau needs one")
+        raise TypeError("ReduceLROnPlateau needs a metric")
     for _ in range(round):
         imitation.step()
         scheduler.step()

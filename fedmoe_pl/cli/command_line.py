@@ -28,7 +28,16 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.catalogue import configs, configs_parser, list_classes, list_parser, with_files
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.parsing import ConfigFile, Constructor, ListAction, check_values, describe_failure, with_modules
+from fedmoe_pl.cli.parsing import (
+    ConfigFile,
+    Constructor,
+    ListAction,
+    UnabbreviatedParser,
+    check_groups,
+    check_values,
+    describe_failure,
+    with_modules,
+)
 from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
@@ -103,8 +112,9 @@ class FederationCLI(LightningCLI):
         return {name: {"model", "datamodule"} for name in _COMMANDS}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Makes a parser in whose files a list replaces the whole list."""
+        """Makes a parser without abbreviations, in whose files a list replaces the whole list."""
         parser = super().init_parser(**kwargs)
+        parser.__class__ = UnabbreviatedParser
         for action in parser._actions:
             if type(action) is ActionConfigFile:
                 action.__class__ = ConfigFile
@@ -186,8 +196,9 @@ class FederationCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Makes everything that the configuration names: the modules first, each from a seed of its own."""
-        self._dump_config()  # while the configuration has no modules
         configuration, command = self.config, str(self.subcommand)
+        check_groups(configuration[command])
+        self._dump_config()  # while the configuration has no modules
         seed = self._get(configuration, "seed_everything")
         try:
             modules = with_modules(configuration[command], self.config_dump, seed, self._part_parser, self._constructor)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pydoc
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -40,7 +40,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     for text in _messages(error):
         if match := re.match(r'Parser key "(.+?)":\s*', text):
             is_whole = not key or f"{match[1]}.".startswith(f"{key}.")
-            key = match[1] if is_whole else f"{key}.{match[1]}"
+            is_again = text.startswith("Unable to load", match.end()) and key.endswith(f".{match[1]}")
+            key = match[1] if is_whole else key if is_again else f"{key}.{match[1]}"
             types, value, text = "", "", text[match.end() :]
         elif match := re.match(r"Does not validate .*\nSubtypes: \[(.*)\]", text):
             types, value = match[1], text.rpartition("Given value: ")[2]
@@ -57,8 +58,10 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
         return f"options must come after the command, as in fedmoe {match[1]} --config quickstart."
     if text.startswith('expected "subcommand"'):
         return "a command must be given, as in fedmoe fit --config quickstart; fedmoe --help lists all."
-    if match := re.search(r"unrecognized arguments: (?:--)?([^\s=]+)|(?:Option|accept option) '(.+?)'", text):
-        return f"{place}{_unknown(match[1] or match[2], class_type, parser)}"
+    unknown = r"unrecognized arguments: (?:--)?([^\s=]+)|(?:Group '(.+?)' does not accept o|O|accept o)ption '(.+?)'"
+    if match := re.search(unknown, text):
+        name = match[1] or (f"{match[2]}.{match[3]}" if match[2] else match[3])
+        return f"{place}{_unknown(name, class_type, parser)}"
     place = key.removesuffix(".init_args")
     expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
     if not expected and "mport path" not in text:
@@ -68,7 +71,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
     quoted = found if re.match(r"[\[{\d-]|None$|nan$|True$|False$", found) else repr(found)
     allowed = words_of(types or (expected and (expected[1] or expected[2])) or "a class or its import path")
-    end = did_you_mean(found, _KNOWN) if not expected and found not in _KNOWN else "."
+    is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
+    end = did_you_mean(found, _KNOWN) if is_name and not expected else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 
 
@@ -96,10 +100,21 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
     names = [*parser.get_defaults().keys(), "class_path", "init_args"] if parser else []
     sections = {each.partition(".")[0] for each in names}
     section = name.partition(".")[0]
-    end = did_you_mean(name, names) if section in sections else did_you_mean(section, sections)
+    optional = _of_optional(class_type)
+    end = did_you_mean(name, names) if section in sections else did_you_mean(section, [*sections, *optional])
+    inside = [each for each in (*names, *optional) if each.endswith(f".{section}")]
+    if inside and class_type is not None:  # as with max_epochs, which is train.max_epochs of a phase
+        end = f"; did you mean {inside[0]}?"
     if class_type in (LightningModule, FederatedDataModule, Optimizer):
         end = f"; a class_path must be given. {_OVERLAY}"
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
+
+
+def _of_optional(class_type: Any) -> list[str]:
+    """The arguments of a dataclass's optional dataclasses, such as ``select.monitor``: no defaults of a parser."""
+    hints = get_type_hints(class_type) if is_dataclass(class_type) else {}
+    inner = [(name, kind) for name, hint in hints.items() for kind in get_args(hint) if is_dataclass(kind)]
+    return [f"{name}.{field.name}" for name, kind in inner for field in fields(kind)]
 
 
 def words_of(types: str) -> str:
@@ -108,8 +123,11 @@ def words_of(types: str) -> str:
     Example:
         >>> words_of("<class 'torch.Tensor'>, typing.Literal['a', 'b'], list[fedmoe_pl.Phase], <class 'NoneType'>")
         "Tensor or 'a' or 'b' or list[Phase] or null"
+        >>> words_of("typing.Callable[[collections.abc.Iterable], torch.optim.optimizer.Optimizer], <class 'NoneType'>")
+        'Optimizer or null'
     """
     short = re.sub(r"(?:[A-Za-z_]\w*\.)+", "", re.sub(r"<class '(.+?)'>", r"\1", types)).replace("NoneType", "null")
+    short = re.sub(r"Callable\[\[\w+\], (?:Union\[(.+?)\]|(.+?))\]", r"\1\2", short)  # what a factory makes
     return re.sub(r", (?![^\[]*\])", " or ", re.sub(r"Literal\[(.*?)\]", r"\1", short))
 
 

@@ -18,9 +18,10 @@ from jsonargparse._typehints import ActionTypeHint
 from jsonargparse._util import NestedArg, parse_value_or_config
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, shown
 from fedmoe_pl.cli.catalogue import did_you_mean
 from fedmoe_pl.cli.errors import PHASES, place_in, places, words_of
 from fedmoe_pl.data import FederatedDataModule
@@ -50,6 +51,14 @@ class ConfigFile(ActionConfigFile):
             if isinstance(cfg.get(key), list):
                 cfg[key] = []
         super().__call__(parser, cfg, values, option_string)
+
+
+class UnabbreviatedParser(LightningArgumentParser):
+    """Knows no argument by the beginning of its name; jsonargparse makes the parsers of phases of the same class."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What an abbreviation may stand for: nothing; argparse's signature."""
+        return []
 
 
 class _EveryKeyOnce(yaml.SafeLoader):
@@ -198,6 +207,17 @@ def _not_optional(class_type: type) -> dict[str, Any]:
         return {}
     hints = {name: hint for name, hint in hints.items() if name in parameters and parameters[name].default is not None}
     return {name: hint for name, hint in hints.items() if hint is not Any and type(None) not in get_args(hint)}
+
+
+def check_groups(config: Namespace) -> None:
+    """Refuses another value in place of a group of arguments, such as ``train: 3``; jsonargparse lets it pass."""
+    groups = {"trainer": config.trainer or Namespace(), "federation.failures": config.federation.failures}
+    for index, phase in enumerate(config.federation.phases):
+        key = f"{PHASES}{place_in(config.federation.phases, index, PHASES)}.train"
+        groups[key] = phase.get("init_args", phase).train
+    for key, value in groups.items():
+        if not isinstance(value, Namespace):
+            raise MisconfigurationException(f"{key} is {shown(value)}, but must have arguments, as in {{name: value}}.")
 
 
 def with_modules(

@@ -150,6 +150,10 @@ class Phase:
 
     def __post_init__(self) -> None:
         """Checks the arguments, in which numbers of NumPy become those of Python."""
+        kinds = {"train": (Train, "a Train"), "select": (Select | None, "a Select or None")}
+        for name, (kind, allowed) in {**kinds, "evaluate": (Evaluate | bool, "an Evaluate, True or False")}.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidArgumentError(str(self), name, getattr(self, name), allowed)
         for settings in (self, self.train, self.select, self.evaluate):
             for each in [] if settings is None or isinstance(settings, bool) else fields(settings):
                 setattr(settings, each.name, plain(getattr(settings, each.name)))

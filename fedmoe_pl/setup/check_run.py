@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -238,7 +240,9 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
 def check_optimizer(phase: Phase, module: LightningModule) -> None:
     """Refuses optimizers and schedulers that cannot be made, and options that would be overlooked."""
     if isinstance(module, MixtureOfExperts):
-        with tried(f"{phase}: optimizer or lr_scheduler cannot be made"):
+        own = "train.optimizer" if phase.train.optimizer is not None else "the model's optimizer"
+        scheduler = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "its lr_scheduler"
+        with tried(f"{phase}: {own} or {scheduler} cannot be made"):
             MixtureOfExperts.configure_optimizers(module)
     if phase.server_optimizer is not None:
         server = phase.algorithm.server_init(module)
@@ -375,10 +379,15 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
 
     A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use.
     """
+    key, known = "trainer" if owner == "Trainer" else "train.trainer", inspect.signature(Trainer).parameters
+    for name in (name for name in arguments if name not in known):
+        similar = difflib.get_close_matches(name, known, n=1)
+        because = f"it is not an argument of Trainer{f' ({similar[0]} is)' if similar else ''}"
+        raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "left out", because)
     if arguments["max_epochs"] is None:
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
-    with quiet(), tried("trainer" if owner == "Trainer" else f"{owner}: trainer"):
+    with quiet(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         copied = copy.deepcopy({name: value for name, value in arguments.items() if name != "logger"})
         logger = {"logger": arguments["logger"]} if "logger" in arguments else {}  # a copy of WandbLogger opens its run
         trainer = Trainer(**{**copied, **logger, "devices": 1})  # it changes a strategy that it is given
@@ -390,10 +399,10 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         name = "strategy" if trainer.num_nodes == 1 else "num_nodes"
         because = "a client trains on one device; RayBackend trains clients on several machines"
-        raise InvalidArgumentError(owner, f"trainer.{name}", arguments.get(name), "left out", because)
+        raise InvalidArgumentError(owner, f"{key}.{name}", arguments.get(name), "left out", because)
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
-        raise InvalidArgumentError(owner, "trainer.precision", trainer.precision, "32-true or mixed", because)
+        raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
     if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
         because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
         raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)

@@ -59,6 +59,18 @@ REFUSED = {
         ["--federation.phases+={name: A, algorithm: Local, roundz: 2}"]
     ),
     "trainer: Unable to load config": ["--trainer", "3"],
+    "trainer is 3, but must have arguments": ["--config", "{trainer: 3}"],
+    "federation.failures is None, but must have arguments": ["--config", "{federation: {failures: null}}"],
+    'federation.phases.FedAvg.train: Unable to load config "3"': ["--federation.phases.FedAvg.train", "3"],
+    "federation.phases.FedAvg.train.max_epoch is not an argument of Phase; did you mean train.max_epochs?": [
+        *("--federation.phases.FedAvg.train.max_epoch", "3")  # no abbreviation
+    ],
+    "federation.phases.FedAvg.max_epochs is not an argument of Phase; did you mean train.max_epochs?": [
+        *("--federation.phases.FedAvg.max_epochs", "3")
+    ],
+    "federation.phases.FedAvg.train.optimizer is 'SGDD', but must be Optimizer or null.": [
+        *("--federation.phases.FedAvg.train.optimizer", "SGDD")
+    ],
     "federation.phases.Local.train.optimizer.init_args.lr is not an argument of Optimizer; "
     "a class_path must be given.": [*("--federation.phases.Local.train.optimizer.lr", "0.1")],
     "model must be given, as in a file after --config. An overlay needs the --config that it changes before it.": [
@@ -95,6 +107,36 @@ def test_an_argument_that_cannot_be_parsed_is_named(sentence):
         ("torch.optim.SGD", "torch.optim.SGDD", "model.init_args.optimizer: module 'torch.optim' has no attribute"),
         ("rounds: 20", "rounds: null", "federation.phases.FedAvg.rounds is None, but must be int."),
         ("rounds: 20", "rounds: x", "federation.phases.FedAvg.rounds is 'x', but must be int."),
+        (
+            "rounds: 20",
+            "optimizer: {lr: 0.1}",
+            "federation.phases.FedAvg.optimizer.lr is not an argument of Phase; did you mean train.optimizer?",
+        ),
+        (
+            "rounds: 20",
+            "evaluate_after: both",
+            "federation.phases.FedAvg.evaluate_after is not an argument of Phase; did you mean evaluate.after?",
+        ),
+        (
+            "rounds: 20",
+            "patience: 3",
+            "federation.phases.FedAvg.patience is not an argument of Phase; did you mean select.patience?",
+        ),
+        (
+            "rounds: 20",
+            "train: {max_epoch: 3}",
+            "federation.phases.FedAvg.train.max_epoch is not an argument of Phase; did you mean train.max_epochs?",
+        ),
+        (
+            "rounds: 20",
+            "train: 3",
+            "federation.phases.FedAvg.train is 3, but must have arguments, as in {name: value}.",
+        ),
+        (
+            "rounds: 20",
+            "train: {callbacks: [TrafficLedger]}",
+            "federation.phases.FedAvg.train.callbacks is ['TrafficLedger'], but must be list[Callback] or null.",
+        ),
         ("name: FedAvg", "names: FedAvg", "federation.phases[1].names is not an argument of Phase; did you mean name?"),
     ],
 )

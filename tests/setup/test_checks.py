@@ -45,6 +45,11 @@ REFUSED = [
     ("start", {"algorithm": PFLMoE()}),
     ("gate", {"algorithm": Ditto(), "gate": LinearGate(5)}),
     ("train.trainer", {"train": Train(trainer={"devices": 2})}),
+    ("train.trainer.limit_val_batchs", {"train": Train(trainer={"limit_val_batchs": 1.0})}),
+    ("train.trainer.precision", {"train": Train(trainer={"precision": "64-true"})}),
+    ("train", {"train": {"max_epochs": 3}}),
+    ("select", {"select": "global_test"}),
+    ("evaluate", {"evaluate": None}),
     ("trainer.limit_val_batches", {"train": Train(callbacks=[BestEpoch()])}),
     ("validation_fraction", {"train": Train(callbacks=[BestEpoch()], trainer={"limit_val_batches": 1.0})}),
     (
@@ -65,22 +70,24 @@ def test_a_phase_that_cannot_run_is_refused_before_any_training(tmp_path, argume
 
 
 TRIED = [
-    ("lr_scheduler cannot be made: Invalid learning rate: -1", {"train": Train(optimizer=partial(SGD, lr=-1))}),
+    (
+        "train.optimizer or its lr_scheduler cannot be made: Invalid learning rate: -1",
+        {"train": Train(optimizer=partial(SGD, lr=-1))},
+    ),
     ("server_optimizer cannot be made: Invalid momentum", {"server_optimizer": partial(SGD, lr=1, momentum=-1)}),
     (
         "server_optimizer cannot be made: optimizer got an empty",
         {"algorithm": Local(), "server_optimizer": sgd},
     ),
     (
-        "round_lr_scheduler cannot be stepped once per round: ReduceLROn",
+        "round_lr_scheduler cannot be stepped once per round: ReduceLROnPlateau needs a metric",
         {"train": Train(round_lr_scheduler=ReduceLROnPlateau)},
     ),
     (
         "round_lr_scheduler cannot be stepped once per round: list index",
         {"train": Train(round_lr_scheduler=partial(LambdaLR, lr_lambda=lambda round: [1.0][round])), "rounds": 2},
     ),
-    ("trainer: .*limit_val_batches", {"train": Train(trainer={"limit_val_batches": 1.5})}),
-    ("trainer: .*limit_val_batchs", {"train": Train(trainer={"limit_val_batchs": 1.0})}),
+    ("train.trainer: .*limit_val_batches", {"train": Train(trainer={"limit_val_batches": 1.5})}),
     ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": LinearGate(4)}),
 ]
 
@@ -212,6 +219,7 @@ TRAINERS = [
     ("strategy", {"strategy": "ddp"}),
     ("num_nodes", {"num_nodes": 2}),
     ("precision", {"precision": "bf16-true"}),
+    ("max_epoch is 3, but must be left out, because it is not an argument of Trainer .max_epochs is", {"max_epoch": 3}),
 ]
 
 
