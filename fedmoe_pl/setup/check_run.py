@@ -139,6 +139,7 @@ def check_needs(
     has_classes = datamodule.has_pairs and predicts_classes(module, datamodule)
     has_loss = has_classes or (datamodule.has_pairs and isinstance(module, MixtureOfExperts))
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
+    of_phase = "train." if "gradient_clip_val" in (phase.train.trainer or {}) else ""
     step = "server_optimizer" if phase.server_optimizer is not None else "aggregation"
     replaced, gate = getattr(phase, step), getattr(module, "gate", None)
     trains_gate = not (gate is None or isinstance(gate, FixedGate) or getattr(algorithm, "expert", None) == "")
@@ -150,7 +151,7 @@ def check_needs(
         ),
         "classes": (not has_classes, (owner, "algorithm", algorithm, "another for these data and this model")),
         "loss_of_outputs": (not has_loss, (owner, "algorithm", algorithm, "another for these data and this model")),
-        "plain_steps": (bool(clip), (owner, "trainer.gradient_clip_val", clip, "left out")),
+        "plain_steps": (bool(clip), (owner, f"{of_phase}trainer.gradient_clip_val", clip, "left out")),
         "fresh_optimizers": (phase.train.keep_optimizer, (owner, "train.keep_optimizer", True, "False")),
         "fixed_gate": (trains_gate, (owner, "gate", gate, "EqualWeights, GlobalOnly or another fixed one")),
         "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),
