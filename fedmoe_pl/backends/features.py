@@ -17,7 +17,7 @@ from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
-from fedmoe_pl.models.layers import evaluating
+from fedmoe_pl.models.layers import evaluating, replaced_forward
 from fedmoe_pl.trees import Tree, changed, of_parts
 
 _BATCH_SIZE = 500
@@ -174,14 +174,10 @@ class _Tracing:
 @contextmanager
 def looked_up(module: nn.Module, names: Sequence[str], lookup: Rows) -> Iterator[None]:
     """In this context, each named submodule returns the tensor under its name in ``lookup``, whatever its input."""
-    parts = [module.get_submodule(name) for name in names]
-    for name, part in zip(names, parts, strict=True):
-        part.forward = partial(_look_up, lookup, name)
-    try:
+    with ExitStack() as replaced:
+        for name in names:
+            replaced.enter_context(replaced_forward(module.get_submodule(name), partial(_look_up, lookup, name)))
         yield
-    finally:
-        for part in parts:
-            del part.forward
 
 
 def _look_up(lookup: Rows, name: str, *inputs: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.optimizers import learning_rates
+from fedmoe_pl.backends.shared_parts import SharedParts
 from fedmoe_pl.backends.untrained import Untrained
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
@@ -168,6 +169,11 @@ class LocalTraining:
     def copies(self) -> Untrained:
         """Makes the modules of clients, which share what none of them trains."""
         return Untrained(self.module, self.initial, self.untrained if self.device.type == "cpu" else ())
+
+    @cached_property
+    def shared_parts(self) -> SharedParts:
+        """What parts of the models of clients gave on the global test set in this process."""
+        return SharedParts()
 
     @cached_property
     def has_batch_norm(self) -> bool:

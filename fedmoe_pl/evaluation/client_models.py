@@ -150,9 +150,11 @@ class _Evaluator:
                 return [*evaluate(module, data, clients, self.validation, training.metrics, models)]
         evaluations = []
         for client in clients:
-            load_tree(module, self._state(training, module, client))
+            state = self._state(training, module, client)
+            load_tree(module, state)
             predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
-            evaluations += evaluate(predictor, data, [client], self.validation, training.metrics)
+            shared = training.shared_parts.looked_up(module, state) if predictor is module else None
+            evaluations += evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)
         return evaluations
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:

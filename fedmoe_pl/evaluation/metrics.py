@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -202,8 +203,12 @@ def evaluate(
     validation: ClientSamples,
     metrics: Mapping[str, Metric],
     models: StackedModels | None = None,
+    shared: AbstractContextManager[None] | None = None,
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model, or small models of their own, computed together."""
+    """The evaluations of clients that all have this model, or small models of their own, computed together.
+
+    A model computes its outputs on the global test set in the context ``shared``.
+    """
     chosen = torch.tensor(clients)
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
     samples, has_classes = _own_samples(module, datamodule, chosen), predicts_classes(module, datamodule)
@@ -215,7 +220,8 @@ def evaluate(
     def outputs(parts: ClientSamples) -> Outputs:
         return models.of_each(datamodule, parts) if models else _outputs(module, datamodule, parts.indices)
 
-    of_classes = _on_global_test(module, datamodule, models, of_global)
+    with shared or nullcontext():
+        of_classes = _on_global_test(module, datamodule, models, of_global)
     own_accuracy, _, weights = _measured(module, outputs(samples), samples, own, has_classes)
     validation_accuracy, validation_loss, _ = _measured(
         module, outputs(validation), validation, of_validation, has_classes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,19 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
+
+
+@contextmanager
+def replaced_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """In this context, another function is called in place of the part's ``forward``, which it may have of its own."""
+    own = vars(part).get("forward")
+    part.forward = forward
+    try:
+        yield
+    finally:
+        del part.forward
+        if own is not None:
+            part.forward = own
 
 
 def layer_without_reset(module: nn.Module) -> nn.Module | None:

@@ -1,0 +1,152 @@
+"""Parts that the models of clients have in common are computed once for the global test set, with the same bits."""
+
+from contextlib import nullcontext
+from dataclasses import astuple, replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import blobs, mixture
+from helpers.backends import local_training
+from torch import nn
+from torchmetrics.classification import MulticlassHingeLoss
+
+from fedmoe_pl.algorithms import Local
+from fedmoe_pl.backends import shared_parts
+from fedmoe_pl.backends.shared_parts import SharedParts
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation import stacked_models
+from fedmoe_pl.evaluation.client_models import evaluate_clients
+from fedmoe_pl.models import LocalOnly
+
+SIZES = (7, 9, 4, 8, 6)
+BATCH_SIZE = 8
+
+
+class Body(nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        Body.calls += 1
+        return super().forward(x)
+
+
+class Noisy(Body):
+    """Draws random numbers, also in eval mode, which seldom change its output."""
+
+    def forward(self, x):
+        return super().forward(x) + (torch.rand(()) > 0.7)
+
+
+class InPlace(Body):
+    """Changes its input."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(2))
+
+
+class Expert(nn.Module):
+    """A body, and a head that is each client's own."""
+
+    def __init__(self, body=Body):
+        super().__init__()
+        self.body, self.head = body(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x).add_(1))
+
+
+class PeekingBody(Body):
+    """Uses a tensor that is not its own."""
+
+    def forward(self, x):
+        return super().forward(x) + self.others[0].weight.sum()
+
+
+class Peeking(Expert):
+    """Its body uses a weight of the head."""
+
+    def __init__(self):
+        super().__init__(PeekingBody)
+        self.body.others = [self.head]  # in a list, so that they are not registered
+
+
+class OwnForward(Expert):
+    """Its body has a function of its own in place of the class's ``forward``, as libraries that wrap modules set it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.forward = partial(twice, self.body)
+
+
+def twice(body, x):
+    return 2 * Body.forward(body, x)
+
+
+class HeadFirst(Expert):
+    """Scales the last, shorter batch by a number of the client's own."""
+
+    def forward(self, x):
+        return super().forward(x * self.head.bias.sum() if len(x) < BATCH_SIZE else x)
+
+
+class TwiceABatch(Expert):
+    """Calls its body again, with another input."""
+
+    def forward(self, x):
+        return self.head(self.body(x)) + self.head(self.body(-x))
+
+
+def evaluations(monkeypatch, expert, looked_up, rounds=1):
+    """The evaluations after some rounds of clients with heads of their own, and how often the body was called."""
+    torch.manual_seed(0)
+    data = blobs(SIZES)
+    training = local_training(mixture(LocalOnly(), expert), Local(), data)
+    training = replace(training, metrics={"hinge": MulticlassHingeLoss(3)})
+    heads = [name for name in training.initial if "local_expert.head" in name]
+    own = {client: {name: torch.randn_like(training.initial[name]) for name in heads} for client in range(len(SIZES))}
+    body = {name: tensor for name, tensor in training.initial.items() if "local_expert.body" in name}
+    found, Body.calls = [], 0
+    with monkeypatch.context() as patch:
+        patch.setattr(stacked_models, "_MOST", 1)
+        patch.setattr(FederatedDataModule, "evaluated_at_once", BATCH_SIZE)
+        if not looked_up:
+            patch.setattr(SharedParts, "looked_up", lambda *arguments: nullcontext())
+        for round in range(1, rounds + 1):
+            for tensor in body.values():
+                tensor.mul_(round)  # in place, as a method might
+            kept = {client: body | head for client, head in own.items()}
+            found += evaluate_clients(training, {}, kept, round, "aggregation")
+    return [astuple(evaluation) for evaluation in found], Body.calls
+
+
+EXPERTS = {
+    "a body and a head": Expert,
+    "random numbers": lambda: Expert(Noisy),
+    "an input changed in place": lambda: Expert(InPlace),
+    "another part's tensor": Peeking,
+    "a forward of its own": OwnForward,
+    "an input of the client's own": HeadFirst,
+    "two calls a batch": TwiceABatch,
+}
+
+
+@pytest.mark.parametrize("expert", EXPERTS)
+def test_looking_up_what_models_have_in_common_changes_no_bit(monkeypatch, expert):
+    looked_up, computed = (evaluations(monkeypatch, EXPERTS[expert](), each, rounds=2)[0] for each in (True, False))
+    assert str(looked_up) == str(computed)  # nan is not equal to itself
+    assert len({evaluation[-1]["global_test_hinge"] for evaluation in computed}) == 2 * len(SIZES), "the models differ"
+
+
+def test_a_body_that_all_share_is_computed_for_the_first_two_clients_and_once_to_verify_it(monkeypatch):
+    (_, looked_up), (_, computed) = (evaluations(monkeypatch, Expert(), each) for each in (True, False))
+    batches = -(-len(blobs(SIZES).load().y_test) // BATCH_SIZE)
+    assert batches > 1
+    assert computed - looked_up == (len(SIZES) - 2) * batches - 1
+
+
+def test_no_more_is_remembered_than_a_bound(monkeypatch):
+    monkeypatch.setattr(shared_parts, "_MOST_BYTES", 100)
+    assert str(evaluations(monkeypatch, Expert(), True)) == str(evaluations(monkeypatch, Expert(), False))
