@@ -194,8 +194,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     known = dict[int, object]()
     for name, parameter in module.named_parameters() if borrowed else ():
         if name in borrowed and type(parameter) is nn.Parameter:
-            with torch.inference_mode(False):
-                known[id(parameter)] = own = nn.Parameter(parameter.data, parameter.requires_grad)
+            known[id(parameter)] = own = nn.Parameter(parameter.data, parameter.requires_grad)
             setattr(own, _BORROWED, own._version)
     for part in module.modules():
         for value in vars(part).values():
