@@ -195,7 +195,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     for name, parameter in module.named_parameters() if borrowed else ():
         if name in borrowed and type(parameter) is nn.Parameter:
             known[id(parameter)] = own = nn.Parameter(parameter.data, parameter.requires_grad)
-            setattr(own, _BORROWED, own._version)
+            setattr(own, _BORROWED, 0 if own.is_inference() else own._version)
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
