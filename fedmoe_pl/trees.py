@@ -31,10 +31,12 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
         {'w': tensor(3.)}
     """
     share = weight_b / (weight_a + weight_b)
-    return {name: tensor if tensor is b[name] else _mean(tensor, b[name], share) for name, tensor in a.items()}
+    return {name: _mean(tensor, b[name], share) for name, tensor in a.items()}
 
 
 def _mean(a: Tensor, b: Tensor, share: float) -> Tensor:
+    if same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
+        return a
     return torch.lerp(a, b, share) if a.is_floating_point() else torch.maximum(a, b)
 
 
@@ -150,7 +152,6 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
             if is_borrowed(target):
                 with torch.inference_mode(False):
                     target.data = torch.empty_like(target, requires_grad=False)
-                setattr(target, _BORROWED, None)
             target.copy_(tensor)
 
 
@@ -182,6 +183,18 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     return same_memory(one, other) or torch.equal(one, other.to(one.device))
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same in every bit: nan is itself, and 0 is not -0."""
+    return same_memory(one, other) or (
+        (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits_of(one), bits_of(other))
+    )
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
 def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     """A deep copy of a module that shares the functions with which LightningCLI creates optimizers.
 
@@ -195,7 +208,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     for name, parameter in module.named_parameters() if borrowed else ():
         if name in borrowed and type(parameter) is nn.Parameter:
             known[id(parameter)] = own = nn.Parameter(parameter.data, parameter.requires_grad)
-            setattr(own, _BORROWED, 0 if own.is_inference() else own._version)
+            setattr(own, _BORROWED, own.data_ptr())
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
@@ -208,15 +221,10 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
 
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether a parameter shares the memory of the module that it was copied from."""
-    return getattr(parameter, _BORROWED, None) is not None
-
-
-def is_written(parameter: Tensor) -> bool:
-    """Whether an operation has written to a borrowed parameter; those on its ``data`` go unnoticed."""
-    return getattr(parameter, _BORROWED) != parameter._version
+    return getattr(parameter, _BORROWED, None) == parameter.data_ptr()
 
 
 def borrow(parameter: nn.Parameter, tensor: Tensor) -> None:
     """Has a parameter share a tensor's memory."""
     parameter.data = tensor
-    setattr(parameter, _BORROWED, parameter._version)
+    setattr(parameter, _BORROWED, parameter.data_ptr())

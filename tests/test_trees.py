@@ -19,6 +19,7 @@ from fedmoe_pl.trees import (
     inner_product,
     load_tree,
     mean_of_two,
+    same_bits,
     squared_distance,
     subtree,
     with_prefix,
@@ -64,6 +65,13 @@ def test_the_mean_leaves_its_inputs_alone_and_takes_the_larger_integers():
     assert mean["w"].item() == 2.0
     assert mean["num_batches_tracked"].item() == 9 and mean["num_batches_tracked"].dtype == torch.int64
     assert a["w"].item() == 1.0 and b["w"].item() == 5.0
+
+
+@pytest.mark.parametrize("value", [-0.0, torch.inf])
+def test_the_mean_of_equal_tensors_does_not_depend_on_where_they_are(value):
+    tensor = torch.tensor(value)
+    for other in (tensor, tensor.clone()):
+        assert same_bits(mean_of_two({"w": tensor}, 3, {"w": other}, 1)["w"], tensor)
 
 
 def test_sums_over_two_trees_are_those_of_their_flat_vectors_and_the_second_may_have_more_names():

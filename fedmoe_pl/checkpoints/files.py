@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as tensors_of
 from torch import Tensor
 
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, bits_of, same_bits
 
 _SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')
 _BLANK = {"crc32": "00000000"}
@@ -114,7 +114,7 @@ def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": places}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    _write(path, len(text).to_bytes(8, "little") + text, (_bits(tensor).numpy() for _, tensor in ordered))
+    _write(path, len(text).to_bytes(8, "little") + text, (bits_of(tensor).numpy() for _, tensor in ordered))
 
 
 def read_tensors(path: Path, **owner: object) -> Tree:
@@ -168,8 +168,8 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[Any, list[tuple[Tensor, Place]]] = defaultdict(list)
-        self._same: dict[int, tuple[ref[Tensor], Place]] = {}  # equal to a known one, by id
+        self._known: dict[Any, list[tuple[Tensor, int, Place]]] = defaultdict(list)  # with the version that was written
+        self._same: dict[int, tuple[ref[Tensor], int, Place]] = {}  # equal to a known one, by id
         self._read: dict[int, Tree] = {}
 
     def write(self, content: Any, staying: Collection[int]) -> tuple[Any, set[int]]:
@@ -193,7 +193,7 @@ class TensorFiles:
             place = self._place(tensor)
             if place is None:
                 place, new[key] = Place(number, key), tensor
-                self._known[_alike(tensor)].append((tensor, place))
+                self._known[_alike(tensor)].append((tensor, _version(tensor), place))
             places[key] = place
         if new:
             with replacing(self._path(number)) as temporary:
@@ -216,7 +216,7 @@ class TensorFiles:
             self._read[place.file] = self._read_file(place.file)
         tensor = self._read[place.file][place.name]
         if self._place(tensor) is None:
-            self._known[_alike(tensor)].append((tensor, place))
+            self._known[_alike(tensor)].append((tensor, _version(tensor), place))
         return tensor
 
     def _read_file(self, number: int) -> Tree:
@@ -236,22 +236,20 @@ class TensorFiles:
 
     def _place(self, tensor: Tensor) -> Place | None:
         if id(tensor) in self._same:
-            other, place = self._same[id(tensor)]
-            if other() is tensor:
+            other, version, place = self._same[id(tensor)]
+            if other() is tensor and version == _version(tensor):
                 return place
-        same = (place for other, place in self._known[_alike(tensor)] if same_bits(other, tensor))
-        place = next(same, None)
-        if place is not None:
-            self._same[id(tensor)] = ref(tensor), place
-        return place
+        for other, version, place in self._known[_alike(tensor)]:
+            if version == _version(other) and same_bits(other, tensor):
+                self._same[id(tensor)] = ref(tensor), _version(tensor), place
+                return place
+        return None
 
     def _forget(self, is_gone: Callable[[Place], bool]) -> None:
         for alike, known in [*self._known.items()]:
-            self._known[alike] = [(tensor, place) for tensor, place in known if not is_gone(place)]
+            self._known[alike] = [each for each in known if not is_gone(each[-1])]
         same = self._same.items()
-        self._same = {
-            key: (tensor, place) for key, (tensor, place) in same if tensor() is not None and not is_gone(place)
-        }
+        self._same = {key: each for key, each in same if each[0]() is not None and not is_gone(each[-1])}
 
 
 def replaced(content: Any, change: Callable[[str, Tensor], Any], key: str = "") -> Any:
@@ -267,18 +265,12 @@ def replaced(content: Any, change: Callable[[str, Tensor], Any], key: str = "") 
 
 def _alike(tensor: Tensor) -> tuple[object, ...]:
     """What tensors of the same bits have in common."""
-    return tensor.dtype, tensor.shape, _bits(tensor.detach().reshape(-1)[:_COMPARED]).numpy().tobytes()
+    return tensor.dtype, tensor.shape, bits_of(tensor.detach().reshape(-1)[:_COMPARED]).numpy().tobytes()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same in every bit: nan is itself, and 0 is not -0."""
-    return one is other or (
-        one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _version(tensor: Tensor) -> int:
+    """Counts the changes in place of a tensor; PyTorch does not count those of one made in inference mode."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -32,6 +32,20 @@ def test_a_tensor_is_written_once_and_another_bit_makes_another_tensor(tmp_path)
     assert files.write({"server": tensors}, [])[1] == {1}, "nothing is written again"
 
 
+@pytest.mark.parametrize("is_a_copy", [False, True])
+def test_a_tensor_that_was_changed_in_place_is_written_anew(is_a_copy, tmp_path):
+    """Such as a table of clients, of which a hook sets a row."""
+    files, table = TensorFiles(tmp_path), torch.zeros(100, 3)
+    if is_a_copy:
+        files.write({"other": table.clone()}, [])
+    written = [files.write({"table": table}, [])[0]]
+    for row in (70, 80):
+        before = table.clone()
+        table[row] = row
+        written.append(files.write({"table": table}, [])[0])
+        assert_same([read(tmp_path, each)["table"] for each in written[-2:]], [before, table])
+
+
 def test_files_of_which_little_is_used_are_left_unless_they_stay(tmp_path):
     files, large = TensorFiles(tmp_path), {str(i): torch.randn(20_000) for i in range(4)}
     files.write(large, [])
