@@ -211,4 +211,6 @@ def group_update(training: LocalTraining, clients: Sequence[int], updates: Seque
     recorded = answered if training.record_transfers else {}
     transfers = [each for client, update in recorded.items() for each in updates_sent(client, update.sent)]
     folded = fold(training.aggregation or training.algorithm, [*answered.values()]) if answered else None
+    for copies in {training.of(client).copies for client in clients}:  # also of those that failed
+        copies.check(training.algorithm)
     return GroupUpdate(folded, kept, sent, transfers, failed)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, needs_server_state, received
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
@@ -18,7 +18,7 @@ from fedmoe_pl.evaluation.metrics import evaluate
 from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.trees import Tree, load_tree, of_module, subtree
+from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 
 def evaluate_clients(
@@ -53,6 +53,7 @@ def evaluate_clients(
     )
     evaluations = {evaluation.client: evaluation for group in found for evaluation in group}
     evaluations |= {evaluation.client: evaluation for evaluation in _evaluate_shared(training, server, kept, together)}
+    training.copies.check(training.algorithm)
     return [evaluations[client] for client in clients]
 
 
@@ -97,7 +98,9 @@ def _evaluate_groups(
 ) -> list[list[ClientEvaluation]]:
     """Evaluates groups of clients with models of their own; runs in worker processes, too."""
     with one_thread():
-        return [*map(_Evaluator(plan.training, server, kept, round, evaluation_point), groups)]
+        found = [*map(_Evaluator(plan.training, server, kept, round, evaluation_point), groups)]
+    plan.training.copies.check(plan.training.algorithm)  # those of this process
+    return found
 
 
 @dataclass
@@ -139,7 +142,10 @@ class _Evaluator:
         """The same, with the loss of what clients predict."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if architecture not in self.modules:
-            self.modules[architecture] = training.copies.copy().to(training.device).eval()
+            # hooks that see the module may write to it
+            shares = not needs_server_state(training.algorithm)
+            copied = training.copies.copy() if shares else copy_module(training.module)
+            self.modules[architecture] = copied.to(training.device).eval()
         module, data = self.modules[architecture], training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
             states = [self._state(training, module, client) for client in clients]

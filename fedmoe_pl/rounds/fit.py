@@ -108,6 +108,7 @@ def run_round(
             announce_round(run, phase, plan)
         evaluations = evaluate_round(run, phase, plan.training, plan)
     state.stopped = is_over(run, phase, state)
+    plan.training.copies.check(algorithm)
     if log.transfers:
         run.call("on_transfers", phase, round, log.transfers)
     run.save()

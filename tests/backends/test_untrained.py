@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, blobs, mixture, run
 from helpers.backends import begin
+from helpers.runs import assert_same
 from helpers.workers import InThisProcess, TwoInThisProcess, training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
@@ -59,8 +60,19 @@ class Memory(Callback):
         self.found.append({name: parameter.data_ptr() for name, parameter in parameters.items()})
 
 
-def fitted(path, module, **kwargs):
-    return run([Phase("FedAvg", FedAvg(), rounds=2, **kwargs)], module, blobs(SIZES), path, backend=TrainerBackend())
+def fitted(path, module, algorithm=None, **kwargs):
+    phases = [Phase("FedAvg", algorithm or FedAvg(), rounds=2, **kwargs)]
+    return run(phases, module, blobs(SIZES), path, backend=TrainerBackend())
+
+
+def both_ways(path, monkeypatch, algorithm):
+    """The same run with what nobody trains in memory once, and with copies of it."""
+    runs = []
+    for name in ("shared", "alone"):
+        if name == "alone":
+            monkeypatch.setattr(LocalTraining, "untrained", frozenset())
+        runs.append(fitted(path / name, OnBase(), algorithm()).run.states["FedAvg"])
+    return runs
 
 
 def test_clients_share_a_frozen_base_after_the_first_one(tmp_path):
@@ -95,24 +107,95 @@ def follow(module, steps):
 
 def test_a_frozen_parameter_that_the_module_changes_itself_is_each_client_s_own(tmp_path, monkeypatch):
     monkeypatch.setattr(OnBase, "change", staticmethod(follow))
-    shared = fitted(tmp_path / "shared", OnBase()).run.states["FedAvg"].server
-    monkeypatch.setattr(LocalTraining, "untrained", frozenset())
-    alone = fitted(tmp_path / "alone", OnBase()).run.states["FedAvg"].server
-    assert_same_bits(shared, alone)
-    assert not torch.equal(shared["base.weight"], OnBase().base.weight)
+    shared, alone = both_ways(tmp_path, monkeypatch, FedAvg)
+    assert_same_bits(shared.server, alone.server)
+    assert not torch.equal(shared.server["base.weight"], OnBase().base.weight)
 
 
-@pytest.mark.parametrize("in_data", [False, True])
-def test_a_change_that_begins_later_is_refused(in_data, tmp_path, monkeypatch):
+def add_where_nobody_looks(module):
+    module.base.weight.data[200:] += 1
+
+
+def add_and_fail(module):
+    add_where_nobody_looks(module)
+    raise ValueError("late")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.base.bias.requires_grad_(False).add_(1),
+        lambda module: module.base.bias.data.add_(1),
+        add_where_nobody_looks,
+        add_and_fail,
+    ],
+)
+def test_a_change_that_begins_later_is_refused(change, tmp_path, monkeypatch):
     def late(module, steps):
-        if steps > 10:  # the first client has 8
-            with torch.no_grad():
-                (module.base.bias.data if in_data else module.base.bias).add_(1)
+        if steps == 11:  # the first client has 8
+            change(module)
 
     monkeypatch.setattr(OnBase, "change", staticmethod(late))
     monkeypatch.setattr(OnBase, "steps", 0)
-    with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.bias' was changed")):
+    with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.") + "(weight|bias)' was changed in"):
         fitted(tmp_path, OnBase())
+
+
+class WithoutTheFirst(FedAvg):
+    def client_samples(self, client):
+        return super().client_samples(client)[: client.id * 100]
+
+
+def test_a_client_that_takes_no_steps_does_not_say_what_others_can_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(OnBase, "change", staticmethod(follow))
+    shared, alone = both_ways(tmp_path, monkeypatch, WithoutTheFirst)
+    assert_same_bits(shared.server, alone.server)
+    assert not torch.equal(shared.server["base.weight"], shared.initial["base.weight"])
+
+
+class WritesToItsModule(FedAvg):
+    """Its clients predict with a model that it makes in the module that it is given."""
+
+    def personal_tensors(self, client, server):
+        load_tree(client.module, server)
+        for tensor in client.module.state_dict().values():
+            tensor.mul_(1 + client.id)
+        return client.module.state_dict()
+
+
+def test_a_hook_may_write_to_the_module_of_an_evaluation(tmp_path, monkeypatch):
+    shared, alone = both_ways(tmp_path, monkeypatch, WritesToItsModule)
+    assert_same(shared.evaluations, alone.evaluations)
+
+
+class WritesToTheServer(FedAvg):
+    def server_update(self, server, combined):
+        server["base.weight"][200:] += 1
+        return super().server_update(server, combined)
+
+
+def add_in_evaluations(module, x):
+    if not module.training:
+        add_where_nobody_looks(module)
+    return module.head(module.base(x))
+
+
+@pytest.mark.parametrize(
+    ("forward", "algorithm"), [(add_in_evaluations, FedAvg()), (OnBase.forward, WritesToTheServer())]
+)
+def test_a_change_after_the_last_training_is_refused(forward, algorithm, tmp_path, monkeypatch):
+    monkeypatch.setattr(OnBase, "forward", forward)
+    with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.weight' was changed in place")):
+        fitted(tmp_path, OnBase(), algorithm)
+
+
+def test_a_zero_with_another_sign_is_another_value():
+    of_phase = training(OnBase(), blobs(SIZES))
+    of_phase.initial["base.bias"].zero_()
+    of_phase.module.load_state_dict(of_phase.initial)
+    negative = -of_phase.initial["base.bias"]
+    assert of_phase.copies.known({"base.bias": negative})["base.bias"] is negative
+    assert of_phase.copies.known({"base.bias": -negative})["base.bias"] is of_phase.initial["base.bias"]
 
 
 def test_loading_gives_a_borrowed_parameter_memory_of_its_own():
@@ -123,6 +206,14 @@ def test_loading_gives_a_borrowed_parameter_memory_of_its_own():
     load_tree(borrower, {"weight": before})
     load_tree(borrower, {"weight": before + 1})
     assert torch.equal(lender.weight, before) and torch.equal(borrower.weight, before + 1)
+
+
+def test_a_parameter_that_was_given_other_memory_is_not_borrowed():
+    borrower = copy_module(lender := nn.Linear(3, 2), {"weight"})
+    borrower.weight.data = memory = lender.weight.data + 1
+    assert not is_borrowed(borrower.weight)
+    load_tree(borrower, {"weight": memory + 1})
+    assert borrower.weight.data_ptr() == memory.data_ptr(), "what has the memory, such as an average, sees the values"
 
 
 class Measured(InThisProcess):
