@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ class SharedParts:
         """In this context, the module, with the tensors of ``state``, is called for one batch after another."""
         same = {name for name, tensor in state.items() if self._is_last(name, tensor)}
         self._tensors = {name: (weakref.ref(tensor), _version(tensor)) for name, tensor in state.items()}
-        parts = {name: part for name, part in module.named_modules() if name and _is_in(same, name, part)}
+        parts = _parts_of(module, same, state.keys() - same) if same else {}
         self._calls = {name: self._calls.get(name, []) for name in parts if name not in self._excluded}
         self._verified &= self._calls.keys()
         self._inside = False
@@ -98,10 +98,14 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _is_in(names: set[str], name: str, part: nn.Module) -> bool:
-    """Whether all tensors of a part, of which it must have some, are among those with these names."""
-    own = {f"{name}.{key}" for key in part.state_dict()}
-    return bool(own) and own <= names and not isinstance(part, torch.jit.ScriptModule)
+def _parts_of(module: nn.Module, same: Set[str], others: Set[str]) -> dict[str, nn.Module]:
+    """Submodules by name that hold tensors with names in ``same`` and none with names in ``others``."""
+    with_same, with_others = (
+        {name[:end] for name in names for end, letter in enumerate(name) if letter == "."} for names in (same, others)
+    )
+    names = with_same - with_others
+    parts = {name: part for name, part in module.named_modules() if name in names}
+    return {name: part for name, part in parts.items() if not isinstance(part, torch.jit.ScriptModule)}
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -125,7 +125,7 @@ class LocalTraining:
         """The training of this client's architecture, whose module has only that architecture's parts."""
         architecture = self.architecture(client_id)
         if architecture not in self._of_architectures:
-            module = copy_module(self.module)
+            module = copy_module(self.module, {name for name, _ in self.module.named_parameters()})
             if isinstance(module, MixtureOfExperts):
                 module.keep_architecture(architecture)
             names = module.state_dict().keys()
@@ -133,6 +133,7 @@ class LocalTraining:
                 self._of_architectures[architecture] = self
             else:
                 initial = {name: self.initial[name] for name in names}
+                module = copy_module(module)  # with memory of its own
                 self._of_architectures[architecture] = replace(self, module=module, initial=initial)
         return self._of_architectures[architecture]
 

@@ -30,8 +30,8 @@ _TRAINED = "after local training"  # in Evaluation.evaluation_point
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
-    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler."""
-    module = copy_module(model)
+    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler; it shares the frozen parameters."""
+    module = copy_module(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
     train = {"train.optimizer": phase.train.optimizer, "train.lr_scheduler": phase.train.lr_scheduler}
     for key, replacement in {"gate": phase.gate, "mixing": phase.mixing, **train}.items():
         part = key.removeprefix("train.")

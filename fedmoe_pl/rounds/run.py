@@ -28,7 +28,7 @@ from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.seeds import named_seed, seed_all
-from fedmoe_pl.trees import Tree, load_tree
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
 class FederationCallback:
@@ -260,7 +260,8 @@ class Run:
 
     def training(self, phase: Phase) -> LocalTraining:
         """The local training of a phase that has begun."""
-        return self.local_training(phase, self.module(phase), self.states[phase.name].initial)
+        module = copy_module(self.module(phase))  # which the user may change
+        return self.local_training(phase, module, self.states[phase.name].initial)
 
     def local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
         """The local training of a phase, into whose module the initial tensors are loaded."""

@@ -214,7 +214,7 @@ def _check_shared(phase: Phase, module: LightningModule, num_clients: int) -> No
         return
     shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
     for architecture in sorted({module.client_architecture(client) for client in range(num_clients)}):
-        client_module = copy_module(module)
+        client_module = copy_module(module, {name for name, _ in module.named_parameters()})
         client_module.keep_architecture(architecture)
         if missing := sorted(shared - client_module.state_dict().keys()):
             raise MisconfigurationException(
