@@ -40,7 +40,7 @@ def fit(
     batches: Iterable[Any],
     validation: SampleBatches | None,
     callbacks: list[Callback],
-    clients: int = 1,
+    models: int = 1,
     **arguments: Any,
 ) -> Trainer:
     """Fits a module with a new Trainer, which takes a few milliseconds to make."""
@@ -62,7 +62,7 @@ def fit(
             signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
             raise KeyboardInterrupt from exit
     own = [tensor.nbytes for name, tensor in training.initial.items() if name not in training.copies.shared]
-    _garbage.add(clients * sum(own))
+    _garbage.add(models * sum(own))
     return trainer
 
 

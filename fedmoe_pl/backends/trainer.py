@@ -85,7 +85,7 @@ class TrainerPlan(Plan):
         with one_thread():
             if self.shares_trainer:
                 group = _Group(self.training, server, kept, round, self.features)
-                in_one_step(self.training, len(clients), partial(group.train, clients))
+                in_one_step(self.training, 1, partial(group.train, clients))
                 updates = group.updates
             else:
                 train = partial(self._train_client, server, kept, round)
