@@ -130,8 +130,11 @@ def read_tensors(path: Path, **owner: object) -> Tree:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor alone in its memory: a view would be written with, or refused for, what it belongs to."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    """The tensor alone in its memory, copied if it is a view, which would keep alive what it belongs to."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _write(path: Path, head: bytes, arrays: Iterable[np.ndarray] = ()) -> None:
