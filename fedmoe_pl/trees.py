@@ -190,6 +190,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def is_interchangeable(one: Tensor, other: Tensor) -> bool:
+    """Whether a tensor can take another's place: it is on its device, with its strides and the same in every bit."""
+    return (one.device, one.stride()) == (other.device, other.stride()) and same_bits(one, other)
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -17,7 +17,7 @@ from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
-from fedmoe_pl.models.layers import evaluating, replaced_forward
+from fedmoe_pl.models.layers import evaluating, has_own_train, replaced_forward
 from fedmoe_pl.trees import Tree, changed, of_parts
 
 _BATCH_SIZE = 500
@@ -58,6 +58,8 @@ class FeatureCache:
         datamodule, device = training.datamodule, training.device
         if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_in_use:
             return None  # what is read one by one may be changed at random
+        if has_own_train(client.module):
+            return None
         tracing = _Tracing(training, client.module.to(device), client.round, on_device(constants, device))
         try:
             # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.

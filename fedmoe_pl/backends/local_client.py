@@ -78,7 +78,6 @@ def end_client(
     check_finite((sent, new), update.weight, training.initial)
     if client.losses is not None and not client.losses.isfinite():
         raise NotFiniteError("a loss of its training is not finite")
-    training.copies.try_out(client)
     update = Update(sent, update.weight, kept)
     return update if training.aggregation is None else training.aggregation.of_client(client, update)
 

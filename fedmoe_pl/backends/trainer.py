@@ -105,6 +105,7 @@ class TrainerPlan(Plan):
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
         client.module.zero_grad()
         update = end_client(training, client, constants, optimizer)
+        training.copies.try_out(client)
         discard(trainer)
         return update
 
@@ -212,7 +213,9 @@ class _Group:
         optimizer: Tree = {}
         if len(samples) and reused.is_trained:
             optimizer = self._fit(step, reused, client, on_device(constants, training.device), samples)
-        return end_client(training, client, constants, optimizer)
+        update = end_client(training, client, constants, optimizer)
+        training.copies.try_out(client)
+        return update
 
     def _fit(
         self, step: OneStep, reused: _ReusedModule, client: Client, constants: dict[str, Any], samples: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.trees import Tree, bits_of, borrow, copy_module, same_bits, same_memory
+from fedmoe_pl.trees import Tree, bits_of, borrow, copy_module, is_interchangeable, same_bits, same_memory
 
 
 class Untrained:
@@ -33,7 +33,7 @@ class Untrained:
         self.shared: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
             tensor = initial[name]
-            if name in names and tensor.stride() == parameter.stride() and same_bits(tensor, parameter):
+            if name in names and is_interchangeable(tensor, parameter):
                 parameter.data = tensor
                 self.shared[name] = parameter
         self.is_tried = not self.shared
@@ -57,13 +57,18 @@ class Untrained:
                 borrow(parameter, self.shared[name].data)
 
     def try_out(self, client: Client) -> None:
-        """Finds what others can share in the first client that was trained: what its training left as it was."""
+        """Finds what others can share in the first client that was trained: what its training left as it was.
+
+        A module may change parameters in eval mode, too: adapters are merged into the weights that they adapt.
+        """
         if self.is_tried or not client.steps:
             return
+        client.module.eval()
         parameters, before = dict(client.module.named_parameters()), {**client.loaded, **client.state}
         unchanged = {name for name in self.shared if same_bits(before[name], parameters[name])}
         self.shared = {name: tensor for name, tensor in self.shared.items() if name in unchanged}
         self.is_tried = True
+        client.module.train()
 
     def check(self, algorithm: Algorithm) -> None:
         """Refuses a change of what clients share."""

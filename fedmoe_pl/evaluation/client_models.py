@@ -15,10 +15,10 @@ from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_v
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.metrics import evaluate
-from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches
+from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches, load_to_evaluate
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
+from fedmoe_pl.trees import Tree, copy_module, of_module, subtree
 
 
 def evaluate_clients(
@@ -77,9 +77,9 @@ def _evaluate_shared(
     validation = _opted_in_validation(training)
     for group in training.by_architecture(clients):
         group_training = training.of(group[0])
-        module = group_training.copies.copy().to(training.device).eval()
+        module = group_training.copies.copy().to(training.device)
         for tensors, sharing in _models(group_training, server, kept, group):
-            load_tree(module, {**group_training.initial, **tensors})
+            load_to_evaluate(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
 
 
@@ -131,7 +131,7 @@ class _Evaluator:
         own_loss = training.algorithm.validation_loss
         assert own_loss is not None
         module = self.modules[self.training.architecture(client)]
-        load_tree(module, self._state(training, module, client))
+        load_to_evaluate(module, self._state(training, module, client))
         with torch.inference_mode():
             for (x, _), y in labelled_batches(training.datamodule, samples):
                 batch = x.to(module.device), y.to(module.device)
@@ -145,7 +145,7 @@ class _Evaluator:
             # hooks that see the module may write to it
             shares = not needs_server_state(training.algorithm)
             copied = training.copies.copy() if shares else copy_module(training.module)
-            self.modules[architecture] = copied.to(training.device).eval()
+            self.modules[architecture] = copied.to(training.device)
         module, data = self.modules[architecture], training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
             states = [self._state(training, module, client) for client in clients]
@@ -157,7 +157,7 @@ class _Evaluator:
         evaluations = []
         for client in clients:
             state = self._state(training, module, client)
-            load_tree(module, state)
+            load_to_evaluate(module, state)
             predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
             shared = training.shared_parts.looked_up(module, state) if predictor is module else None
             evaluations += evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)
@@ -208,7 +208,7 @@ def personal_tensors(
         # where what is kept may have changed since, all that differs from the phase's initial tensors is in `trained`
         return {**of_module(kept), **trained} if not training.algorithm.exchanged else trained
     if chooses_model(training.algorithm):
-        load_tree(module, training.initial)
+        load_to_evaluate(module, training.initial)
     with torch.inference_mode():
         return training.algorithm.personal_tensors(client_of(training, module, client_id, kept, round), server)
 

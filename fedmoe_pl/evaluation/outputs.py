@@ -12,9 +12,17 @@ from typing_extensions import TypeVar
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
+from fedmoe_pl.trees import Tree, load_tree
 
 # the class that a type checker takes a client's module for
 ClientModule = TypeVar("ClientModule", bound=LightningModule, default=MixtureOfExperts)
+
+
+def load_to_evaluate(module: nn.Module, tree: Tree) -> None:
+    """Loads tensors into a module and puts it in eval mode, for which it may change them, such as to merge adapters."""
+    module.train()
+    load_tree(module, tree)
+    module.eval()
 
 
 class Predictor(LightningModule):

@@ -15,9 +15,9 @@ from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.evaluation.outputs import ScoresAndWeights
+from fedmoe_pl.evaluation.outputs import ScoresAndWeights, load_to_evaluate
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree, load_tree, names_of_same_tensors
+from fedmoe_pl.trees import Tree, names_of_same_tensors
 
 _MOST = 8  # more gain little, and would leave worker processes without work
 _TRIED_SAMPLES = 4
@@ -50,7 +50,7 @@ class StackedModels:
     def __init__(self, module: LightningModule, states: Sequence[Tree]) -> None:
         first = states[0]
         differ = [name for name in first if any(state[name] is not first[name] for state in states)]
-        load_tree(module, first)
+        load_to_evaluate(module, first)
         self.states = states
         self.module = ScoresAndWeights(module)
         self.stacked = {
@@ -66,10 +66,10 @@ class StackedModels:
             stacked = self._call(x.expand(len(self.states), *x.shape), 0)
         except Exception:  # `vmap` cannot map over all that a model may compute
             return False
-        load_tree(self.module.module, self.states[-1])
+        load_to_evaluate(self.module.module, self.states[-1])
         with torch.inference_mode():
             alone = self.module(x.to(self.device))
-        load_tree(self.module.module, self.states[0])
+        load_to_evaluate(self.module.module, self.states[0])
         return all(is_close(output[-1], expected.cpu()) for output, expected in zip(stacked, alone, strict=True))
 
     def outputs(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor]:

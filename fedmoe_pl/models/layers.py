@@ -39,6 +39,11 @@ def four_dimensional(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if not is_lazy(tensor) and tensor.dim() == 4]
 
 
+def has_own_train(module: nn.Module) -> bool:
+    """Whether a part may do more than note its mode, such as merge adapters into the weights that they adapt."""
+    return any(type(part).train is not nn.Module.train for part in module.modules())
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """In this context, the module is in eval mode, so that it draws no random numbers."""

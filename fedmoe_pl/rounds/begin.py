@@ -24,14 +24,14 @@ from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
+from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, is_interchangeable, load_tree
 
 _TRAINED = "after local training"  # in Evaluation.evaluation_point
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
-    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler; it shares the frozen parameters."""
-    module = copy_module(model, {name for name, parameter in model.named_parameters() if not parameter.requires_grad})
+    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler."""
+    module = copy_module(model)
     train = {"train.optimizer": phase.train.optimizer, "train.lr_scheduler": phase.train.lr_scheduler}
     for key, replacement in {"gate": phase.gate, "mixing": phase.mixing, **train}.items():
         part = key.removeprefix("train.")
@@ -84,8 +84,14 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
         module.requires_grad_(False)
 
 
-def share_memory(training: LocalTraining, state: PhaseState) -> None:
-    """Has the server hold no second copy of what no client trains."""
+def share_memory(training: LocalTraining, state: PhaseState, model: LightningModule) -> None:
+    """Has neither the phase nor its server hold second copies of frozen parameters of the run's model.
+
+    From here on, only copies of the phase's module are called: a call may change parameters.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and name in state.initial and is_interchangeable(state.initial[name], parameter):
+            state.initial[name] = parameter.data
     state.server = training.copies.known(state.server)
 
 

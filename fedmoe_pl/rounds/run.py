@@ -21,6 +21,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.client_models import client_predictor, evaluate_moments, personal_tensors
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
 from fedmoe_pl.phases.participation import ClientFailures, evaluated_clients
@@ -28,7 +29,7 @@ from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.seeds import named_seed, seed_all
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, load_tree
 
 
 class FederationCallback:
@@ -223,8 +224,8 @@ class Run:
         tensors = personal_tensors(
             training, training.module, state.server, client, kept, state.round_of_models, evaluation_point
         )
-        load_tree(training.module, {**training.initial, **tensors})
-        return training.module.eval()
+        load_to_evaluate(training.module, {**training.initial, **tensors})
+        return training.module
 
     def phase_and_point(self, method: str, client: int) -> tuple[Phase, EvaluationPoint]:
         """The phase and the evaluation point that a row is about; refuses others, and ids that no client has."""
@@ -246,8 +247,11 @@ class Run:
         """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
         seed = named_seed(self.seed, phase.name)
         seed_all(seed)  # a gate of unknown width draws its parameters here
-        model = self.models[model_of(self.phases, self.starts, phase.name)]
-        return sized(phase_module(model, phase), self.datamodule, seed)
+        return sized(phase_module(self.initial_model(phase), phase), self.datamodule, seed)
+
+    def initial_model(self, phase: Phase) -> LightningModule:
+        """The initial model that a phase's module is a copy of."""
+        return self.models[model_of(self.phases, self.starts, phase.name)]
 
     def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
         """The phase's state; begins the phase, with this module, if it has not begun."""
@@ -260,8 +264,7 @@ class Run:
 
     def training(self, phase: Phase) -> LocalTraining:
         """The local training of a phase that has begun."""
-        module = copy_module(self.module(phase))  # which the user may change
-        return self.local_training(phase, module, self.states[phase.name].initial)
+        return self.local_training(phase, self.module(phase), self.states[phase.name].initial)
 
     def local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
         """The local training of a phase, into whose module the initial tensors are loaded."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import EveryBatch, Expert, OneWeight, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, begin, local_training, train, train_clients
+from helpers.models import Adapted
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -188,6 +189,13 @@ def test_the_trial_of_stacking_runs_once_for_a_phase(monkeypatch):
     train_clients(begun, round=1)
 
 
+def adapted():
+    torch.manual_seed(0)
+    expert = Expert()
+    expert.extractor[1] = Adapted(5, 6)
+    return mixture(expert=expert)
+
+
 # model, algorithm, arguments of the Trainer, and why its clients are not stacked
 NOT_STACKED = {
     "an extractor of both experts": (shared_extractor, FedAvg(), {}, "parts of the model share parameters"),
@@ -204,6 +212,8 @@ NOT_STACKED = {
         {},
         "Adafactor may not step every parameter element by element",
     ),
+    "merged adapters": (adapted, FedAvg(), {}, "a part of the model has a train method of its own"),
+    "merged adapters of a frozen part": (adapted, FineTuning("local_expert.classifier.*"), {}, "a train method"),
     "own training_step": (OneWeight, FedAvg(), {}, "OneWeight has its own training_step"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, blobs, mixture, run
 from helpers.backends import begin
+from helpers.models import Adapted
 from helpers.runs import assert_same
 from helpers.workers import InThisProcess, TwoInThisProcess, training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -65,13 +66,13 @@ def fitted(path, module, algorithm=None, **kwargs):
     return run(phases, module, blobs(SIZES), path, backend=TrainerBackend())
 
 
-def both_ways(path, monkeypatch, algorithm):
+def both_ways(path, monkeypatch, algorithm, module=OnBase):
     """The same run with what nobody trains in memory once, and with copies of it."""
     runs = []
     for name in ("shared", "alone"):
         if name == "alone":
             monkeypatch.setattr(LocalTraining, "untrained", frozenset())
-        runs.append(fitted(path / name, OnBase(), algorithm()).run.states["FedAvg"])
+        runs.append(fitted(path / name, module(), algorithm()).run.states["FedAvg"])
     return runs
 
 
@@ -139,6 +140,21 @@ def test_a_change_that_begins_later_is_refused(change, tmp_path, monkeypatch):
     monkeypatch.setattr(OnBase, "steps", 0)
     with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.") + "(weight|bias)' was changed in"):
         fitted(tmp_path, OnBase())
+
+
+class OnAdapted(OnBase):
+    def __init__(self):
+        super().__init__()
+        self.base = Adapted(5, 300).double()
+
+
+def test_adapters_that_are_merged_in_eval_mode(tmp_path, monkeypatch):
+    shared, alone = both_ways(tmp_path, monkeypatch, FedAvg, OnAdapted)
+    assert_same(shared.evaluations, alone.evaluations)
+    assert_same_bits(shared.server, alone.server)
+    assert torch.equal(shared.server["base.weight"], OnAdapted().base.weight)
+    monkeypatch.setattr(Adapted, "merges", False)
+    assert_same(fitted(tmp_path / "reference", OnAdapted()).run.states["FedAvg"].evaluations, alone.evaluations)
 
 
 class WithoutTheFirst(FedAvg):

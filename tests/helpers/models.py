@@ -38,3 +38,28 @@ def in_channels_last(module):
     assert weights
     sizes = [(weight.stride(), *weight.shape[1:]) for weight in weights]
     return all(strides == (c * h * w, 1, c * w, c) for strides, c, h, w in sizes)
+
+
+class Adapted(nn.Linear):
+    """A frozen layer with an adapter that is merged into its weights in eval mode, as loralib's are.
+
+    LoRA, Hu et al., ICLR 2022 (https://arxiv.org/abs/2106.09685), section 4.1.
+    """
+
+    merges = True
+    is_merged = False
+
+    def __init__(self, features, outputs):
+        super().__init__(features, outputs)
+        self.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, features))
+        self.up = nn.Parameter(torch.randn(outputs, 2))
+
+    def train(self, mode=True):
+        if self.merges and self.is_merged == mode:
+            self.weight.data += (-1 if mode else 1) * self.up.data @ self.down.data
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) + (0 if self.is_merged else x @ self.down.T @ self.up.T)

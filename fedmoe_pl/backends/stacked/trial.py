@@ -21,6 +21,7 @@ from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, trained_in_epoch
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.layers import has_own_train
 from fedmoe_pl.trees import Tree, copy_module, names_of_same_tensors
 
 _ELEMENTWISE = {
@@ -74,6 +75,8 @@ def _check_without_trial(training: LocalTraining) -> None:
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
     if type(optimizer) not in _ELEMENTWISE:
         raise NotStackable(f"{type(optimizer).__name__} may not step every parameter element by element")
+    if has_own_train(training.module):
+        raise NotStackable("a part of the model has a train method of its own")
     if names_of_same_tensors(training.module):
         raise NotStackable("parts of the model share parameters or buffers")
 
