@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -158,8 +157,6 @@ class _Reader:
             num_workers=self.data.num_workers,
             collate_fn=_unchanged,
             persistent_workers=True,
-            # in a worker of the federation, the default is loky's way, which knows no other processes
-            multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
             worker_init_fn=partial(_begin_worker, self.data.worker_init_fn),
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )

@@ -4,13 +4,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.runs import Kill, assert_same, data, federation
-from helpers.workers import CPU, SIZES, Fails, TwoInThisProcess, children, killing_model, trained, training
+from helpers.workers import CPU, SIZES, Fails, TwoInThisProcess, killing_model, trained, training, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.backends.workers.workers_backend
@@ -45,13 +44,14 @@ def test_a_lazy_pool_starts_only_where_it_shortens_the_phase(rounds, starts):
 
 def test_two_workers_give_the_bits_of_one_process_also_if_one_is_killed_and_after_the_run_was_stopped(alone, tmp_path):
     """The run is stopped in its last phase, which ends the workers, and goes on in one process."""
-    before, kill = children(), tmp_path / "kill"
+    kill = tmp_path / "kill"
     kill.touch()
     devices = [{"accelerator": "cpu", "devices": number} for number in (1, 2)]
     run = federation(tmp_path, trainer=devices[1], backend=TrainerBackend(), callbacks=[Kill("on_client_end", 19)])
     with pytest.raises(KeyboardInterrupt):
         run.fit(killing_model(kill), data(sizes=SIZES))
-    assert not kill.exists() and children() == before
+    assert not kill.exists()
+    wait_until(lambda: not workers())
     run = federation(tmp_path, trainer=devices[0], backend=TrainerBackend())
     run.fit(killing_model(kill), data(sizes=SIZES), ckpt_path="last")
     assert_same(run.run.states, alone.run.states)
@@ -115,17 +115,19 @@ def test_a_script_needs_no_guard_and_its_classes_travel(tmp_path):
     assert results[0] == results[1], "the same bits, and nothing more is said"
 
 
+def parent(process: Path) -> int:
+    return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_workers_end_with_their_driver(tmp_path, how):
+def test_workers_and_their_server_end_with_the_driver(tmp_path, how):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "script.py", "out", "2", "sleep"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        workers = [int(process.stdout.readline()) for _ in range(2)]
+        processes = [Path(f"/proc/{process.stdout.readline().strip()}") for _ in range(2)]
+        processes.append(Path(f"/proc/{parent(processes[0])}"))
         process.send_signal(how)
         process.wait(10)
-        deadline = time.monotonic() + 10
-        while any(Path(f"/proc/{worker}").exists() for worker in workers):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: not any(process.exists() for process in processes))

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import subprocess
+import time
 from concurrent.futures import Future
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend, WorkersBackend
+from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.backends.workers.worker import Worker
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker
 from helpers import OneWeight
@@ -78,11 +80,13 @@ class TwoInThisProcess(WorkersBackend):
         super().__init__(backend or TrainerBackend(), [CPU, CPU], lazy)
         self.log = []
 
-    def share(self, datamodule):
-        self.datamodule = datamodule
+    def share(self, obj, datamodule=None):
+        buffers = []
+        return dumps(obj, datamodule, buffer_callback=buffers.append), buffers
 
     def start_worker(self, device):
-        return self.worker(self.datamodule, self.log)
+        pickled, buffers = self.data
+        return self.worker(loads(pickled, buffers=buffers), self.log)
 
 
 class TwoArgumentsError(Exception):
@@ -121,7 +125,19 @@ def killing_model(file):
     return KillsItsProcess(expert, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), file=file)
 
 
-def children() -> set[str]:
-    """Command lines of this process's worker processes."""
-    listed = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return {line for line in listed.stdout.splitlines() if "LokyProcess" in line}
+def workers() -> set[int]:
+    """Ids of this process's worker processes."""
+    return {worker for server in _children(os.getpid()) for worker in _children(server)}
+
+
+def _children(process: int) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=,state=", "--ppid", str(process)], capture_output=True, text=True)
+    rows = (line.split() for line in listed.stdout.splitlines())
+    return [int(process_id) for process_id, state in rows if not state.startswith("Z")]
+
+
+def wait_until(is_true) -> None:
+    deadline = time.monotonic() + 10
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -16,6 +16,9 @@ from torch import Tensor
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
+Pickled = tuple[bytes, Sequence[Any]]
+"""A pickled object, and the buffers of its tensors and arrays that are kept beside it."""
+
 
 def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
     """Calls a function that pickles something for a worker, and explains its failure."""
@@ -55,7 +58,11 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # as an array, because a view of a tensor would be pickled with the whole tensor
-        if type(obj) is Tensor and obj.device.type == "cpu" and not obj.requires_grad and obj.dtype in _NUMPY_DTYPES:
+        if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad:
+            return super().reducer_override(obj)
+        if obj.dtype == torch.bfloat16:  # which NumPy does not have
+            return _as_bfloat16, (obj.view(torch.int16),)
+        if obj.dtype in _NUMPY_DTYPES:
             if obj.is_contiguous(memory_format=torch.channels_last):
                 # with strides, because NumPy alters those of dimensions of size 1, which tell PyTorch the memory format
                 return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
@@ -71,6 +78,10 @@ _NUMPY_DTYPES = {
 
 def _from_numpy(array: Any) -> Tensor:
     return torch.from_numpy(array)
+
+
+def _as_bfloat16(bits: Tensor) -> Tensor:
+    return bits.view(torch.bfloat16)
 
 
 def _strided(values: Any, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

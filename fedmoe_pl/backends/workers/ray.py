@@ -19,7 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend
-from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
+from fedmoe_pl.backends.workers.pickling import Pickled, dumps, loads
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersBackend
 from fedmoe_pl.checks import check_at_least
@@ -82,7 +82,6 @@ class RayBackend(WorkersBackend):
         self.address = address
         self.num_workers = workers
         self._connected = False
-        self._data: Any = None
 
     def open(self) -> None:
         """Connects to the cluster, or starts one.
@@ -124,32 +123,34 @@ class RayBackend(WorkersBackend):
             name, value = ("address", self.address) if self.address or is_local else ("RAY_ADDRESS", address)
             raise MisconfigurationException(f"RayBackend: {name} is {value!r}, but {problem} ({reason}).") from error
 
-    def share(self, datamodule: FederatedDataModule) -> None:
-        """Puts the data into the cluster's object store, which workers on one machine share."""
+    def start(self, datamodule: FederatedDataModule) -> None:
+        """Connects to the cluster, and starts all workers if they are not running."""
         self.open()
+        super().start(datamodule)
+
+    def share(self, obj: Any, datamodule: FederatedDataModule | None = None) -> Any:
+        """Puts an object into the cluster's object store, which workers on one machine share."""
         buffers: list[np.ndarray] = []
 
         def keep(buffer: pickle.PickleBuffer) -> None:
             buffers.append(np.frombuffer(buffer.raw(), np.uint8))  # Ray shares only arrays between processes
 
-        pickled = sendable("the data module", lambda: dumps(datamodule, buffer_callback=keep))
-        self._data = _ray().put((sys.path, pickled, buffers))
+        return _ray().put((dumps(obj, datamodule, buffer_callback=keep), buffers))
 
     def start_worker(self, device: torch.device) -> RemoteWorker:
         """Starts a process on a device that Ray chooses."""
-        return _Actor(self._data, device)
+        return _Actor(self.data, device)
 
     def close(self) -> None:
         """Ends the workers, and Ray if it was started here."""
         super().close()
-        self._data = None
         if self._connected:
             _ray().shutdown()
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the data and the connection, which belong to this process."""
-        return {**super().__getstate__(), "_data": None, "_connected": False}
+        """Leaves out the connection, which belongs to this process."""
+        return {**super().__getstate__(), "_connected": False}
 
 
 class _Actor(RemoteWorker):
@@ -160,9 +161,9 @@ class _Actor(RemoteWorker):
         place = _ray().remote(
             num_cpus=1, num_gpus=int(device.type == "cuda"), runtime_env={"env_vars": WORKER_ENVIRONMENT}
         )
-        self.actor = place(_RayWorker).remote(data, device)
+        self.actor = place(_RayWorker).remote(sys.path, data, device)
 
-    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
+    def submit(self, phase: Any, server: bytes | None, groups: bytes) -> Future[Any]:
         return self.actor.work.remote(phase, server, groups).future()
 
     def result(self, future: Future[Any]) -> bytes:
@@ -181,12 +182,13 @@ class _Actor(RemoteWorker):
 class _RayWorker:
     """Makes a worker from the data in the object store."""
 
-    def __init__(self, data: tuple[list[str], bytes, Sequence[np.ndarray]], device: torch.device) -> None:
-        paths, pickled, buffers = data
+    def __init__(self, paths: Sequence[str], data: Pickled, device: torch.device) -> None:
         sys.path += [path for path in paths if path not in sys.path]  # where the driver found the user's modules
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is shared and only read
-            self.worker = Worker(loads(pickled, buffers=buffers), device)
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is shared and only read
+        pickled, buffers = data
+        self.worker = Worker(loads(pickled, buffers=buffers), device)
 
-    def work(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+    def work(self, phase: Pickled | None, server: bytes | None, groups: bytes) -> bytes:
+        if phase is not None:  # the data are only read, but a model may be written to
+            phase = phase[0], [buffer.copy() for buffer in phase[1]]
         return self.worker.work(phase, server, groups)

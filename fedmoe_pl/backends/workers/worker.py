@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 
 from fedmoe_pl.backends.failures import portable
 from fedmoe_pl.backends.local_client import data_on
-from fedmoe_pl.backends.workers.pickling import dumps, loads
+from fedmoe_pl.backends.workers.pickling import Pickled, dumps, loads
 from fedmoe_pl.data import FederatedDataModule
 
 WORKER_ENVIRONMENT = {
@@ -50,10 +49,8 @@ class Worker:
     def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
         self.datamodule = data_on(datamodule, device)
         self.device = device
-        # loky collects garbage after every call; over all imported objects, that took 20 percent of a round
-        gc.freeze()
 
-    def work(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+    def work(self, phase: Pickled | None, server: bytes | None, groups: bytes) -> bytes:
         """Does a job for some groups of clients; phase and server's state are those of the last call if left out."""
         try:
             if phase is not None:
@@ -65,8 +62,9 @@ class Worker:
         except Exception as error:
             raise portable(error) from error
 
-    def _begin_phase(self, phase: bytes) -> None:
-        plan, settings = loads(phase, self.datamodule)
+    def _begin_phase(self, phase: Pickled) -> None:
+        pickled, buffers = phase
+        plan, settings = loads(pickled, self.datamodule, buffers=buffers)
         for apply in settings:
             apply()
         on_cpu = plan.training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs

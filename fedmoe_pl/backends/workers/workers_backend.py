@@ -47,8 +47,8 @@ class RemoteWorker(ABC):
         self.device = device
 
     @abstractmethod
-    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
-        """Calls :meth:`Worker.work` without waiting for it."""
+    def submit(self, phase: Any, server: bytes | None, groups: bytes) -> Future[Any]:
+        """Calls :meth:`Worker.work` without waiting for it; the phase is one that the backend has shared, or None."""
 
     @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
@@ -83,25 +83,26 @@ class WorkersBackend(Backend):
         self.lazy = lazy
         self.where = where
         self.workers: list[RemoteWorker] = []
+        self.data: Any = None
 
     @abstractmethod
-    def share(self, datamodule: FederatedDataModule) -> None:
-        """Puts the data where all workers find it.
+    def share(self, obj: Any, datamodule: FederatedDataModule | None = None) -> Any:
+        """Puts an object where all workers find it, without the data module that they have; returns its address."""
+
+    @abstractmethod
+    def start_worker(self, device: torch.device) -> RemoteWorker:
+        """Starts a worker on the shared ``data``; also in place of one that died."""
+
+    def start(self, datamodule: FederatedDataModule) -> None:
+        """Starts all workers if they are not running.
 
         Raises:
             MisconfigurationException: if there can be no workers, or the data cannot be sent to them.
         """
-
-    @abstractmethod
-    def start_worker(self, device: torch.device) -> RemoteWorker:
-        """Starts a worker; also in place of one that died."""
-
-    def start(self, datamodule: FederatedDataModule) -> None:
-        """Starts all workers if they are not running."""
         if self.workers:
             return
         try:
-            self.share(datamodule)
+            self.data = sendable("the data module", lambda: self.share(datamodule))
         except Exception:
             self.close()
             raise
@@ -123,11 +124,11 @@ class WorkersBackend(Backend):
         """Ends the workers."""
         for worker in self.workers:
             worker.end()
-        self.workers = []
+        self.workers, self.data = [], None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the workers when the backend is copied or sent to one of them."""
-        return {**vars(self), "workers": []}
+        """Leaves out workers and data when the backend is copied or sent to one of them."""
+        return {**vars(self), "workers": [], "data": None}
 
 
 class WorkersPlan(Plan):
@@ -270,10 +271,11 @@ class _HandedOut:
         self.busy: dict[Future[Any], tuple[RemoteWorker, _HandedOutChunk, float]] = {}
 
     @cached_property
-    def phase(self) -> bytes:
-        """The phase, pickled once for all workers that lack it."""
-        message = self.plan, torch_settings()
-        return sendable("the model or its algorithm", lambda: dumps(message, self.plan.training.datamodule))
+    def phase(self) -> Any:
+        """The phase, shared once for all workers that lack it."""
+        message, training = (self.plan, torch_settings()), self.plan.training
+        _ = training.copies  # has the module and the initial tensors share what nobody trains, which is sent once
+        return sendable("the model or its algorithm", lambda: self.backend.share(message, training.datamodule))
 
     def results(self) -> Iterator[Any]:
         """Yields the groups' results in order."""
