@@ -4,7 +4,7 @@
 
 SIGKILL ends the run and its workers when they have used a random amount of CPU time since their start-up. A run that is
 left to its end is compared, and the next one begins. Runs are forked from this process, and workers from them, so that
-a start takes a tenth of a second; ``--spawn`` starts workers as interpreters of their own, as they are in other runs.
+a start takes a tenth of a second; ``--server`` forks workers from a server of the run, as they are in other runs.
 "lost" counts the rounds that had been completed at a kill and were trained again: 1 if the kill came between the end of
 a round's training and its checkpoint.
 """
@@ -15,6 +15,7 @@ import argparse
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loky.backend.context import set_start_method
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
+from fedmoe_pl.backends import Backend, PoolBackend
+from fedmoe_pl.backends.workers import fork_server, process
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.data import Digits, Dirichlet
@@ -98,6 +100,16 @@ def forked(function: Callable[..., None], *arguments: Any) -> int:
     except BaseException as error:
         print(repr(error), flush=True)
     os._exit(status)
+
+
+def forked_worker() -> socket.socket:
+    """A connection to a worker that is forked from the run instead of its server."""
+    ours, theirs = socket.socketpair()
+    if not os.fork():
+        ours.close()
+        fork_server.run_worker(process.work, theirs)
+    theirs.close()
+    return ours
 
 
 def cpu_seconds(session: int) -> float:
@@ -194,10 +206,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--spawn", action="store_true")
+    parser.add_argument("--server", action="store_true")
     options = parser.parse_args()
-    if not options.spawn:
-        set_start_method("fork")
+    if not options.server:
+        process.new_process, PoolBackend.open = forked_worker, Backend.open
     print("  workers  kills  runs  differing  lost", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         measure(options.workers, options.kills, random.Random(0), Path(folder))

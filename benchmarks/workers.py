@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,8 @@ from workload import RandomImages, make_model, restart_with_environment
 
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import Backend, GroupUpdate, LocalTraining, Plan, PoolBackend, TrainerBackend
-from fedmoe_pl.backends.workers import workers_backend as workers
+from fedmoe_pl.backends.workers import workers_backend
+from fedmoe_pl.backends.workers.process import LocalWorker
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import Tree
@@ -45,10 +45,11 @@ class Timed(Backend):
 
     def close(self) -> None:
         """Look at the workers' memory before they end."""
-        listed = subprocess.run(["pgrep", "-f", "loky.*LokyProcess"], capture_output=True, text=True).stdout.split()
-        for pid in listed:
-            fields = Path(f"/proc/{pid}/status").read_text().splitlines()
-            sizes = [line.split()[:2] for line in fields if line.startswith(("VmHWM", "RssAnon", "RssFile"))]
+        workers = self.backend.workers if isinstance(self.backend, PoolBackend) else []
+        for worker in workers:
+            assert isinstance(worker, LocalWorker)
+            fields = Path(f"/proc/{worker.pid.result()}/smaps_rollup").read_text().splitlines()
+            sizes = [line.split()[:2] for line in fields if line.startswith(("Rss", "Pss:", "Private_Dirty"))]
             print("  worker", ", ".join(f"{name} {int(size) / 1024:.0f} MiB" for name, size in sizes))
         self.backend.close()
 
@@ -85,7 +86,7 @@ class TimedPlan(Plan):
 def measure(devices: int, options: argparse.Namespace) -> tuple[float, Tree]:
     """Run all rounds; returns the median of their seconds, and the server's state."""
     backend, sent = Timed(devices), []
-    dumps = workers.dumps
+    dumps = workers_backend.dumps
 
     def timed_dumps(*arguments: Any, **kwargs: Any) -> bytes:
         start = time.perf_counter()
@@ -93,7 +94,7 @@ def measure(devices: int, options: argparse.Namespace) -> tuple[float, Tree]:
         sent.append((len(pickled), time.perf_counter() - start))
         return pickled
 
-    workers.dumps = timed_dumps
+    workers_backend.dumps = timed_dumps
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases=[Phase("FedAvg", FedAvg("global_expert.*"), rounds=options.rounds + 1, evaluate=False)],
@@ -106,12 +107,12 @@ def measure(devices: int, options: argparse.Namespace) -> tuple[float, Tree]:
         )
         data = RandomImages(options.clients, SAMPLES_PER_CLIENT, options.batch_size)
         federation.fit(make_model(gate_weight=1), data)
-    workers.dumps = dumps
+    workers_backend.dumps = dumps
     first, *rounds = backend.rounds
     print(f"{devices} process(es): first round {first:.2f} s, then {', '.join(f'{r:.2f}' for r in rounds)} s")
     if sent:
         size, seconds = (sum(column) / len(backend.rounds) for column in zip(*sent, strict=True))
-        print(f"  pickled by the driver per round: {size / 1e6:.3f} MB in {1e3 * seconds:.1f} ms")
+        print(f"  pickled by the driver per round, beside the phase: {size / 1e6:.3f} MB in {1e3 * seconds:.1f} ms")
     return statistics.median(rounds), federation.run.states["FedAvg"].server
 
 

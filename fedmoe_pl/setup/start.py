@@ -101,7 +101,7 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
         return backend
     if len(devices) == 1:
         return backend
-    # A process takes seconds to start, often longer than a whole run on a CPU.
+    # The imports of the processes take seconds, often longer than a whole run on a CPU.
     lazy = devices[0].type == "cpu" and requested == "auto"
     return PoolBackend(backend, devices, lazy)
 

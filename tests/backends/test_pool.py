@@ -12,7 +12,6 @@ from helpers.runs import Kill, assert_same, data, federation
 from helpers.workers import CPU, SIZES, Fails, TwoInThisProcess, killing_model, trained, training, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-import fedmoe_pl.backends.workers.workers_backend
 from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
@@ -28,7 +27,7 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
         MisconfigurationException, match="devices must be 1 here, because the data module cannot be sent"
     ):
         trained(PoolBackend(TrainerBackend(), [CPU, CPU]), phase)
-    monkeypatch.setattr(fedmoe_pl.backends.workers.workers_backend, "_WORTH_STARTING", 0)
+    monkeypatch.setattr(PoolBackend, "is_worth_starting", lambda pool, gain: True)
     with pytest.warns(UserWarning, match="Training continues in one process: trainer.devices must be 1"):
         updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
     assert_same(updates, trained(TrainerBackend(), phase))

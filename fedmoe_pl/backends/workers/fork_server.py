@@ -25,7 +25,7 @@ import sys
 sys.path[:] = {path!r}
 from fedmoe_pl.backends.workers.fork_server import serve
 from fedmoe_pl.backends.workers.process import work
-serve({control}, work)
+serve({control}, work, forks={forks})
 """
 _server: ForkServer | None = None
 
@@ -41,7 +41,7 @@ class ForkServer:
     def __init__(self) -> None:
         self.driver = os.getpid()
         self.control, theirs = socket.socketpair()
-        program = _PROGRAM.format(path=sys.path, control=theirs.fileno())
+        program = _PROGRAM.format(path=sys.path, control=theirs.fileno(), forks=FORKS)
         # Ctrl-C is for the driver, which ends its workers. A process started while the signal is blocked never gets it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -91,13 +91,21 @@ def start_server() -> ForkServer:
     return _server
 
 
+def is_server_ready() -> bool:
+    """Whether this process has a server that has imported everything."""
+    return _server is not None and _server.is_alive and _server.is_ready
+
+
 def new_process() -> socket.socket:
     """A connection to a new worker process."""
     return (start_server() if FORKS else ForkServer()).connect()
 
 
-def serve(control: int, work: Callable[[socket.socket], None]) -> None:
-    """Forks a worker at each request of the driver, and kills those that are left when the driver ends; the server."""
+def serve(control: int, work: Callable[[socket.socket], None], forks: bool) -> None:
+    """Forks a worker at each request of the driver, and kills those that are left when the driver ends; the server.
+
+    One that does not fork becomes the worker itself.
+    """
     gc.collect()
     gc.freeze()  # a worker's collections would write to all imported objects, and so copy their memory
     driver = socket.socket(fileno=control)
@@ -105,10 +113,10 @@ def serve(control: int, work: Callable[[socket.socket], None]) -> None:
     with suppress(ConnectionError):
         driver.send(b"\0")
         while connections := socket.recv_fds(driver, 1, 1)[1]:
-            worker = os.fork() if FORKS else 0
+            worker = os.fork() if forks else 0
             if not worker:
                 driver.close()
-                _work(work, socket.socket(fileno=connections[0]))
+                run_worker(work, socket.socket(fileno=connections[0]))
             workers = {worker, *(other for other in workers if not os.waitpid(other, os.WNOHANG)[0])}
             os.close(connections[0])
     for worker in workers:
@@ -117,7 +125,7 @@ def serve(control: int, work: Callable[[socket.socket], None]) -> None:
     os._exit(0)  # what libraries do at an exit is for those who used them
 
 
-def _work(work: Callable[[socket.socket], None], connection: socket.socket) -> None:
+def run_worker(work: Callable[[socket.socket], None], connection: socket.socket) -> None:
     """Is a worker, and does not return."""
     try:
         work(connection)

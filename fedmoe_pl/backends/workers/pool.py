@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from fedmoe_pl.backends.backend import Backend
+from fedmoe_pl.backends.workers.fork_server import FORKS, is_server_ready, start_server
 from fedmoe_pl.backends.workers.process import LocalWorker
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkersBackend
 from fedmoe_pl.data import FederatedDataModule
+
+_WORTH_FORKING = 1.0  # seconds to gain
+_WORTH_A_SERVER = 5.0  # seconds to gain; it imports for as long on another core, while this process goes on
 
 
 class PoolBackend(WorkersBackend):
@@ -20,12 +24,26 @@ class PoolBackend(WorkersBackend):
     Args:
         backend: how each of them trains its groups.
         devices: the device of each process; on a CPU the same device several times.
-        lazy: whether training begins in this process. The others start when, at the pace measured so far, they are
-            expected to shorten the phase by at least ten seconds. The result has the same bits.
+        lazy: whether training begins in this process. The others are prepared when, at the pace measured so far, they
+            would shorten the phase by five seconds, and take over when they are ready, if a second can still be gained.
+            The result has the same bits.
     """
 
     def __init__(self, backend: Backend, devices: Sequence[torch.device], lazy: bool = False) -> None:
         super().__init__(backend, devices, lazy, f", in up to {len(devices)} processes")
+
+    def open(self) -> None:
+        """Has the processes' server import everything while the run is prepared."""
+        if FORKS and not self.lazy:
+            start_server()
+
+    def is_worth_starting(self, gain: float) -> bool:
+        """Whether to start the processes; has their server started if it is not there, without waiting for it."""
+        if not FORKS:
+            return super().is_worth_starting(gain)
+        if not is_server_ready() and gain >= _WORTH_A_SERVER:
+            start_server()
+        return is_server_ready() and gain >= _WORTH_FORKING
 
     def share(self, obj: Any, datamodule: FederatedDataModule | None = None) -> SharedObject:
         """Writes an object to a file that all workers map."""

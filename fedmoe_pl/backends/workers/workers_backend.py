@@ -27,7 +27,7 @@ from fedmoe_pl.trees import Tree
 
 _CHUNKS = 4  # of clients to train, per worker at least, so that none waits long for the last one
 _PARTS = 32  # of groups to evaluate, likewise
-_WORTH_STARTING = 10.0  # seconds to gain; starting takes about half of them, and the estimate is rough
+SECONDS_TO_START = 10.0  # twice what interpreters take to import everything, because an estimate is rough
 _TRIES = 3  # another process may cause one death, but hardly three with the same clients
 _GRACE = 60.0  # seconds beyond the clients' own in which a worker must answer; it may have to start first
 _AHEAD = 8  # how many results per worker may wait for an earlier one; limits their memory
@@ -70,8 +70,8 @@ class WorkersBackend(Backend):
     Args:
         backend: how each worker trains its groups.
         devices: the device of each worker.
-        lazy: whether work begins in this process. The workers start when, at the pace measured so far, they are
-            expected to shorten the phase by at least ten seconds. The result has the same bits.
+        lazy: whether work begins in this process. The workers start when, at the pace measured so far, they shorten the
+            phase by enough. The result has the same bits.
         where: what to add to the plan's description.
     """
 
@@ -92,6 +92,10 @@ class WorkersBackend(Backend):
     @abstractmethod
     def start_worker(self, device: torch.device) -> RemoteWorker:
         """Starts a worker on the shared ``data``; also in place of one that died."""
+
+    def is_worth_starting(self, gain: float) -> bool:
+        """Whether to start the workers, which are expected to shorten the phase by so many seconds."""
+        return gain >= SECONDS_TO_START
 
     def start(self, datamodule: FederatedDataModule) -> None:
         """Starts all workers if they are not running.
@@ -218,7 +222,7 @@ class WorkersPlan(Plan):
         if len(paces) < 2 or not self.may_start:  # the first group takes longer, because some things are done once
             return False
         share = 1 - 1 / min(len(backend.devices), len(groups))
-        if min(paces) * (self._size(groups) + later) * share < _WORTH_STARTING:
+        if not backend.is_worth_starting(min(paces) * (self._size(groups) + later) * share):
             return False
         try:
             backend.start(self.training.datamodule)
