@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import cloudpickle
 import pytest
 import torch
 from helpers.data import set_up
@@ -66,15 +65,8 @@ def whole(tmp_path_factory):
     return run
 
 
-class Workers(TwoInThisProcess):
-    """Two workers in this process, each with a copy of the data module, as another process has it."""
-
-    def start_worker(self, device):
-        return self.worker(cloudpickle.loads(cloudpickle.dumps(self.datamodule)), self.log)
-
-
 def test_workers_and_processes_that_read_samples_change_no_bit(whole, tmp_path):
-    run = federation(tmp_path, phases(), backend=Workers())
+    run = federation(tmp_path, phases(), backend=TwoInThisProcess())
     run.fit(model(), data(num_workers=1))
     assert_same(result(run)[0], result(whole)[0])
     assert result(run)[1] == result(whole)[1]

@@ -27,7 +27,7 @@ from fedmoe_pl.trees import Tree
 
 _CHUNKS = 4  # of clients to train, per worker at least, so that none waits long for the last one
 _PARTS = 32  # of groups to evaluate, likewise
-SECONDS_TO_START = 10.0  # twice what interpreters take to import everything, because an estimate is rough
+_WORTH_STARTING = 10.0  # seconds to gain; imports of new interpreters take half of them, and an estimate is rough
 _TRIES = 3  # another process may cause one death, but hardly three with the same clients
 _GRACE = 60.0  # seconds beyond the clients' own in which a worker must answer; it may have to start first
 _AHEAD = 8  # how many results per worker may wait for an earlier one; limits their memory
@@ -95,7 +95,7 @@ class WorkersBackend(Backend):
 
     def is_worth_starting(self, gain: float) -> bool:
         """Whether to start the workers, which are expected to shorten the phase by so many seconds."""
-        return gain >= SECONDS_TO_START
+        return gain >= _WORTH_STARTING
 
     def start(self, datamodule: FederatedDataModule) -> None:
         """Starts all workers if they are not running.
