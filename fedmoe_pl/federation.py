@@ -55,7 +55,8 @@ class Federation:
     Args:
         phases: the phases, in order; see :class:`Phase`.
         trainer: arguments of every client's ``Trainer``; those left out come from ``LEAN_TRAINER``. With several
-            ``devices``, as many clients are trained at the same time, in one process per device.
+            ``devices``, as many clients are trained at the same time, in one process per device; with ``strategy``
+            ``ddp``, they train one client together, each process a share of every batch.
         backend: how clients are trained; ``auto`` takes the fastest one that gives the right result.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         callbacks: beside those for progress bar, result files and pictures; one of a default's class replaces it.
@@ -310,7 +311,7 @@ class Federation:
         **attributes: Any,
     ) -> dict[str, Evaluation]:
         """Runs all phases on clients that are not in this process; ``attributes`` replace those of the run."""
-        trainer = {**self.trainer, "accelerator": "cpu", "devices": 1}  # nothing is trained here
+        trainer = {**self.trainer, "accelerator": "cpu", "devices": 1, "strategy": "auto"}  # nothing is trained here
         return self._fit(model, datamodule, ckpt_path, [], make_store, trainer=trainer, **attributes)
 
     def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:

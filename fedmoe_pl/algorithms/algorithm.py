@@ -46,6 +46,7 @@ Need = Literal[
     "loss_of_outputs",
     "plain_steps",
     "fresh_optimizers",
+    "whole_batches",
     "own_server_step",
     "fixed_rounds",
     "fixed_gate",
@@ -130,6 +131,8 @@ class Algorithm:
             * ``plain_steps``: that gradients are not clipped, because it computes with the steps of plain SGD.
             * ``fresh_optimizers``: that no optimizer is kept, because the parameter under a name may be another one in
               each round.
+            * ``whole_batches``: that no ``trainer.strategy`` divides a client's batches, because its loss of a batch is
+              not the mean of losses of its samples.
             * ``own_server_step``: that no server optimizer and no aggregation takes the place of the server's step,
               because the server sends changes of parameters.
             * ``fixed_rounds``: that the phase's number of rounds (``client.rounds``), on which its rounds depend, stays

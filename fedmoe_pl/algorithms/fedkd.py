@@ -72,7 +72,7 @@ class FedKD(Algorithm):
         weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
     """
 
-    needs = ("all_clients", "classes", "own_server_step", "fixed_gate")
+    needs = ("all_clients", "classes", "whole_batches", "own_server_step", "fixed_gate")
     predicts_with_local_expert = True
     per_client = (_UPDATE, _SENDERS, _ROUNDS)  # new clients have no student to which they could add an update
 

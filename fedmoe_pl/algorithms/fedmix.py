@@ -47,6 +47,8 @@ class FedMix(SharedExperts):
     def __init__(self, experts_per_client: int = 2, entropy_weight: float = 0.1) -> None:
         check_number(self, "entropy_weight", entropy_weight, least=0)
         super().__init__(experts_per_client)
+        if entropy_weight:
+            self.needs += ("whole_batches",)
         self.entropy_weight = entropy_weight
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:

@@ -52,7 +52,7 @@ class PerFedAvg(Algorithm):
         weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
     """
 
-    needs = ("loss_of_outputs", "fixed_gate")
+    needs = ("loss_of_outputs", "whole_batches", "fixed_gate")
 
     def __init__(
         self,

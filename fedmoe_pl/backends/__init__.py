@@ -18,14 +18,15 @@ from fedmoe_pl.backends.loop import overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
 from fedmoe_pl.backends.traffic import Transfer
 from fedmoe_pl.backends.trainer import TrainerBackend
-from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers import PoolBackend, RayBackend, WorkersBackend
+from fedmoe_pl.backends.training import LocalTraining, is_distributed
+from fedmoe_pl.backends.workers import DistributedBackend, PoolBackend, RayBackend, WorkersBackend
 
 __all__ = [
     "LEAN_TRAINER",
     "TRAINED",
     "AutoBackend",
     "Backend",
+    "DistributedBackend",
     "Failure",
     "Freezing",
     "GroupUpdate",
@@ -44,6 +45,7 @@ __all__ = [
     "copied_views",
     "data_on",
     "guarded",
+    "is_distributed",
     "on_device",
     "one_thread",
     "overridden_hooks",

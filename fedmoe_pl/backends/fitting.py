@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -49,7 +50,14 @@ def fit(
     settings: dict[str, Any] = {**copied, "logger": False, **arguments}
     own = settings.pop("callbacks", None) or []
     callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
-    settings["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
+    devices = training.devices or [training.device]
+    settings["devices"] = [device.index or 0 for device in devices] if training.device.type == "cuda" else len(devices)
+    if training.devices:
+        # or a scheduler's environment, such as Slurm's, would tell the ranks of other processes
+        plugins = settings.get("plugins") or []
+        settings["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), LightningEnvironment()]
+        if settings["strategy"] == "ddp":  # experts may get no samples, and parts are frozen in some epochs
+            settings["strategy"] = "ddp_find_unused_parameters_true"
     with quiet():
         with _packages_read_once():
             trainer = Trainer(callbacks=callbacks, **settings)
@@ -143,6 +151,10 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
             # what new clients share stays as it is
             warnings.filterwarnings("ignore", "Found \\d+ module\\(s\\) in eval mode")
+            # whether parameters are unused differs from phase to phase and batch to batch
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+            # each process validates all samples
+            warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed")
             # every client's Trainer would say so where the user has chosen the CPU
             warnings.filterwarnings("ignore", "GPU available but not used")
             # every client's Trainer with a logger would say so in every round

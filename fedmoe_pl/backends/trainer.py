@@ -22,6 +22,7 @@ from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_every_batch, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_state
+from fedmoe_pl.backends.sharing import Sharing
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.trees import Tree, is_borrowed
@@ -110,16 +111,25 @@ class TrainerPlan(Plan):
         return update
 
     def _fit(self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor) -> Trainer:
-        module = client.module
-        if trains_by_loss(training.algorithm, module):
-            module = _ClientModule(client.module, training.algorithm, constants)
-        freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
         batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
-        callbacks, arguments = [freezing, _LossCheck(client)], {"max_epochs": freezing.epochs}
+        sharing = Sharing(training, client, batches) if training.devices else None
+        module = module_to_fit(training, client, constants, sharing)
+        freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
+        callbacks = [freezing, _LossCheck(client), *([] if sharing is None else [sharing])]
+        arguments = {"max_epochs": freezing.epochs}
         try:
             return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
         finally:
             finish(loggers)
+
+
+def module_to_fit(
+    training: LocalTraining, client: Client, constants: dict[str, Any], sharing: Sharing | None = None
+) -> LightningModule:
+    """The client's module, with the algorithm's loss unless its own ``training_step`` trains it."""
+    if not trains_by_loss(training.algorithm, client.module):
+        return client.module
+    return _ClientModule(client.module, training.algorithm, constants, sharing)
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
@@ -148,11 +158,14 @@ class _LossCheck(Callback):
 class _ClientModule(LightningModule):
     """The client's module with the algorithm's loss in place of its own training step."""
 
-    def __init__(self, module: LightningModule, algorithm: Algorithm, constants: dict[str, Any]) -> None:
+    def __init__(
+        self, module: LightningModule, algorithm: Algorithm, constants: dict[str, Any], sharing: Sharing | None
+    ) -> None:
         super().__init__()
         self.module = module
         self.algorithm = algorithm
         self.constants = constants
+        self.sharing = sharing
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the client's module, such as its gate, for a user's callbacks."""
@@ -164,7 +177,10 @@ class _ClientModule(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
         if self.trainer.loggers:
-            self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=batch_length(batch))
+            mean, size = loss, batch_length(batch)
+            if self.sharing is not None:
+                mean, size = self.sharing.mean(self.trainer, loss), self.sharing.size
+            self.log("train_loss", mean, on_step=True, on_epoch=True, batch_size=size)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

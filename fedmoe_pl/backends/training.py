@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable
+from lightning.pytorch.strategies import ParallelStrategy
 from torch.nn.modules.conv import _ConvNd
 from torchmetrics import Metric
 
@@ -41,6 +42,12 @@ def epochs_to_try(algorithm: Algorithm, rounds: range, max_epochs: int) -> tuple
     return itertools.product(rounds, epochs), shows_all
 
 
+def is_distributed(trainer: Mapping[str, Any]) -> bool:
+    """Whether a strategy among the arguments of a Trainer trains each client in several processes."""
+    strategy = trainer.get("strategy", "auto")
+    return isinstance(strategy, ParallelStrategy) or (isinstance(strategy, str) and strategy.startswith("ddp"))
+
+
 @dataclass(frozen=True, eq=False)
 class LocalTraining:
     """The local training of a phase: everything that is the same for all of its clients.
@@ -62,6 +69,8 @@ class LocalTraining:
         aggregation: combines the clients' updates; None for the algorithm itself.
         record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
+        devices: those of the processes that train each client together, this one's among them; empty if a client is
+            trained in one process.
         client_timeout: seconds that a client's training may take; None for any.
         phase: the phase's name.
         run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
@@ -83,6 +92,7 @@ class LocalTraining:
     aggregation: Aggregation | None = None
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    devices: Sequence[torch.device] = ()
     client_timeout: float | None = None
     phase: str = ""
     run: str = ""

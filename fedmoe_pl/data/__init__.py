@@ -2,7 +2,7 @@
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
-from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
+from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches, Share
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.ag_news import AGNews
@@ -64,6 +64,7 @@ __all__ = [
     "RandomHorizontalFlip",
     "SampleBatches",
     "Shards",
+    "Share",
     "SyntheticMultilabel",
     "SyntheticShapes",
     "TorchvisionDataModule",

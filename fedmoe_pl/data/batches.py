@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -12,6 +15,41 @@ from torch import Generator, Tensor
 EVALUATED_AT_ONCE = 1000
 """Samples in a batch for evaluation."""
 _SAMPLES_AT_ONCE = 128  # samples gathered and augmented in one call: cheaper than batch by batch, and fits the cache
+
+
+@dataclass(frozen=True)
+class Share:
+    """A process's part of every batch, where several processes train one client.
+
+    Args:
+        rank: the process's number.
+        processes: how many there are.
+        at_least: samples that each part has. A batch with too few of them for that has fewer parts, and the other
+            processes get some that count for nothing.
+
+    Example:
+        >>> batch = torch.arange(5)
+        >>> [(batch[Share(rank, 2).part(5)].tolist(), Share(rank, 2).weight(5)) for rank in (0, 1)]
+        [([0, 1], 0.8), ([2, 3, 4], 1.2)]
+    """
+
+    rank: int
+    processes: int
+    at_least: int = 1
+
+    def _parts(self, size: int) -> int:
+        return min(self.processes, max(size // self.at_least, 1))
+
+    def part(self, size: int) -> slice:
+        """Which of the samples of a batch of some size are the process's own."""
+        parts = self._parts(size)
+        number = self.rank % parts
+        return slice(size * number // parts, size * (number + 1) // parts)
+
+    def weight(self, size: int) -> float:
+        """What the mean over the part counts in a mean over all processes that is to be the one over the batch."""
+        part = self.part(size)
+        return (part.stop - part.start) * self.processes / size if self.rank < self._parts(size) else 0.0
 
 
 class SampleBatches(ABC):
@@ -27,7 +65,10 @@ class SampleBatches(ABC):
 
     Attributes:
         length: number of samples of an epoch.
+        share: this process's part of each batch, the only one that the iterable yields; None for whole batches.
     """
+
+    share: Share | None = None
 
     def __init__(
         self,
@@ -49,6 +90,10 @@ class SampleBatches(ABC):
     def __len__(self) -> int:
         """Returns the number of batches of an epoch."""
         return -(-self.length // self.batch_size)
+
+    def size(self, index: int) -> int:
+        """Number of samples of a batch, given its place in an epoch; of the whole batch, if there is a share."""
+        return min(self.batch_size, self.length - index * self.batch_size)
 
     def order(self) -> Tensor:
         """Draws the order of an epoch: positions in ``samples``, shape (n,)."""
@@ -105,4 +150,10 @@ class Batches(SampleBatches):
             y = self.y.index_select(0, indices.to(self.y.device)).to(self.device)
             if self.augment is not None:
                 x = self.augment(x, self.generator)
-            yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+            pairs = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+            yield from pairs if self.share is None else starmap(partial(_part, self.share), pairs)
+
+
+def _part(share: Share, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    part = share.part(len(y))
+    return x[part], y[part]

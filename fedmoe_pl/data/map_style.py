@@ -229,6 +229,9 @@ class DatasetBatches(SampleBatches):
         seeds = torch.arange(len(pieces))
         if self.training:
             seeds = torch.randint(_MOST, (len(pieces),), generator=self.generator)
+        if self.share is not None:
+            pieces = [piece[self.share.part(len(piece))] for piece in pieces]
+            seeds += self.share.rank
         requests = [(piece.tolist(), seed) for piece, seed in zip(pieces, seeds.tolist(), strict=True)]
         reader = self.reader.training if self.training else self.reader.evaluation
         for batch in reader.read(requests):

@@ -166,6 +166,7 @@ class Participant:
         check_same(now, message.values["description"], [phase.name for phase in self.federation.phases])
         datamodule = copy.copy(self.datamodule)
         add_clients(datamodule, message.values["num_clients"], message.values["num_classes"])
+        self.close()
         run: Run = self.federation.run_of_client(self.model, datamodule, self.folder)
         self.run = run
         self._run_name, self._phase = message.values["run"], ""
@@ -197,6 +198,11 @@ class Participant:
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
         self._remember("phase", message)
         return Message("begun")
+
+    def close(self) -> None:
+        """Ends the processes that train this client together, if there are any."""
+        if self._run_name:
+            self.run.backend.close()
 
     @property
     def checkpoint(self) -> Path | None:

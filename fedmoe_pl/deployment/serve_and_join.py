@@ -74,7 +74,10 @@ def run_client(
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
     with plain_warnings("join"), private(folder), own_folder(folder / "flower"):
-        flower_client.answer_messages(participant.answer, folder / "flower", address, security)
+        try:
+            flower_client.answer_messages(participant.answer, folder / "flower", address, security)
+        finally:
+            participant.close()
     if participant.leaves:
         raise MisconfigurationException(f"join: {participant.leaves}.")
     if participant.checkpoint is not None:

@@ -84,7 +84,7 @@ class Train:
         callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, in addition to the
             federation's.
         trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
-            ``devices`` and ``num_nodes`` are the same in all phases.
+            ``devices``, ``num_nodes`` and ``strategy`` are the same in all phases.
     """
 
     max_epochs: int | None = None
@@ -248,7 +248,7 @@ class Phase:
 
     def _check_trainer(self) -> None:
         """Refuses arguments of the Trainer that would be overlooked."""
-        reasons = dict.fromkeys(("accelerator", "devices", "num_nodes"), "it is the same for all phases")
+        reasons = dict.fromkeys(("accelerator", "devices", "num_nodes", "strategy"), "it is the same for all phases")
         for name, because in {**reasons, "max_epochs": "it is an argument of 'train' itself"}.items():
             if name in (self.train.trainer or {}):
                 raise InvalidArgumentError(str(self), "train.trainer", self.train.trainer, f"without {name}", because)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -24,7 +24,7 @@ from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Need, asks_clients, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
-from fedmoe_pl.backends import overridden_hooks, quiet
+from fedmoe_pl.backends import is_distributed, overridden_hooks, quiet
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -50,6 +50,7 @@ _NEEDS: dict[Need, str] = {
     "plain_steps": "the steps of plain SGD",
     "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
     "fixed_gate": "a gate without parameters, because it trains experts apart from the gate",
+    "whole_batches": "whole batches, because its loss is not a mean over their samples",
     "own_server_step": "its own step of the server, which sends changes of parameters",
 }
 
@@ -155,6 +156,10 @@ def check_needs(
         "fresh_optimizers": (phase.train.keep_optimizer, (owner, "train.keep_optimizer", True, "False")),
         "fixed_gate": (trains_gate, (owner, "gate", gate, "EqualWeights, GlobalOnly or another fixed one")),
         "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),
+        "whole_batches": (
+            is_distributed(trainer),
+            (owner, "trainer.strategy", trainer.get("strategy"), "left out"),
+        ),
         "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
     }
     for need in algorithm.needs:
@@ -376,7 +381,7 @@ _PROCESSES_PER_CORE = 8
 
 
 def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
-    """Refuses arguments of a Trainer that no client can have; gives a device for each client trained at a time.
+    """Refuses arguments of a Trainer that no client can have; gives a device for each process that trains clients.
 
     A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use.
     """
@@ -397,10 +402,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         if devices == "auto":
             devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
         parsed = accelerator.parse_devices(devices)
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        name = "strategy" if trainer.num_nodes == 1 else "num_nodes"
-        because = "a client trains on one device; RayBackend trains clients on several machines"
-        raise InvalidArgumentError(owner, f"{key}.{name}", arguments.get(name), "left out", because)
+    _check_strategy(trainer, arguments, owner, key)
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
         raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
@@ -408,3 +410,15 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
         raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
     return accelerator.get_parallel_devices(parsed)
+
+
+def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: str) -> None:
+    """Refuses several machines for a client, and strategies that would not give the result of one device."""
+    if trainer.num_nodes > 1:
+        because = "a client trains on one machine; RayBackend trains clients on several machines"
+        raise InvalidArgumentError(owner, f"{key}.num_nodes", trainer.num_nodes, "left out", because)
+    strategy, given = trainer.strategy, arguments.get("strategy")
+    is_plain_ddp = isinstance(strategy, DDPStrategy) and strategy._start_method == "popen"
+    if not (is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):
+        because = "each client's processes exist already, and each has a whole copy of the model"
+        raise InvalidArgumentError(owner, f"{key}.strategy", given, "ddp, or left out", because)

@@ -13,7 +13,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
+from fedmoe_pl.backends import (
+    AutoBackend,
+    Backend,
+    DistributedBackend,
+    PoolBackend,
+    TrainerBackend,
+    WorkersBackend,
+    data_on,
+    is_distributed,
+)
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
@@ -92,13 +101,21 @@ def _check_configured(model: LightningModule) -> None:
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
-    """The backend; with a worker process for each device if there are several."""
+    """The backend; with a worker process for each device if there are several, or all train one client together."""
     requested = trainer.get("devices", "auto")
     if isinstance(backend, WorkersBackend):
         if requested not in ("auto", 1):
             because = f"{type(backend).__name__} has its own workers"
             raise InvalidArgumentError("Trainer", "trainer.devices", requested, "left out", because)
+        if is_distributed(trainer):
+            because = f"{type(backend).__name__} trains each client on one device"
+            raise InvalidArgumentError("Trainer", "trainer.strategy", trainer["strategy"], "left out", because)
         return backend
+    if is_distributed(trainer):
+        if not isinstance(backend, AutoBackend | TrainerBackend):
+            because = "trainer.strategy trains one client after another, each on all devices"
+            raise InvalidArgumentError("Federation", "backend", backend, "auto or TrainerBackend", because)
+        return DistributedBackend(devices)
     if len(devices) == 1:
         return backend
     # The imports of the processes take seconds, often longer than a whole run on a CPU.

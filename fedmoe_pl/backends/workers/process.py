@@ -8,9 +8,11 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from traceback import format_exception
+from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
@@ -26,12 +28,12 @@ from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied
 class LocalWorker(RemoteWorker):
     """The driver's end. A thread sends each call and waits for its answer."""
 
-    def __init__(self, data: SharedObject, device: torch.device) -> None:
+    def __init__(self, data: SharedObject, device: torch.device, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(device)
         self.connection = new_process()
         self.stream = self.connection.makefile("rwb")
         self.thread = ThreadPoolExecutor(1)
-        here = sys.path, sys.argv, os.getcwd(), {**os.environ}
+        here = sys.path, sys.argv, os.getcwd(), {**os.environ, **environment}
         self.pid = self.thread.submit(self._call, here, data, device)
 
     def submit(self, phase: SharedObject | None, server: bytes | None, groups: bytes) -> Future[Any]:

@@ -170,7 +170,7 @@ class WorkersPlan(Plan):
         groups = self.groups(cohort)
         later = (self.training.rounds - round - 1) * self._size(groups)
         job = partial(_train_groups, round=round)
-        yield from self._work(job, server, groups, kept, self.plan.chunks, self.paces, later, _failed_groups)
+        yield from self._work(job, server, groups, kept, self.plan.chunks, self.paces, later, failed_groups)
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
         """Does the work in the workers."""
@@ -367,5 +367,6 @@ def _train_groups(
     return plan.train_groups(server, groups, kept, round)
 
 
-def _failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:
+def failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:
+    """The results of groups all of whose clients failed."""
     return [GroupUpdate(None, {}, Traffic(), failed=dict.fromkeys(group, Failure(reason))) for group in groups]

@@ -1,0 +1,70 @@
+"""Several processes train one client: each computes a share of every batch, and DDP averages their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import SampleBatches, Share
+from fedmoe_pl.seeds import derive_seed, seed_all
+
+_DRAWS = 11  # separates the random numbers of a process's share from those of the client
+
+
+class Sharing(Callback):
+    """Has this process's Trainer train on its share of each batch.
+
+    Gradients are averaged over the processes, but shares may differ in size, and a short batch may have none for some.
+    Therefore a loss counts by its share's size: the average is then the gradient of the mean over the whole batch.
+    """
+
+    def __init__(self, training: LocalTraining, client: Client, batches: SampleBatches) -> None:
+        self.rank = torch.distributed.get_rank()
+        is_split = training.has_batch_norm and not training.trainer.get("sync_batchnorm")
+        if not is_split and training.has_batch_norm and batches.size(len(batches) - 1) < len(training.devices):
+            because = f"a last batch of client {client.id} has too few samples for {len(training.devices)} processes"
+            raise InvalidArgumentError("Trainer", "trainer.sync_batchnorm", True, "left out", because)
+        self.share = batches.share = Share(self.rank, len(training.devices), at_least=2 if is_split else 1)
+        self.batches = batches
+        self.size = 0  # of the whole batch
+        self.weight = 1.0
+        keys = client.id, client.rounds_before + client.round, self.rank
+        self.seed = derive_seed(training.seed, _DRAWS, *keys)
+
+    def mean(self, trainer: Trainer, loss: Tensor) -> Tensor:
+        """The mean loss over the whole batch, given that over this process's share."""
+        return trainer.strategy.reduce(loss.detach() * self.weight)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seeds anew: DDP has set the global seed, and the samples of each share need dropout of their own."""
+        seed_all(self.seed)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Computes what the batch's loss counts."""
+        self.size = self.batches.size(batch_idx)
+        self.weight = self.share.weight(self.size)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Scales the gradients; the loss itself is logged as it is."""
+        weight = self.weight
+        loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps metrics from adding up what all processes validate: each validates all samples."""
+        self._synchronize(pl_module, False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends it."""
+        self._synchronize(pl_module, True)
+
+    def _synchronize(self, pl_module: LightningModule, does: bool) -> None:
+        for part in pl_module.modules():
+            if isinstance(part, Metric):
+                part.sync_on_compute = does

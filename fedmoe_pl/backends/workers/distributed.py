@@ -1,0 +1,181 @@
+"""Worker processes that train one client together, each on a device of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import distributed
+from typing_extensions import Self
+
+from fedmoe_pl.backends.backend import GroupUpdate, Job, Plan
+from fedmoe_pl.backends.traffic import Traffic
+from fedmoe_pl.backends.trainer import TrainerBackend
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.backends.workers.division import check_division
+from fedmoe_pl.backends.workers.pickling import dumps
+from fedmoe_pl.backends.workers.pool import PoolBackend
+from fedmoe_pl.backends.workers.process import LocalWorker
+from fedmoe_pl.backends.workers.shared import SharedObject
+from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersPlan, failed_groups
+from fedmoe_pl.trees import Tree
+
+_GRACE = 2.0  # seconds that the other processes have to say why they failed, too; one may wait for another forever
+_STORE = "FEDMOE_PROCESS_GROUP"  # environment variable: the file by which the processes find each other
+# they listen on no other interface, which other machines could reach
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NODE_RANK": "0"}
+
+
+class DistributedBackend(PoolBackend):
+    """Trains one client after another, each in one process per device, with a distributed strategy of Lightning.
+
+    Every process prepares the client and trains it on its share of each batch. The first one's update is the client's.
+    Clients are evaluated in the process that called.
+
+    Args:
+        devices: the device of each process.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        super().__init__(TrainerBackend(), devices[:1])
+        self.devices_of_client = list(devices)
+
+    def plan(self, training: LocalTraining) -> DistributedPlan:
+        """A Trainer per client, in all processes."""
+        check_division(training)
+        number = len(self.devices_of_client)
+        strategy = training.trainer["strategy"]
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        plan = self.backend.plan(replace(training, devices=self.devices_of_client))
+        return DistributedPlan(self, plan, f"one client at a time in {number} processes ({name})")
+
+    def start_worker(self, device: torch.device) -> RemoteWorker:
+        """A team of processes."""
+        return _Team(self.data, self.devices_of_client)
+
+
+class DistributedPlan(WorkersPlan):
+    """Has all processes train each client."""
+
+    def begin(self, training: LocalTraining) -> Self:
+        """Begins the processes' plan, too."""
+        return super().begin(replace(training, devices=self.plan.training.devices))
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
+        """Each client is alone, because the processes end when it fails."""
+        return [[client] for client in cohort]
+
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+        """Trains the cohort in the processes."""
+        job = partial(_train_share, round=round)
+        yield from self._work(job, server, self.groups(cohort), kept, self.plan.chunks, [], give_up=failed_groups)
+
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains groups of one client in the processes."""
+        return [*self.train(server, [client for group in groups for client in group], kept, round)]
+
+    def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
+        """Does other work in this process."""
+        return self.plan.map(job, server, groups, kept)
+
+    def _is_handed_out(self, groups: Sequence[Sequence[int]], paces: Sequence[float], later: int) -> bool:
+        return True
+
+
+class _Team(RemoteWorker):
+    """The processes, as one worker. When one of them fails, all are ended, because the others may wait for it."""
+
+    def __init__(self, data: SharedObject, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices[0])
+        self.data = data
+        self.devices = devices
+        self.processes: list[RemoteWorker] = []
+        self.futures: list[Future[Any]] = []
+        self._start()
+
+    def _start(self) -> None:
+        # without a name, because it is deleted however this process ends
+        self.store = tempfile.TemporaryFile()
+        store = f"/proc/{os.getpid()}/fd/{self.store.fileno()}"
+        for rank, device in enumerate(self.devices):
+            environment = {**_LOOPBACK, _STORE: store, "LOCAL_RANK": str(rank)}
+            self.processes.append(LocalWorker(self.data, device, environment))
+
+    def submit(self, phase: SharedObject | None, server: bytes | None, groups: bytes) -> Future[Any]:
+        if not self.processes:
+            self._start()
+        self.futures = [process.submit(phase, server, groups) for process in self.processes]
+        return _first_failure_or_all(self.futures)
+
+    def result(self, future: Future[Any]) -> bytes:
+        wait(self.futures, _GRACE)
+        answers, errors = list[bytes](), list[Exception]()
+        for process, of_process in zip(self.processes, self.futures, strict=True):
+            try:
+                if of_process.done():
+                    answers.append(process.result(of_process))
+            except Exception as error:
+                errors.append(error)
+        if not errors:
+            return answers[0]
+        self.end()
+        # if a process has died, the others have lost their connections to it
+        error = min(errors, key=lambda error: (not isinstance(error, WorkerDied), isinstance(error, _FailedError)))
+        if not isinstance(error, _FailedError):
+            raise error
+        return dumps([GroupUpdate(None, {}, Traffic(), failed=error.args[0])])
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.end()
+        self.processes, self.plan, self.server = [], None, None
+        self.store.close()
+
+
+def _first_failure_or_all(futures: Sequence[Future[Any]]) -> Future[None]:
+    """A future that is done when one of some futures has an exception, or all are done."""
+    together, lock = Future[None](), Lock()
+
+    def note(future: Future[Any]) -> None:
+        with lock:
+            failed = future.cancelled() or future.exception() is not None
+            if (failed or all(each.done() for each in futures)) and not together.done():
+                together.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(note)
+    return together
+
+
+class _FailedError(Exception):
+    """A client has failed in a process; its argument is why, by client."""
+
+
+def _train_share(
+    plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+) -> list[GroupUpdate]:
+    """Trains a client on this process's share of its batches; the first process has the result."""
+    _join_processes(plan.training)
+    trained = plan.train_groups(server, groups, kept, round)
+    if failed := {client: failure for group in trained for client, failure in group.failed.items()}:
+        raise _FailedError(failed)
+    return trained if distributed.get_rank() == 0 else []
+
+
+def _join_processes(training: LocalTraining) -> None:
+    """Connects this process to the others, once."""
+    if distributed.is_initialized():
+        return
+    default = "gloo" if training.device.type == "cpu" else "nccl"
+    backend = getattr(training.trainer["strategy"], "process_group_backend", None) or default
+    rank, number = int(os.environ["LOCAL_RANK"]), len(training.devices)
+    distributed.init_process_group(backend, f"file://{os.environ[_STORE]}", rank=rank, world_size=number)

@@ -1,0 +1,92 @@
+"""Decides whether the batches of a phase's clients can be divided among processes, by trial steps of some clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, fit
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import begin_client, on_device
+from fedmoe_pl.backends.rounding import is_close, largest_value
+from fedmoe_pl.backends.trainer import module_to_fit
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.trees import Tree, copy_module
+
+_SAMPLES = 7  # odd, so that the parts differ in size
+
+
+def check_division(training: LocalTraining) -> None:
+    """Refuses a loss that is not the mean over the samples of a batch: DDP averages gradients of its parts.
+
+    One client of each architecture computes a step with a whole batch and with both of its parts, in eval mode,
+    because dropout would draw other numbers. What fails here fails in training, which says so.
+    """
+    because = ""
+    if not training.module.automatic_optimization:
+        because = f"{type(training.module).__name__} optimizes manually"
+    for clients in training.by_architecture(range(training.datamodule.num_clients)):
+        try:
+            because = because or _problem(training.of(clients[0]), clients)
+        except MisconfigurationException:
+            raise
+        except Exception:
+            continue
+    if because:
+        strategy = training.trainer["strategy"]
+        raise InvalidArgumentError("Trainer", "trainer.strategy", strategy, "left out", because)
+
+
+def _problem(training: LocalTraining, clients: list[int]) -> str:
+    """Why the batches of clients cannot be divided; empty if they can."""
+    sizes = training.datamodule.train_samples.sizes
+    client = max(clients, key=lambda client: int(sizes[client]))
+    number = min(int(sizes[client]), _SAMPLES, training.batch_size or training.datamodule.batch_size)
+    half = number // 2
+    for moment in training.trainable.values() if half else ():
+        whole, first, second = (
+            _gradients(training, client, moment, part) for part in (slice(number), slice(half), slice(half, number))
+        )
+        largest = largest_value(whole.values())
+        for name, gradient in whole.items():
+            parts = [share * part[name] for share, part in ((half, first), (number - half, second)) if name in part]
+            if not is_close(sum(parts[1:], parts[0]) / number if parts else None, gradient, largest):
+                return f"the loss of a batch is not the mean over its samples (by the gradient of '{name}')"
+    return ""
+
+
+def _gradients(training: LocalTraining, client_id: int, moment: tuple[int, int], part: slice) -> Tree:
+    """The gradients of a client's step, in a round and an epoch, with a part of its samples."""
+    arguments = {**LEAN_TRAINER, "accelerator": training.trainer.get("accelerator", "auto")}
+    training = replace(training, trainer=arguments, devices=())
+    round, epoch = moment
+    server, module = training.algorithm.server_init(training.module), copy_module(training.module)
+    client, constants, samples = begin_client(training, module, server, client_id, {}, round)
+    batches = training.datamodule.batches(samples[part], batch_size=len(samples), device=training.device)
+    step = _Step(Freezing(training, module, round), epoch)
+    fit(training, module_to_fit(training, client, on_device(constants, training.device)), batches, None, [step])
+    return step.gradients
+
+
+class _Step(Callback):
+    """Notes the gradients of the only step."""
+
+    def __init__(self, freezing: Freezing, epoch: int) -> None:
+        self.freezing = freezing
+        self.epoch = epoch
+        self.gradients: Tree = {}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.freezing.freeze(self.epoch)
+        pl_module.eval()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.gradients = {
+            name: parameter.grad.detach().clone()
+            for name, parameter, _ in self.freezing.parameters
+            if parameter.grad is not None
+        }
