@@ -280,6 +280,20 @@ def test_worker_processes_on_one_gpu_give_what_one_process_gives(tmp_path):
     assert_agree(federation, expected)
 
 
+@pytest.mark.gpu
+@only_cuda
+@pytest.mark.parametrize("number", [1, 2])
+def test_gpus_that_train_each_client_together_give_what_one_gives(number, tmp_path):
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} GPUs")
+    phases, model, data = CASES["FedAvg"]
+    runs = []
+    for name, trainer in (("one", {}), ("together", {"strategy": "ddp", "devices": number})):
+        runs.append(made(tmp_path / name, phases(), "gpu", TrainerBackend(), trainer))
+        runs[-1].fit(model(), data())
+    assert_agree(*reversed(runs))
+
+
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_warns_of_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: True)
     with pytest.warns(UserWarning, match="GPU available but not used"):

@@ -8,11 +8,9 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from traceback import format_exception
-from types import MappingProxyType
 from typing import Any
 
 import cloudpickle
@@ -28,7 +26,7 @@ from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied
 class LocalWorker(RemoteWorker):
     """The driver's end. A thread sends each call and waits for its answer."""
 
-    def __init__(self, data: SharedObject, device: torch.device, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, data: SharedObject, device: torch.device, **environment: str) -> None:
         super().__init__(device)
         self.connection = new_process()
         self.stream = self.connection.makefile("rwb")
