@@ -17,7 +17,7 @@ from helpers.deployed import federation as deployed_federation
 from helpers.methods import Method
 from helpers.ranks import Hangs, Manual, Misbehaves, Own, SquareOfMean, adam, sgd
 from helpers.runs import Kill, assert_same, federation
-from helpers.workers import CPU, children, trained_round
+from helpers.workers import CPU, trained_round, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, PerFedAvg
 from fedmoe_pl.backends import DistributedBackend, PoolBackend, StackedBackend, TrainerBackend
+from fedmoe_pl.backends.workers import distributed
 from fedmoe_pl.data import Share
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.setup import start
@@ -56,8 +57,8 @@ def runs_use_the_team(team, monkeypatch):
 
 def both(team, training, round=0):
     """A round in two processes and in one."""
-    distributed = replace(training, trainer={**training.trainer, "strategy": "ddp"})
-    plans = team.plan(distributed).begin(distributed), TrainerBackend().plan(training).begin(training)
+    shared = replace(training, trainer={**training.trainer, "strategy": "ddp"})
+    plans = team.plan(shared).begin(shared), TrainerBackend().plan(training).begin(training)
     return [train_clients(plan, round) for plan in plans]
 
 
@@ -157,7 +158,8 @@ def test_batch_norm_of_shares_and_a_short_batch(team, datamodule):
     assert all(tensor.isfinite().all() for result in results for tensor in result.update.sent.values())
 
 
-def test_a_process_that_dies_is_replaced_and_a_failure_in_one_is_the_clients(team, datamodule, tmp_path):
+def test_a_process_that_dies_is_replaced_and_a_failure_in_one_is_the_clients(team, datamodule, tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "_GRACE", 1.0)
     file = tmp_path / "kill"
     file.touch()
     phase = local_training(mixture(GlobalOnly()), Misbehaves(file), datamodule, strategy="ddp")
@@ -182,7 +184,8 @@ def test_ctrl_c_ends_processes_that_hang(team, datamodule, tmp_path):
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         trained_round(team.plan(phase).begin(phase))
-    assert team.workers == [] and children() == set()
+    assert team.workers == []
+    wait_until(lambda: not workers())
 
 
 REFUSED = {
@@ -242,4 +245,4 @@ def test_a_client_of_a_deployed_federation_trains_in_two_processes(tmp_path):
     for phase, state in simulated.run.states.items():
         close(deployed.run.states[phase].server, state.server)
         close(kept_by(tmp_path, deployed, phase, 1), dict(state.clients.get(1, {})))
-    assert children() == set()
+    wait_until(lambda: not workers())

@@ -27,7 +27,7 @@ from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersPlan, failed_groups
 from fedmoe_pl.trees import Tree
 
-_GRACE = 10.0  # seconds that the other processes have to say why they failed, too; one may wait for another forever
+_GRACE = 5.0  # seconds that the other processes have to say why they failed, too; one may wait for another forever
 _STORE = "FEDMOE_PROCESS_GROUP"  # environment variable: the file by which the processes find each other
 # they listen on no other interface, which other machines could reach
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NODE_RANK": "0"}
