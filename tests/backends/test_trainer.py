@@ -60,9 +60,10 @@ def served(monkeypatch):
     served = []
     original = trainers.in_one_step
 
-    def counted(training, clients, function):
-        served.append(clients)
-        return original(training, clients, function)
+    def counted(training, models, function):
+        (clients,) = function.args
+        served.append(len(clients))
+        return original(training, models, function)
 
     monkeypatch.setattr(trainers, "in_one_step", counted)
     return served
