@@ -30,6 +30,11 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
         >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
         {'w': tensor(3.)}
     """
+    if missing := [name for name in a if name not in b]:
+        raise MisconfigurationException(
+            f"A client sends {missing[0]}, and another one of the same round does not; hooks may not rename the "
+            "module's tensors."
+        )
     share = weight_b / (weight_a + weight_b)
     return {name: _mean(tensor, b[name], share) for name, tensor in a.items()}
 

@@ -67,6 +67,12 @@ def test_the_mean_leaves_its_inputs_alone_and_takes_the_larger_integers():
     assert a["w"].item() == 1.0 and b["w"].item() == 5.0
 
 
+def test_clients_that_send_different_tensors_are_refused():
+    one, other = {"w": torch.tensor(1.0), "v": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}
+    with pytest.raises(MisconfigurationException, match="A client sends v, and another one"):
+        mean_of_two(one, 1, other, 1)
+
+
 @pytest.mark.parametrize("value", [-0.0, torch.inf])
 def test_the_mean_of_equal_tensors_does_not_depend_on_where_they_are(value):
     tensor = torch.tensor(value)

@@ -22,14 +22,17 @@ from helpers.workers import (
     training,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 import fedmoe_pl.backends.workers.workers_backend
 from fedmoe_pl.algorithms import FineTuning
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.backends.workers.workers_backend import WorkerDied
+from fedmoe_pl.checkpoints.files import _DTYPES
 from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.trees import same_bits
 
 
 def test_what_is_sent_is_what_a_worker_lacks_largest_groups_first():
@@ -169,6 +172,14 @@ def test_tensors_travel_without_what_they_are_views_of():
     assert len(pickled) < 3000
     assert_same(loads(pickled), tree)
     loads(pickled)["part"].add_(1)  # it is writable
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_tensors_of_every_type_travel(dtype):
+    tensor = torch.tensor([[1, 0, 2], [0, 1, 1]]).to(dtype)
+    for sent in (tensor, tensor.t(), nn.Parameter(tensor, requires_grad=False)):
+        received = loads(dumps(sent))
+        assert same_bits(received, sent) and received.stride() == sent.stride() and type(received) is type(sent)
 
 
 def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path, monkeypatch):

@@ -67,13 +67,21 @@ class _Pickler(cloudpickle.Pickler):
                 # with strides, because NumPy alters those of dimensions of size 1, which tell PyTorch the memory format
                 return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
             return _from_numpy, (obj.numpy(),)
+        if type(obj) is Tensor and obj.dtype in _FLOAT8:  # PyTorch cannot unpickle it
+            return _with_dtype, (obj.detach().view(torch.uint8), obj.dtype)
         return super().reducer_override(obj)
 
 
 _NUMPY_DTYPES = {
     *(torch.float16, torch.float32, torch.float64, torch.bool),
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
 }
+
+_FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+
+
+def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.view(dtype)
 
 
 def _from_numpy(array: Any) -> Tensor:
