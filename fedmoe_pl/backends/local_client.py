@@ -66,14 +66,15 @@ def end_client(
     """The client's update after its training, all of it finite, with the state of its optimizer that it keeps."""
     algorithm = training.algorithm
     update = algorithm.client_final(client, constants)
-    sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.state))
+    # before copies are made, since the first client has a whole module to itself
+    known = training.copies.known(update.sent)
+    sent, kept = (copied_views(tree, client.module) for tree in (known, update.state))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if algorithm.exchanged else update.state
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
-    sent = training.copies.known(sent)
     new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
     check_finite((sent, new), update.weight, training.initial)
     if client.losses is not None and not client.losses.isfinite():
