@@ -60,15 +60,13 @@ class _Pickler(cloudpickle.Pickler):
         # as an array, because a view of a tensor would be pickled with the whole tensor
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad:
             return super().reducer_override(obj)
-        if obj.dtype == torch.bfloat16:  # which NumPy does not have
-            return _as_bfloat16, (obj.view(torch.int16),)
+        if obj.dtype in _AS_INTEGERS:
+            return _with_dtype, (obj.view(_AS_INTEGERS[obj.dtype]), obj.dtype)
         if obj.dtype in _NUMPY_DTYPES:
             if obj.is_contiguous(memory_format=torch.channels_last):
                 # with strides, because NumPy alters those of dimensions of size 1, which tell PyTorch the memory format
                 return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
             return _from_numpy, (obj.numpy(),)
-        if type(obj) is Tensor and obj.dtype in _FLOAT8:  # PyTorch cannot unpickle it
-            return _with_dtype, (obj.detach().view(torch.uint8), obj.dtype)
         return super().reducer_override(obj)
 
 
@@ -77,7 +75,9 @@ _NUMPY_DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
 }
 
-_FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+# NumPy has none of them, and PyTorch cannot unpickle 8 bits
+_AS_INTEGERS = {dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")}
+_AS_INTEGERS[torch.bfloat16] = torch.int16
 
 
 def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,10 +86,6 @@ def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _from_numpy(array: Any) -> Tensor:
     return torch.from_numpy(array)
-
-
-def _as_bfloat16(bits: Tensor) -> Tensor:
-    return bits.view(torch.bfloat16)
 
 
 def _strided(values: Any, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
