@@ -27,6 +27,7 @@ from fedmoe_pl.trees import (
     changed,
     check_names,
     copies_of_parts,
+    is_interchangeable,
     load_tree,
     mean_of_two,
     of_algorithm,
@@ -368,14 +369,19 @@ def weight_of(algorithm: Algorithm, client_id: int, samples: Tensor, seed: int) 
 
 
 def copies(client: Client, names: Iterable[str]) -> Tree:
-    """Copies, on the CPU, of tensors of a client's module; those in the memory of what it received are not copied."""
-    state = client.module.state_dict()
+    """Tensors of a client's module on the CPU: copies of them, or what it received where that is the same."""
+    state = client.module.state_dict(keep_vars=True)
     return {
         name: client.loaded[name]
-        if name in client.loaded and same_memory(client.loaded[name], state[name])
+        if name in client.loaded and _is_unchanged(client.loaded[name], state[name])
         else state[name].detach().cpu().clone()
         for name in names
     }
+
+
+def _is_unchanged(received: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor is what was received; of those that are trained, none is compared."""
+    return same_memory(received, tensor) or (not tensor.requires_grad and is_interchangeable(received, tensor))
 
 
 def private_tensors(algorithm: Algorithm, client: Client) -> Tree:
