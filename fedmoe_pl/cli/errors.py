@@ -158,8 +158,8 @@ def places(node: Any, key: str = "", owner: str = "", phase: str = "") -> Iterat
 
 def place_in(items: Sequence[Any], index: int, key: str) -> str:
     """The place of an item in the list of this key, as it is in keys: ``.FedAvg`` for a phase, else ``[1]``."""
-    settings = [item.get("init_args", item) if isinstance(item, Mapping | Namespace) else {} for item in items]
-    names = [each.get("name") for each in settings]
+    settings = [item.get("init_args", item) if isinstance(item, Mapping | Namespace) else None for item in items]
+    names = [each.get("name") if isinstance(each, Mapping | Namespace) else None for each in settings]
     is_named = key == PHASES and isinstance(names[index], str) and names.count(names[index]) == 1
     return f".{names[index]}" if is_named else f"[{index}]"
 

@@ -394,9 +394,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
     with quiet(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
-        copied = copy.deepcopy({name: value for name, value in arguments.items() if name != "logger"})
-        logger = {"logger": arguments["logger"]} if "logger" in arguments else {}  # a copy of WandbLogger opens its run
-        trainer = Trainer(**{**copied, **logger, "devices": 1})  # it changes a strategy that it is given
+        trainer = _trainer_with(arguments, owner, key)
         accelerator, cores = trainer.accelerator, len(os.sched_getaffinity(0))
         devices = arguments.get("devices", "auto")
         if devices == "auto":
@@ -410,6 +408,22 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
         raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
     return accelerator.get_parallel_devices(parsed)
+
+
+def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:
+    """A Trainer for one device; if it cannot be made, the argument that it does not accept alone is named."""
+    # it changes a strategy that it is given; a copy of WandbLogger would open its run
+    copied = {name: value if name == "logger" else copy.deepcopy(value) for name, value in arguments.items()}
+    try:
+        return Trainer(**{**copied, "devices": 1})
+    except Exception:
+        for name, value in copied.items():
+            try:
+                Trainer(**{"accelerator": copied.get("accelerator", "auto"), name: value, "devices": 1})
+            except Exception as error:
+                reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "what a Trainer accepts", reason) from error
+        raise
 
 
 def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: str) -> None:

@@ -88,7 +88,7 @@ TRIED = [
         "round_lr_scheduler cannot be stepped once per round: list index",
         {"train": Train(round_lr_scheduler=partial(LambdaLR, lr_lambda=lambda round: [1.0][round])), "rounds": 2},
     ),
-    ("train.trainer: .*limit_val_batches", {"train": Train(trainer={"limit_val_batches": 1.5})}),
+    (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
     ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": LinearGate(4)}),
 ]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 
 _IMAGES_AT_ONCE = 4096
 
@@ -31,6 +31,7 @@ def resize(owner: object, images: Tensor, image_size: int | None) -> Tensor:
         return images
     if images.dim() != 4:
         raise InvalidArgumentError(owner, "image_size", image_size, "None for samples that are not images")
+    check_at_least(owner, "image_size", image_size, 1)
     resized = images.new_empty(*images.shape[:2], image_size, image_size)
     for out, chunk in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
         # contiguous, because torchvision's fast path for uint8 needs it
