@@ -91,8 +91,12 @@ def tried(what: str) -> Iterator[None]:
     except InvalidArgumentError:
         raise
     except Exception as error:  # whatever is raised there
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise MisconfigurationException(f"{what}: {reason}.") from error
+        raise MisconfigurationException(f"{what}: {reason_of(error)}.") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an exception's text without its full stop, or its class, as part of a sentence."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def shown(value: Any) -> str:

@@ -22,8 +22,8 @@ _MOST_BYTES = 2**28  # of what is remembered in a process, so that it never weig
 class SharedParts:
     """Remembers what the parts of one model gave for each batch, for the next models that have the same parts.
 
-    A part is looked up if its tensors are the same objects, it gets the same input, and it draws no random numbers. As
-    the batches are the same, results have the bits that they have without it.
+    A part is looked up if its tensors are the same objects, its input is equal, and it draws no random numbers. Its
+    output is then the one that it would compute again.
     """
 
     def __init__(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
+from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.client_loggers import client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
@@ -22,7 +23,6 @@ from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_every_batch, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_state
-from fedmoe_pl.backends.sharing import Sharing
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.trees import Tree, is_borrowed

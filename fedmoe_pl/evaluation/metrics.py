@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.checks import InvalidArgumentError, check_kind
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, reason_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
@@ -140,7 +140,7 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
                 metric.update(*preds_of(module, outputs, targets))
                 float(metric.compute())
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            reason = reason_of(error)
             shapes = f"outputs of shape {tuple(outputs.shape[1:])} and targets of shape {tuple(targets.shape[1:])}"
             allowed = f"a metric that gives one number for {shapes}"
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason) from error

@@ -28,7 +28,7 @@ from fedmoe_pl.backends import is_distributed, overridden_hooks, quiet
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, PooledMoE
@@ -421,8 +421,8 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
             try:
                 Trainer(**{"accelerator": copied.get("accelerator", "auto"), name: value, "devices": 1})
             except Exception as error:
-                reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, "what a Trainer accepts", reason) from error
+                because = reason_of(error)
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "what a Trainer accepts", because) from error
         raise
 
 

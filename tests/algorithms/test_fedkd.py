@@ -149,5 +149,6 @@ def test_predictions_without_an_error_do_not_divide_by_0():
 
 
 def test_experts_of_other_widths_and_without_parts_are_trained_without_hidden_states():
-    FedKD(hidden_states=False).server_init(PersonalizedMoE(nn.Linear(5, 3)))
-    FedKD(hidden_states=False).server_init(PersonalizedMoE(SmallMLP(), SmallMLP(hidden_features=7)))
+    for module in (PersonalizedMoE(nn.Linear(5, 3)), PersonalizedMoE(SmallMLP(), SmallMLP(hidden_features=7))):
+        server = FedKD(hidden_states=False).server_init(module)
+        assert_same_bits(server, tensors(module, "global_expert."))

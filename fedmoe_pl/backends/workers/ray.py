@@ -22,7 +22,7 @@ from fedmoe_pl.backends.backend import Backend
 from fedmoe_pl.backends.workers.pickling import Pickled, dumps, loads
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersBackend
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import check_at_least, reason_of
 from fedmoe_pl.data import FederatedDataModule
 
 _SECONDS_TO_CONNECT = 5.0  # Ray itself would try for five minutes and then end this process
@@ -119,7 +119,7 @@ class RayBackend(WorkersBackend):
             with suppress(Exception):
                 ray.shutdown()  # what has been started
             problem = "Ray did not start on this machine" if is_local else "there is no Ray cluster to connect to"
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = reason_of(error)
             name, value = ("address", self.address) if self.address or is_local else ("RAY_ADDRESS", address)
             raise MisconfigurationException(f"RayBackend: {name} is {value!r}, but {problem} ({reason}).") from error
 
