@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models.inputs import Inputs, batch_size_of, call, first_tensor
 from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, draw_anew, keep_arguments, pooled_size
 from fedmoe_pl.models.normalization import SwitchNorm1d
 
@@ -27,11 +28,11 @@ class Gate(nn.Module, ABC):
     reads_features: bool = False
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         """Weights of shape (B, experts), the local expert's last.
 
         Args:
-            x: the input (B, ...), or the features (B, F) if ``reads_features`` is set.
+            x: the input (B, ...), a dict if batches are dicts, or the features (B, F) if ``reads_features`` is set.
         """
 
     def reset_parameters(self) -> None:
@@ -64,8 +65,9 @@ class FixedGate(Gate):
         """Indices of the experts whose weight is above 0."""
         return [index for index, weight in enumerate(self.weights) if weight > 0]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """The same weights (B, experts) for every sample; in the default precision if samples are integers."""
+        x = first_tensor(x)
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(x.shape[0], -1)
 
@@ -118,9 +120,9 @@ class MixtureWeights(FixedGate):
             new = (torch.empty(0) if old is None else old).new_full((num_experts,), 1 / num_experts)
             self.register_buffer("weights", new)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """The same weights (B, experts) for every sample."""
-        return self.weights.expand(x.shape[0], -1)
+        return self.weights.expand(batch_size_of(x), -1)
 
 
 class ConstantGate(FixedGate):
@@ -222,16 +224,17 @@ class NetworkGate(Gate):
     experts (Isaksson et al. 2022).
 
     Args:
-        network: maps inputs (B, ...) to (B, 1), or to (B, experts) with the local expert last.
+        network: maps inputs (B, ...) to (B, 1), or to (B, experts) with the local expert last. The values of a dict
+            are its keyword arguments.
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """Weights (B, experts); (B, 2) for a network with one output."""
-        logits = self.network(x)
+        logits = call(self.network, x)
         if logits.shape[1] == 1:
             return torch.cat((-logits, logits), dim=1).sigmoid()  # 1 - sigmoid(z) = sigmoid(-z)
         return logits.softmax(dim=1)

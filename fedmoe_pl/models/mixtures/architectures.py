@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class Absent(nn.Module):
@@ -53,6 +54,6 @@ class Architectures(nn.ModuleList):
             if other != index:
                 self[other] = Absent()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         """The output of ``expert``."""
-        return self.expert(x)
+        return self.expert(*inputs, **options)

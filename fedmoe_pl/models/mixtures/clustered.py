@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -109,7 +110,7 @@ class ClusteredMoE(MixtureOfExperts):
             raise InvalidArgumentError(self, "gate", self.gate, "one that reads the input", reason)
         super().check_parts()
 
-    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Scores (B, C) and weights (B, J + 1) of inputs (B, ...): the clusters' in their order, the local one last.
 
         Experts to which a ``FixedGate`` gives the weight 0 are not computed.
@@ -118,7 +119,7 @@ class ClusteredMoE(MixtureOfExperts):
         self.check_gate_width(weights.shape[1])
         experts = [*self.global_experts, self.local_expert]
         active = self.gate.active if isinstance(self.gate, FixedGate) else [*range(len(experts))]
-        outputs = [experts[index](x) for index in active]
+        outputs = [call(experts[index], x) for index in active]
         if len(active) == 1:
             return self.scores_of(outputs[0]), weights
         self.check_outputs(outputs)  # compares the first and the last; all clusters' models have one architecture

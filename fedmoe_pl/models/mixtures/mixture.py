@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,13 +17,15 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.models.description import UndescribedError, configured_arguments, describe, hyperparameters_of
 from fedmoe_pl.models.gates import FixedGate
+from fedmoe_pl.models.inputs import Inputs, inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
 from fedmoe_pl.models.mixtures.tasks import SIGMOIDS, Loss, Task, aligned, checked_task, ignored_class, usual_loss
 from fedmoe_pl.trees import copy_module
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Inputs, Tensor] | Mapping[str, Any]
+"""Pairs of inputs and targets, or dicts with the targets under ``target_key``."""
 
 _OF_TRAINING = ("optimizer", "lr_scheduler")  # arguments that checkpoints do not have: a phase may have others
 _UNDESCRIBED = "undescribed_arguments"  # of a checkpoint: the classes of arguments that it cannot describe
@@ -47,6 +49,7 @@ class MixtureOfExperts(LightningModule, ABC):
             or ``multiclass``.
         loss: a module or function from outputs and targets to the mean loss, such as ``torch.nn.HuberLoss``; None for
             the usual one of the task: cross-entropy, binary cross-entropy of logits, or the mean squared error.
+        target_key: the key of the targets in batches that are dicts; the other values are arguments of the experts.
 
     Attributes:
         task: what is predicted.
@@ -78,6 +81,7 @@ class MixtureOfExperts(LightningModule, ABC):
         channels_last: bool = False,
         task: Task | None = None,
         loss: Loss | None = None,
+        target_key: str = "labels",
     ) -> None:
         super().__init__()
         check_number(self, "gate_lr", gate_lr, least=0)
@@ -89,13 +93,14 @@ class MixtureOfExperts(LightningModule, ABC):
         self.task: Task
         self.task = checked_task(self, task, loss)
         self.criterion = loss
+        self.target_key = target_key
 
     @abstractmethod
-    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """The mixture's scores and the gate's weights of every sample.
 
         Args:
-            x: inputs (B, ...).
+            x: inputs (B, ...), or a dict of them if batches are dicts.
 
         Returns:
             Scores (B, C) and weights (B, experts). The scores of classes are logits if logits are mixed, else
@@ -182,7 +187,7 @@ class MixtureOfExperts(LightningModule, ABC):
     def keep_architecture(self, architecture: int) -> None:
         """Removes the parts that clients of this architecture lack, in place; the others keep their names."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """The mixture's scores (B, C) for inputs (B, ...)."""
         return self.mix(x)[0]
 
@@ -190,12 +195,12 @@ class MixtureOfExperts(LightningModule, ABC):
         """The mixture's loss, a pure function that can be differentiated and used with ``vmap``.
 
         Args:
-            batch: inputs (B, ...) and labels (B,).
+            batch: inputs (B, ...) and labels (B,), or a dict of the inputs with the labels under ``target_key``.
 
         Returns:
             The mean loss, and ``logits`` (B, C) and ``gate_weights`` (B, experts).
         """
-        x, y = batch
+        x, y = inputs_and_targets(batch, self.target_key)
         scores, weights = self.mix(x)
         return self.loss_of(scores, y), {"logits": scores, "gate_weights": weights}
 
@@ -228,15 +233,15 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
         loss, metrics = self.loss(batch)
-        values = {"loss": loss}
+        values, y = {"loss": loss}, inputs_and_targets(batch, self.target_key)[1]
         if self.task == "multiclass":
-            scores, y = aligned(self.task, metrics["logits"], batch[1])
+            scores, y = aligned(self.task, metrics["logits"], y)
             y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
             ignored = ignored_class(self.criterion) if y.dim() > 1 else None
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
             values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()
-        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(batch[1]))
+        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(y))
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -253,7 +258,7 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> dict[str, Tensor]:
         """``logits`` (B, C) and ``gate_weights`` (B, experts) of a batch of inputs, with or without labels."""
-        scores, weights = self.mix(batch if isinstance(batch, Tensor) else batch[0])
+        scores, weights = self.mix(inputs_of(batch, self.target_key))
         return {"logits": scores, "gate_weights": weights}
 
     def parameter_groups(self) -> Iterable[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 
@@ -19,7 +20,8 @@ class PersonalizedMoE(MixtureOfExperts):
     (PFL-MoE, Guo et al. 2021, Algorithm 2; https://arxiv.org/abs/2012.15589).
 
     Args:
-        global_expert: maps a batch of inputs to logits (B, C), or to other outputs (B, ...) of the task.
+        global_expert: maps a batch of inputs to logits (B, C), or to other outputs (B, ...) of the task, or to an
+            output with ``logits``, as a model of transformers does. The values of a dict are its keyword arguments.
         local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert. In a list,
             client k of a federation has the expert k modulo its length, so that clients differ in architecture; a plain
             ``Trainer`` uses the first one.
@@ -71,22 +73,22 @@ class PersonalizedMoE(MixtureOfExperts):
         if isinstance(self.local_expert, Architectures):
             self.local_expert.keep(architecture)
 
-    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Scores (B, C) and weights (B, 2) of inputs (B, ...), index 0 for the global, 1 for the local expert.
 
         An expert to which a ``FixedGate`` gives the weight 0 is not computed.
         """
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             expert = self.local_expert if self.gate.active[0] else self.global_expert
-            return self.scores_of(expert(x)), self.gate(x)
+            return self.scores_of(call(expert, x)), self.gate(x)
         if self.gate.reads_features:
-            features = self.global_expert.extractor(x)  # pyright: ignore[reportCallIssue]
+            features = call(self.global_expert.extractor, x)  # pyright: ignore[reportArgumentType]
             weights = self.gate(features)
             global_logits = self.global_expert.classifier(features)  # pyright: ignore[reportCallIssue]
         else:
             weights = self.gate(x)
-            global_logits = self.global_expert(x)
-        local_logits = self.local_expert(x)
+            global_logits = call(self.global_expert, x)
+        local_logits = call(self.local_expert, x)
         self.check_outputs((global_logits, local_logits))
         self.check_gate_width(weights.shape[1])
         return self.mix_outputs((global_logits, local_logits), weights), weights

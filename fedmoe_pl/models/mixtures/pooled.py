@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates import EqualWeights, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 
 
@@ -56,9 +57,9 @@ class PooledMoE(MixtureOfExperts):
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 
-    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Logits (B, C) of inputs (B, ...), and the classifiers' weights (B, num_experts), 0 for those left out."""
-        features = self.local_expert.extractor(x)  # pyright: ignore[reportCallIssue]
+        features = call(self.local_expert.extractor, x)  # pyright: ignore[reportArgumentType]
         weights = self.gate(features if self.gate.reads_features else x)
         self.check_gate_width(weights.shape[1])
         if self.top_k is not None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -97,7 +98,7 @@ class RepresentationMoE(MixtureOfExperts):
         """Removes all local experts except this one, which keeps its name ``local_experts.<architecture>``."""
         self.local_experts.keep(architecture)
 
-    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Logits (B, C) and weights (B, 2) of inputs (B, ...), index 0 for the shared, 1 for the local extractor.
 
         An extractor to which a ``FixedGate`` gives the weight 0 is not computed.
@@ -105,8 +106,8 @@ class RepresentationMoE(MixtureOfExperts):
         index, local_expert = next(iter(self.local_experts.present.items()))
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             extractor = local_expert if self.gate.active[0] else self.shared_extractor
-            return self.header(extractor(x)), self.gate(x)
-        shared, local = self.shared_extractor(x), local_expert(x)  # (B, F)
+            return self.header(call(extractor, x)), self.gate(x)
+        shared, local = call(self.shared_extractor, x), call(local_expert, x)  # (B, F)
         if local.shape != shared.shape:
             allowed = f"experts with representations of shape {tuple(shared.shape[1:])}, as shared_extractor's"
             reason = f"those of number {index} have shape {tuple(local.shape[1:])}"
@@ -115,9 +116,9 @@ class RepresentationMoE(MixtureOfExperts):
         self.check_gate_width(weights.shape[1])
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
 
-    def representations(self, x: Tensor) -> Representations:
+    def representations(self, x: Inputs) -> Representations:
         """The representations of both extractors, and those mixed with the gate's weights, of inputs (B, ...)."""
-        shared, local = self.shared_extractor(x), self.local_experts(x)
+        shared, local = call(self.shared_extractor, x), call(self.local_experts, x)
         weights = self.gate(shared if self.gate.reads_features else x)
         return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
 

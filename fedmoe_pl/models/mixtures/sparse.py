@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -137,9 +138,9 @@ class SparseMoE(MixtureOfExperts):
         elif isinstance(self.gate, FixedGate):
             self.gate.fit_to(architecture)
 
-    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Logits (B, C) of the expert of each input (B, ...), multiplied by its weight, and weights (B, experts)."""
-        z = self.embedding(x)
+        z = call(self.embedding, x)
         weights = self.gate(z)
         self.check_gate_width(weights.shape[1])
         if isinstance(self.gate, FixedGate):

@@ -1,0 +1,83 @@
+"""Inputs of models: a tensor, or a dict of keyword arguments, as Hugging Face's models and collators have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import is_pair
+from fedmoe_pl.trees import Tree
+
+Inputs = Tensor | Mapping[str, Any]
+"""A tensor (B, ...), or a dict of tensors (B, ...) by the names of the model's arguments."""
+
+
+def inputs_and_targets(batch: Any, target_key: str = "labels") -> tuple[Any, Any]:
+    """The inputs and the targets of a batch: a pair as it is; of a dict, the values under all other keys and one key.
+
+    Raises:
+        MisconfigurationException: if the batch is neither a pair nor a dict with the key.
+    """
+    if is_pair(batch):
+        return batch[0], batch[1]
+    if not isinstance(batch, Mapping):
+        raise MisconfigurationException(
+            f"A batch is a {type(batch).__name__}, but mixtures need pairs of inputs and targets, or dicts."
+        )
+    if target_key not in batch:
+        allowed = f"a key of the batches ({', '.join(map(str, batch))})"
+        raise InvalidArgumentError("MixtureOfExperts", "target_key", target_key, allowed)
+    return inputs_of(batch, target_key), batch[target_key]
+
+
+def inputs_of(batch: Any, target_key: str = "labels") -> Any:
+    """The inputs of a batch that may lack targets: a tensor, the first item of a pair, or a dict without the key."""
+    if isinstance(batch, Mapping):
+        return {key: value for key, value in batch.items() if key != target_key}
+    return batch if isinstance(batch, Tensor) else batch[0]
+
+
+def call(part: nn.Module, x: Inputs, tensors: Tree | None = None) -> Tensor:
+    """The output of a module for inputs; of an output like that of a transformers model, its ``logits``.
+
+    A dict gives the keyword arguments. ``tensors`` take the place of the module's own.
+
+    Raises:
+        TypeError: if the output is neither a tensor nor has ``logits``.
+    """
+    arguments, options = ((), dict(x)) if isinstance(x, Mapping) else ((x,), {})
+    if tensors is None:
+        output = part(*arguments, **options)
+    else:
+        output = functional_call(part, tensors, arguments, options)
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    if not isinstance(output, Tensor):
+        raise TypeError(f"a {type(part).__name__} must return a tensor, or an output with a tensor as 'logits'")
+    return output
+
+
+def first_tensor(x: Inputs) -> Tensor:
+    """The inputs, or of a dict the first tensor with a row for each sample."""
+    if isinstance(x, Tensor):
+        return x
+    found = (value for value in x.values() if isinstance(value, Tensor) and value.dim())
+    if (tensor := next(found, None)) is None:
+        raise MisconfigurationException(f"Inputs with the keys {', '.join(map(str, x))} have no tensor of samples.")
+    return tensor
+
+
+def batch_size_of(x: Inputs) -> int:
+    """Number of samples of inputs.
+
+    Example:
+        >>> import torch
+        >>> batch_size_of({"input_ids": torch.zeros(3, 8), "attention_mask": torch.ones(3, 8)})
+        3
+    """
+    return len(first_tensor(x))

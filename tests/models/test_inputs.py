@@ -1,0 +1,106 @@
+"""Batches that are dicts: mixtures compute with them what they compute with pairs, bit for bit."""
+
+from collections import UserDict
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.models import (
+    ClusteredMoE,
+    EqualWeights,
+    FeatureGate,
+    FixedGate,
+    GlobalOnly,
+    LocalOnly,
+    NetworkGate,
+    PersonalizedMoE,
+)
+from fedmoe_pl.models.inputs import batch_size_of, call, inputs_and_targets, inputs_of
+
+
+class Expert(nn.Module):
+    """A network whose inputs have a name, and which returns what the test says."""
+
+    def __init__(self, output: type = torch.Tensor) -> None:
+        super().__init__()
+        self.extractor, self.classifier = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.output = output
+
+    def forward(self, values: torch.Tensor) -> object:
+        logits = self.classifier(self.extractor(values))
+        return logits if self.output is torch.Tensor else self.output(loss=None, logits=logits)
+
+
+class Network(nn.Linear):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values)
+
+
+X, Y = torch.arange(12.0).reshape(3, 4) / 12, torch.tensor([0, 1, 1])
+PAIR = (X, Y)
+
+
+@pytest.mark.parametrize("output", [torch.Tensor, dict, UserDict])
+@pytest.mark.parametrize("gate", [GlobalOnly(), LocalOnly(), EqualWeights(), NetworkGate(Network(4, 2))])
+def test_a_mixture_computes_the_same_with_dicts(gate: FixedGate, output: type) -> None:
+    module = PersonalizedMoE(Expert(output), Expert(output), gate=gate)
+    for batch in ({"values": X, "labels": Y}, UserDict(labels=Y, values=X), ({"values": X}, Y)):
+        loss, metrics = module.loss(batch)
+        expected_loss, expected = module.loss(PAIR)
+        assert torch.equal(loss, expected_loss) and expected_loss > 0
+        assert all(torch.equal(metrics[name], expected[name]) for name in expected)
+        predicted = module.predict_step(batch, 0)
+        assert torch.equal(predicted["logits"], module.predict_step(X, 0)["logits"])
+
+
+def test_clusters_and_their_gate_read_dicts() -> None:
+    module = ClusteredMoE(Expert(), num_clusters=2, target_key="y")
+    assert torch.equal(module.loss({"values": X, "y": Y})[0], module.loss(PAIR)[0])
+
+
+def test_a_gate_of_features_reads_them_of_dicts() -> None:
+    class Extractor(nn.Linear):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return super().forward(values)
+
+    expert = Expert()
+    expert.extractor = Extractor(4, 3)
+    module = PersonalizedMoE(expert, gate=FeatureGate(3))
+    assert torch.equal(module.loss({"values": X, "labels": Y})[0], module.loss(PAIR)[0])
+
+
+def test_integers_get_weights_in_the_default_precision() -> None:
+    ids = {"flag": torch.tensor(1), "ids": torch.zeros(5, 2, dtype=torch.int64)}
+    weights = EqualWeights()(ids)
+    assert weights.shape == (5, 2) and weights.dtype == torch.float32 and batch_size_of(ids) == 5
+
+
+def test_batches_are_taken_apart() -> None:
+    assert inputs_and_targets([X, Y]) == (X, Y)
+    x, y = inputs_and_targets({"a": X, "label": Y}, "label")
+    assert x.keys() == {"a"} and y is Y
+    assert inputs_of({"a": X}).keys() == {"a"} and inputs_of(X) is X and inputs_of((X, Y)) is X
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"a": X, "label": Y},
+            "MixtureOfExperts: target_key is 'labels', but must be a key of the batches (a, label).",
+        ),
+        ((X, X, Y), "A batch is a tuple, but mixtures need pairs of inputs and targets, or dicts."),
+        (X, "A batch is a Tensor, but mixtures need pairs of inputs and targets, or dicts."),
+    ],
+)
+def test_other_batches_are_refused(batch: object, message: str) -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        inputs_and_targets(batch)
+    assert str(error.value) == message
+
+
+def test_outputs_without_logits_are_refused() -> None:
+    with pytest.raises(TypeError, match="a Expert must return a tensor, or an output with a tensor as 'logits'"):
+        call(Expert(lambda **outputs: {"scores": outputs["logits"]}), X)
