@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.models.layers import replaced_forward
+from fedmoe_pl.models.layers import computes_more, replaced_forward
 from fedmoe_pl.trees import Tree
 
 _MOST_BYTES = 2**28  # of what is remembered in a process, so that it never weighs much more than the data
@@ -105,7 +105,11 @@ def _parts_of(module: nn.Module, same: Set[str], others: Set[str]) -> dict[str, 
     )
     names = with_same - with_others
     parts = {name: part for name, part in module.named_modules() if name in names}
-    return {name: part for name, part in parts.items() if not isinstance(part, torch.jit.ScriptModule)}
+    return {
+        name: part
+        for name, part in parts.items()
+        if not isinstance(part, torch.jit.ScriptModule) and not computes_more(part)
+    }
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """Mixtures of experts, gates and experts; they do not depend on the federation."""
 
+from fedmoe_pl.models.adapters import LoRA
 from fedmoe_pl.models.experts import (
     CNN,
     IFCACNN,
@@ -31,6 +32,7 @@ from fedmoe_pl.models.gates import (
     ProxyGate,
     SwitchNormGate,
 )
+from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, LayerwiseAdapterMoE
 from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE
@@ -38,12 +40,14 @@ from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
 from fedmoe_pl.models.normalization import SwitchNorm1d
+from fedmoe_pl.models.routers import TokenGate
 
 __all__ = [
     "CNN",
     "IFCACNN",
     "LEAFCNN",
     "VGG16",
+    "AdapterMoE",
     "BiLSTM",
     "ClusteredMoE",
     "ConstantGate",
@@ -56,8 +60,10 @@ __all__ = [
     "Gate",
     "GateCNN",
     "GlobalOnly",
+    "LayerwiseAdapterMoE",
     "LeNet5",
     "LinearGate",
+    "LoRA",
     "LocalOnly",
     "MLPGate",
     "MixtureOfExperts",
@@ -73,5 +79,6 @@ __all__ = [
     "SparseMoE",
     "SwitchNorm1d",
     "SwitchNormGate",
+    "TokenGate",
     "TwoConvCNN",
 ]

@@ -44,6 +44,12 @@ def has_own_train(module: nn.Module) -> bool:
     return any(type(part).train is not nn.Module.train for part in module.modules())
 
 
+def computes_more(module: nn.Module) -> bool:
+    """Whether a part's output may depend on more than its own tensors and input, because of hooks of other parts."""
+    parts = (vars(part) for part in module.modules())
+    return any(part["_forward_hooks"] or part["_forward_pre_hooks"] or "forward" in part for part in parts)
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """In this context, the module is in eval mode, so that it draws no random numbers."""
@@ -76,6 +82,16 @@ def layer_without_reset(module: nn.Module) -> nn.Module | None:
         if has_parameters and not callable(getattr(layer, "reset_parameters", None)):
             return layer
     return None
+
+
+def plant(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Makes a module a descendant of another one, under a path."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root._modules[parent]  # pyright: ignore[reportAssignmentType]
+    root.add_module(name, module)
 
 
 class XavierConv2d(nn.Conv2d):

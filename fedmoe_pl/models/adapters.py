@@ -1,0 +1,399 @@
+"""Low-rank adapters (LoRA) of a frozen base: experts that change what some of its layers compute.
+
+peft makes the adapters and finds their layers; the base itself is not changed, so that its tensors keep their names. An
+expert is a tree of adapters with the paths of their layers: the tensors of ``global_expert`` are named
+``global_expert.<path of the layer>.lora_A.weight``, which is also how peft's files name them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.models.inputs import call
+from fedmoe_pl.models.layers import plant
+
+_ADAPTER = "adapter"  # the name under which peft makes adapters
+
+
+@dataclass
+class LoRA:
+    """Adapters of a base's layers: ``h = W x + s B A dropout(x)`` with ``s = lora_alpha / r`` (Hu et al., ICLR 2022).
+
+    The arguments are those of peft's ``LoraConfig`` with the same names (https://arxiv.org/abs/2106.09685).
+
+    Args:
+        target_modules: the layers that get adapters: a list of names, each the whole one or its end after a dot, such
+            as ``q_proj``; a regular expression that matches whole names; or ``all-linear``. They may be linear,
+            convolutions, embeddings and transformers' ``Conv1D``.
+        r: the rank: A has r rows and B has r columns.
+        lora_alpha: numerator of the scale s.
+        lora_dropout: probability of dropping a value of the adapters' input.
+        use_rslora: whether the scale is ``lora_alpha / sqrt(r)``.
+        exclude_modules: layers that get none, in the words of ``target_modules``.
+        modules_to_save: layers that are trained as a whole, such as a ``classifier``: each expert has a copy of its
+            own, or all of them one together.
+
+    Raises:
+        MisconfigurationException: if a number is out of its range.
+    """
+
+    target_modules: str | list[str]
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    exclude_modules: str | list[str] | None = None
+    modules_to_save: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        check_at_least("LoRA", "r", self.r, 1)
+        check_number("LoRA", "lora_alpha", self.lora_alpha, above=0)
+        check_number("LoRA", "lora_dropout", self.lora_dropout, least=0, below=1)
+
+    @property
+    def scaling(self) -> float:
+        """The scale s of every adapter."""
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    def config(self) -> Any:
+        """Peft's ``LoraConfig``, without ``modules_to_save``.
+
+        Raises:
+            MisconfigurationException: if peft is not installed.
+        """
+        try:
+            from peft import LoraConfig
+        except ModuleNotFoundError as error:
+            raise MisconfigurationException(
+                "LoRA needs the package peft, which is not installed: pip install 'fedmoe-pl[adapters]'."
+            ) from error
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "modules_to_save"}
+        return LoraConfig(**given)
+
+
+class LinearAdapter(nn.Module):
+    """The adapter of a linear layer or a convolution.
+
+    Args:
+        lora_A: maps the layer's inputs to r values.
+        lora_B: maps these to what is added to the layer's outputs.
+        dropout: for the inputs.
+        scaling: the scale s.
+    """
+
+    def __init__(self, lora_A: nn.Module, lora_B: nn.Module, dropout: nn.Module, scaling: float) -> None:
+        super().__init__()
+        self.lora_A, self.lora_B, self.dropout = lora_A, lora_B, dropout
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the output of the layer for its input x."""
+        weight: Any = self.lora_A.weight
+        return self.lora_B(self.lora_A(self.dropout(x.to(weight.dtype)))) * self.scaling
+
+
+class EmbeddingAdapter(nn.Module):
+    """The adapter of an embedding.
+
+    Args:
+        lora_embedding_A: shape (r, rows of the embedding).
+        lora_embedding_B: shape (width of the embedding, r).
+        scaling: the scale s.
+    """
+
+    def __init__(self, lora_embedding_A: nn.Parameter, lora_embedding_B: nn.Parameter, scaling: float) -> None:
+        super().__init__()
+        self.lora_embedding_A, self.lora_embedding_B = lora_embedding_A, lora_embedding_B
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the embeddings of the ids x."""
+        return F.embedding(x, self.lora_embedding_A.T) @ self.lora_embedding_B.T * self.scaling
+
+
+Weigh = Callable[[str, Tensor], Tensor]
+"""The weights of the experts in a layer, given its path and its input (B, ..., F): shape (B, ..., experts) or (B,
+experts)."""
+
+
+@dataclass
+class Output:
+    """What a base computed with some experts.
+
+    Attributes:
+        logits: its output.
+        features: what the first of ``modules_to_save`` read, shape (B, ..., F); None if there is none.
+        weights: the weights of the experts by the path of the layer that mixed them.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class _Pass:
+    """A forward pass: the experts that take part, and how layers weigh them; a single one has the weight 1."""
+
+    experts: Sequence[int]
+    weigh: Weigh | None
+    called: set[str] = field(default_factory=set)
+    features: Tensor | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Expert(nn.Module):
+    """An expert's adapters and trained layers, as a tree of modules with the paths that they have in the base.
+
+    It computes what the base does with this expert alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._computes: list[Callable[[Any], Output]] = []  # in a list, so that the base is no part of the expert
+
+    def forward(self, x: Any) -> Tensor:
+        """The base's outputs for inputs x, with this expert."""
+        return self._computes[0](x).logits
+
+
+class AdaptedBase:
+    """A frozen base that computes with some of its experts at a time; it is no module, so that it names no tensors.
+
+    Args:
+        base: the base; its parameters are frozen.
+        lora: which layers get adapters.
+        num_experts: number of experts, whose adapters are drawn one after the other.
+        blocks: names of modules of the base, or their ends, that each expert computes as a whole, so that their
+            outputs are mixed; layers outside of them have the first expert only. Empty mixes in every adapted layer.
+        has_one_head: whether the experts have the copies of ``modules_to_save`` together, in ``head``.
+        prepare: makes what the base is called with of the inputs; None for the inputs as they are.
+
+    Attributes:
+        experts: the experts.
+        head: what the experts have together.
+        widths: by the path of the layers and blocks that mix experts, the number of input features.
+
+    Raises:
+        MisconfigurationException: if names match nothing, or layers cannot have adapters.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        lora: LoRA,
+        num_experts: int,
+        blocks: Sequence[str] = (),
+        has_one_head: bool = False,
+        prepare: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.base = base.requires_grad_(False)
+        self.head = nn.Module()
+        self.prepare = prepare
+        self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts)]
+        self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
+        self._saved = [*_matching(base, lora.modules_to_save, "modules_to_save")]
+        self._blocks = [*_matching(base, blocks, "blocks")]
+        self._pass: _Pass | None = None
+        self._is_checked = False
+        self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
+        for path in self._saved:
+            for root in [self.head] if has_one_head else self.experts:
+                plant(root, path, copy.deepcopy(base.get_submodule(path)).requires_grad_(True))
+        self._heads = [self.head if has_one_head else expert for expert in self.experts]
+        for index, expert in enumerate(self.experts):
+            expert._computes.append(_OneExpert(self, index))
+        self._patch()
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Numbers of input features of what mixes experts; 0 if it is no linear layer and no block of such."""
+        first = {block: next(p for p in self._paths if p.startswith(f"{block}.")) for block in self._blocks}
+        mixing = {path: path for path in self._paths} if not self._blocks else first
+        return {path: _in_features(self.experts[0].get_submodule(layer)) for path, layer in mixing.items()}
+
+    def __call__(self, x: Any, experts: Sequence[int], weigh: Weigh | None = None) -> Output:
+        """What the base computes of inputs with some of its experts; ``weigh`` is needed for more than one."""
+        if any(getattr(part, "gradient_checkpointing", False) for part in self._checkpointing):
+            reason = "it computes layers again when the gradient is, without their experts"
+            raise InvalidArgumentError("LoRA", "base", type(self.base).__name__, "without checkpointing", reason)
+        self._pass = current = _Pass(experts, weigh)
+        try:
+            logits = call(self.base, self.prepare(x) if self.prepare else x)
+        finally:
+            self._pass = None
+        if not self._is_checked and (missing := [path for path in self._paths if path not in current.called]):
+            allowed = "layers that the base calls, because adapters of others would change nothing"
+            raise InvalidArgumentError("LoRA", "target_modules", missing[0], allowed)
+        self._is_checked = True
+        return Output(logits, current.features, current.weights)
+
+    @contextmanager
+    def _only(self, expert: int) -> Iterator[None]:
+        """In this context, layers have one of the experts that take part."""
+        assert self._pass is not None
+        outer, self._pass = self._pass, _Pass([expert], None, self._pass.called)
+        try:
+            yield
+        finally:
+            outer.features, self._pass = self._pass.features, outer
+
+    def _patch(self) -> None:
+        """Lets layers and blocks of the base ask for the experts."""
+        for path in self._paths:
+            self.base.get_submodule(path).register_forward_hook(_AdaptedLayer(self, path, not self._blocks))
+        for path in self._blocks:
+            self.base.get_submodule(path).forward = _MixedBlock(self, path)
+        for path in self._saved:
+            self.base.get_submodule(path).forward = _Saved(self, path)
+
+
+@dataclass
+class _OneExpert:
+    """What an expert computes by itself."""
+
+    adapted: AdaptedBase
+    index: int
+
+    def __call__(self, x: Any) -> Output:
+        return self.adapted(x, [self.index])
+
+
+@dataclass
+class _AdaptedLayer:
+    """A hook that adds the experts' adapters to the output of a layer."""
+
+    adapted: AdaptedBase
+    path: str
+    mixes: bool
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        current = self.adapted._pass
+        if current is None:
+            return output
+        current.called.add(self.path)
+        adapters = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
+        x = inputs[0]
+        if len(adapters) == 1 or not self.mixes:
+            return output + adapters[0](x).to(output.dtype)
+        assert current.weigh is not None
+        weights = current.weights[self.path] = current.weigh(self.path, x)
+        return output + mixed(weights, [adapter(x) for adapter in adapters]).to(output.dtype)
+
+
+@dataclass
+class _MixedBlock:
+    """The forward of a block that every expert computes as a whole."""
+
+    adapted: AdaptedBase
+    path: str
+
+    def __call__(self, x: Tensor, *others: Any, **options: Any) -> Any:
+        block, current = self.adapted.base.get_submodule(self.path), self.adapted._pass
+        compute = type(block).forward
+        if current is None or len(current.experts) == 1:
+            return compute(block, x, *others, **options)
+        assert current.weigh is not None
+        outputs = []
+        for expert in current.experts:
+            with self.adapted._only(expert):
+                outputs.append(compute(block, x, *others, **options))
+        weights = current.weights[self.path] = current.weigh(self.path, x)
+        return mixed(weights, outputs).to(outputs[0].dtype)
+
+
+@dataclass
+class _Saved:
+    """The forward of a layer that is trained as a whole: that of the experts' copy, which also notes its input."""
+
+    adapted: AdaptedBase
+    path: str
+
+    def __call__(self, x: Tensor, *others: Any, **options: Any) -> Any:
+        adapted, current = self.adapted, self.adapted._pass
+        if current is None:
+            layer = adapted.base.get_submodule(self.path)
+            return type(layer).forward(layer, x, *others, **options)
+        if self.path == adapted._saved[0]:
+            current.features = x
+        return adapted._heads[current.experts[0]].get_submodule(self.path)(x, *others, **options)
+
+
+def mixed(weights: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+    """The weighted sum of outputs (B, ..., F), given weights (B, ..., experts), or (B, experts) of whole samples."""
+    ones = [1] * (outputs[0].dim() - weights.dim() + 1)
+    shape = (*weights.shape[:-1], *ones)
+    if weights.shape[:-1] != outputs[0].shape[: weights.dim() - 1]:
+        reason = f"the layer's outputs have shape {tuple(outputs[0].shape)}, the weights {tuple(weights.shape)}"
+        raise InvalidArgumentError("LoRA", "target_modules", None, "layers that keep the samples apart", reason)
+    terms = [weights[..., index].reshape(shape) * output for index, output in enumerate(outputs)]
+    return sum(terms[1:], terms[0])
+
+
+_ADAPTERS = (LinearAdapter, EmbeddingAdapter)
+
+
+def _drawn(base: nn.Module, lora: LoRA, num_experts: int) -> Iterator[dict[str, nn.Module]]:
+    """New adapters of the base by the path of their layers, for each of some experts."""
+    config = lora.config()
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
+    for _ in range(num_experts):
+        inject_adapter_in_model(copy.copy(config), base, adapter_name=_ADAPTER)
+        made = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+        for path, layer in made.items():  # the base as it was
+            base.set_submodule(path, layer.get_base_layer())
+        if hasattr(base, "peft_config"):
+            del base.peft_config
+        yield {path: _adapter(path, layer) for path, layer in made.items()}
+
+
+def _adapter(path: str, layer: Any) -> nn.Module:
+    """The adapter that peft made for a layer."""
+    scaling = layer.scaling[_ADAPTER]
+    if _ADAPTER in layer.lora_embedding_A:
+        embedding = layer.get_base_layer()
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            allowed = "embeddings without max_norm, scale_grad_by_freq and sparse"
+            raise InvalidArgumentError("LoRA", "target_modules", path, allowed)
+        return EmbeddingAdapter(layer.lora_embedding_A[_ADAPTER], layer.lora_embedding_B[_ADAPTER], scaling)
+    if _ADAPTER not in layer.lora_A or isinstance(layer.get_base_layer(), nn.MultiheadAttention):
+        allowed = "linear layers, convolutions and embeddings"
+        raise InvalidArgumentError(
+            "LoRA", "target_modules", path, allowed, f"it is a {type(layer.base_layer).__name__}"
+        )
+    return LinearAdapter(layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER], layer.lora_dropout[_ADAPTER], scaling)
+
+
+def _tree(adapters: dict[str, nn.Module]) -> Expert:
+    expert = Expert()
+    for path, adapter in adapters.items():
+        plant(expert, path, adapter)
+    return expert
+
+
+def _matching(base: nn.Module, names: Iterable[str], argument: str) -> Iterator[str]:
+    """Paths of the modules of the base with these names, whole ones or their ends after a dot."""
+    paths = [path for path, _ in base.named_modules() if path]
+    for name in names:
+        found = [path for path in paths if path == name or path.endswith(f".{name}")]
+        if not found:
+            tops = ", ".join(name for name, _ in base.named_children())
+            raise InvalidArgumentError("LoRA", argument, name, f"names of modules of the base, which has {tops}")
+        yield from found
+
+
+def _in_features(adapter: nn.Module) -> int:
+    """Values per position that a linear adapter reads; 0 for others."""
+    return adapter.lora_A.in_features if isinstance(getattr(adapter, "lora_A", None), nn.Linear) else 0

@@ -1,0 +1,205 @@
+"""Mixtures of two adapters in one frozen base, as LightningModules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.models.adapters import AdaptedBase, LoRA, Output
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.models.routers import TokenGate
+
+Pooling = Literal["mean", "last"]
+"""The features of a sequence (B, T, F): the mean over its tokens that are no padding, or those of the last such one."""
+
+
+class AdapterMoE(MixtureOfExperts):
+    """Mixes the outputs of a frozen base with a global and with a local adapter; a gate weighs them for every sample.
+
+    It is a ``PersonalizedMoE`` whose experts are adapters (LoRA) and copies of the layers in ``lora.modules_to_save``,
+    such as the classifier: the base is in memory once, nothing of it is trained or sent, and it computes a batch once
+    for each expert. In a federation, the base is in eval mode where nothing of it is trained, without its dropout,
+    unless the algorithm keeps frozen modules in train mode.
+
+    Args:
+        base: any module that maps inputs to outputs, or to an object with ``logits``, as those of transformers. It
+            gets dicts as keyword arguments. Its parameters are frozen; it must not be used elsewhere.
+        lora: which layers get adapters, and the layers that experts have copies of.
+        gate: weighs the experts; None for ``EqualWeights``. The features that a ``FeatureGate`` reads are what the
+            first of ``modules_to_save`` reads with the global expert.
+        pooling: the features of a sequence, see :data:`Pooling`.
+        pad_token_id: the token in inputs that are no dicts that is padding: the base gets ``input_ids`` and an
+            ``attention_mask``. None calls it with the inputs alone.
+        **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
+
+    Attributes:
+        base: the frozen base, whose tensors have the names that they have in it.
+        global_expert: the adapters and layers that clients share, by the paths of their layers in the base.
+        local_expert: those of the client, drawn independently of the global ones.
+        scaling: the scale of all adapters, alpha / r.
+
+    Raises:
+        MisconfigurationException: if the parts do not fit together, or peft is not installed.
+
+    Example:
+        >>> base = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> lora = LoRA(target_modules=["0"], r=2, modules_to_save=["2"])  # doctest: +SKIP
+        >>> logits, gate_weights = AdapterMoE(base, lora).mix(torch.zeros(5, 4))  # doctest: +SKIP
+        >>> logits.shape, gate_weights.shape  # doctest: +SKIP
+        (torch.Size([5, 3]), torch.Size([5, 2]))
+    """
+
+    gate: Gate
+    gate_width = 2
+
+    def __init__(
+        self,
+        base: nn.Module,
+        lora: LoRA,
+        gate: Gate | None = None,
+        pooling: Pooling = "mean",
+        pad_token_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_choice(self, "pooling", pooling, get_args(Pooling))
+        self.lora = lora
+        self.pooling: Pooling = pooling
+        self.pad_token_id = pad_token_id
+        self.scaling = lora.scaling
+        self.base = base
+        self._adapted = self.adapt(base, lora)
+        self.global_expert, self.local_expert = self._adapted.experts
+        self.gate = EqualWeights() if gate is None else gate
+        self.check_parts()
+
+    def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
+        """The base with its experts."""
+        return AdaptedBase(base, lora, num_experts=2, prepare=self._prepared)
+
+    @property
+    def weighed_parts(self) -> tuple[str, str]:
+        """The two experts."""
+        return "global_expert", "local_expert"
+
+    def mix(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Scores (B, C) and weights (B, 2) of inputs, index 0 for the global, 1 for the local expert.
+
+        An expert to which a ``FixedGate`` gives the weight 0 is not computed.
+        """
+        if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
+            return self.scores_of(self._adapted(x, self.gate.active).logits), self.gate(x)
+        outputs = [self._adapted(x, [expert]) for expert in (0, 1)]
+        weights = self.gate(self.features_of(outputs[0], x) if self.gate.reads_features else x)
+        self.check_gate_width(weights.shape[1])
+        return self.mix_outputs([output.logits for output in outputs], weights), weights
+
+    def features_of(self, output: Output, x: Any) -> Tensor:
+        """Features (B, F) of samples, from what the base computed of them."""
+        if (features := output.features) is None:
+            allowed = "with a layer in modules_to_save, whose inputs are the features"
+            raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features")
+        if features.dim() == 2:
+            return features
+        mask = self.mask_of(x, features)
+        if self.pooling == "last":
+            places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+            last = places.where(mask > 0, 0).amax(1)
+            return features[torch.arange(len(features), device=last.device), last]
+        counts = mask.to(features.dtype)
+        return (features * counts[..., None]).sum(1) / counts.sum(1, keepdim=True).clamp_min(1)
+
+    def mask_of(self, x: Any, like: Tensor) -> Tensor:
+        """Which tokens of the inputs are no padding, shape (B, T); all if nothing says it."""
+        inputs = self._prepared(x)
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        return like.new_ones(like.shape[:2]) if mask is None or mask.shape != like.shape[:2] else mask
+
+    def _prepared(self, x: Any) -> Any:
+        """The inputs as the base gets them."""
+        if self.pad_token_id is None or not isinstance(x, Tensor):
+            return x
+        return {"input_ids": x, "attention_mask": (x != self.pad_token_id).long()}
+
+
+class LayerwiseAdapterMoE(AdapterMoE):
+    """Mixes a global and a local adapter inside the layers of a frozen base: ``h = W x + s sum_e g_e B_e A_e x``.
+
+    A :class:`TokenGate` weighs the experts in each layer for every token (FedALT, AAAI 2026; CoMiGS, ICML 2025), any
+    other gate for whole samples in all layers alike (FedDPA, NeurIPS 2024). The base computes a batch once, and the
+    experts have the layers in ``lora.modules_to_save`` together: they are the part ``head``. Only logits can be mixed.
+
+    Args:
+        base: as in ``AdapterMoE``.
+        lora: which layers get adapters, and which are trained as a whole.
+        gate: weighs the experts; None for ``EqualWeights``. For a gate that reads features, the base first computes the
+            batch with the local expert alone, without gradients, as in FedDPA.
+        blocks: names of modules of the base, or their ends after a dot, such as ``mlp``, that each expert computes as a
+            whole, so that their outputs are mixed, as in CoMiGS; adapted layers elsewhere have the global expert alone.
+            Empty mixes in every adapted layer.
+        **kwargs: other arguments of ``AdapterMoE``.
+
+    Attributes:
+        head: the layers that are trained as a whole.
+    """
+
+    mixes_logits = True
+
+    def __init__(
+        self,
+        base: nn.Module,
+        lora: LoRA,
+        gate: Gate | None = None,
+        blocks: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        self.blocks = [*blocks]
+        super().__init__(base, lora, gate, **kwargs)
+        self.head = self._adapted.head
+
+    def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
+        """The base with its experts, which have one head."""
+        return AdaptedBase(base, lora, num_experts=2, blocks=self.blocks, has_one_head=True, prepare=self._prepared)
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together, and gives a ``TokenGate`` a router for each layer."""
+        if isinstance(self.gate, TokenGate):
+            self.gate.fit_to_layers(self, self._adapted.widths, self.gate_width)
+        super().check_parts()
+
+    def mix(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Scores (B, C) and weights (B, 2), those of a ``TokenGate`` as means over layers and tokens."""
+        if isinstance(self.gate, TokenGate):
+            output, weights = self.mix_layers(x)
+            return output, self._mean_weights(weights, x)
+        if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
+            return self._adapted(x, self.gate.active).logits, self.gate(x)
+        inputs = x
+        if self.gate.reads_features:
+            with torch.no_grad():
+                inputs = self.features_of(self._adapted(x, [1]), x)
+        weights = self.gate(inputs)
+        self.check_gate_width(weights.shape[1])
+        return self.mix_by(x, weights), weights
+
+    def mix_by(self, x: Any, weights: Tensor) -> Tensor:
+        """Scores (B, C) of inputs, with given weights (B, 2) of the experts in all layers."""
+        return self._adapted(x, (0, 1), lambda path, inputs: weights).logits
+
+    def mix_layers(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scores (B, C) of inputs, and a ``TokenGate``'s weights (B, ..., 2) by the path of the layer."""
+        output = self._adapted(x, (0, 1), self.gate.weights)  # pyright: ignore[reportArgumentType]
+        return output.logits, output.weights
+
+    def _mean_weights(self, weights: Mapping[str, Tensor], x: Any) -> Tensor:
+        means = []
+        for of_layer in weights.values():
+            tokens = of_layer.flatten(1, -2)  # (B, T, experts)
+            mask = self.mask_of(x, tokens).to(tokens.dtype)
+            means.append((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
+        return torch.stack(means).mean(0)

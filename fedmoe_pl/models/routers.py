@@ -1,0 +1,68 @@
+"""A gate that weighs experts inside the layers of a base, for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.models.gates import Gate
+from fedmoe_pl.models.layers import keep_arguments, plant
+
+
+class TokenGate(Gate):
+    """Weighs the experts of a ``LayerwiseAdapterMoE`` in each layer for every token: ``g = softmax(R x)``.
+
+    x is the layer's input before dropout, R a matrix without bias, computed in single precision. FedALT (AAAI 2026)
+    uses the defaults, CoMiGS (ICML 2025) ``top_k=2, init_std=0.02``. Its tensors are ``gate.routers.<path of the
+    layer>.weight``, shape (experts, features).
+
+    Args:
+        top_k: number of experts that a token uses, those with the largest weights: the softmax is over them; with 1, it
+            is over all experts, and the weight of the chosen one is below 1. None for all.
+        init_std: standard deviation of the initial R, whose mean is 0; None for the distribution of ``nn.Linear``.
+    """
+
+    def __init__(self, top_k: int | None = None, init_std: float | None = None) -> None:
+        super().__init__()
+        check_at_least(self, "top_k", top_k, 1)
+        check_number(self, "init_std", init_std, least=0)
+        keep_arguments(self, {"top_k": top_k, "init_std": init_std})
+        self.routers = nn.Module()
+
+    def fit_to_layers(self, owner: object, widths: Mapping[str, int], num_experts: int) -> None:
+        """Draws a router for each of the layers, given their numbers of input features, unless there are some."""
+        if self.top_k is not None and self.top_k > num_experts:
+            raise InvalidArgumentError(self, "top_k", self.top_k, f"at most the number of experts, {num_experts}")
+        if any(True for _ in self.routers.parameters()):
+            return
+        for path, width in widths.items():
+            if not width:
+                reason = f"it weighs experts by the inputs of {path}, which is no linear layer"
+                raise InvalidArgumentError(owner, "gate", self, "another gate than TokenGate", reason)
+            plant(self.routers, path, nn.Linear(width, num_experts, bias=False))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all routers anew."""
+        for router in self.routers.modules():
+            if isinstance(router, nn.Linear):
+                router.reset_parameters()
+                if self.init_std is not None:
+                    nn.init.normal_(router.weight, std=self.init_std)
+
+    def weights(self, path: str, x: Tensor) -> Tensor:
+        """Weights (B, ..., experts) in a layer, given its path and its inputs (B, ..., features)."""
+        router = self.routers.get_submodule(path)
+        logits = router(x.to(router.weight.dtype))
+        if self.top_k is None or self.top_k == logits.shape[-1]:
+            return logits.softmax(-1)
+        values, chosen = logits.topk(self.top_k, dim=-1)
+        shares = logits.softmax(-1).gather(-1, chosen) if self.top_k == 1 else values.softmax(-1)
+        return torch.zeros_like(logits).scatter(-1, chosen, shares)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Raises an error, because there are no weights of whole samples."""
+        raise InvalidArgumentError(self, "gate", type(self).__name__, "the gate of a LayerwiseAdapterMoE")
