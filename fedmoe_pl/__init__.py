@@ -3,18 +3,28 @@
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import ClusteredMoE, MixtureOfExperts, PersonalizedMoE, RepresentationMoE, SparseMoE
+from fedmoe_pl.models import (
+    AdapterMoE,
+    ClusteredMoE,
+    LayerwiseAdapterMoE,
+    MixtureOfExperts,
+    PersonalizedMoE,
+    RepresentationMoE,
+    SparseMoE,
+)
 from fedmoe_pl.phases.participation import ClientFailures
 from fedmoe_pl.phases.phase import Evaluate, Phase, Select, Train
 from fedmoe_pl.version import __version__
 
 __all__ = [
+    "AdapterMoE",
     "Algorithm",
     "Client",
     "ClientFailures",
     "ClusteredMoE",
     "Evaluate",
     "Federation",
+    "LayerwiseAdapterMoE",
     "MixtureOfExperts",
     "PersonalizedMoE",
     "Phase",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
@@ -56,6 +57,8 @@ def describe(value: Any, configured: Any = None) -> Any:
         return [describe(part, other) for part, other in zip(value, others, strict=True)]
     if isinstance(value, dict):
         return {name: describe(part) for name, part in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: describe(getattr(value, each.name)) for each in fields(value)}
     if inspect.isfunction(value) and value.__name__.isidentifier() and "<locals>" not in value.__qualname__:
         return _class_path(value)
     if not isinstance(value, nn.Module):

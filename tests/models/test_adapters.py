@@ -1,0 +1,412 @@
+"""Adapters in a frozen base: what they compute, how they are named, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.func import functional_call
+
+from fedmoe_pl.models import (
+    AdapterMoE,
+    ConstantGate,
+    EqualWeights,
+    FeatureGate,
+    GlobalOnly,
+    LayerwiseAdapterMoE,
+    LinearGate,
+    LocalOnly,
+    LoRA,
+    NetworkGate,
+    TokenGate,
+)
+from fedmoe_pl.trees import copy_module
+
+pytest.importorskip("peft")
+X = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+LORA = LoRA(["layer"], r=1, lora_alpha=2)
+
+
+class Identity(nn.Module):
+    """One layer W = I of two features."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+        nn.init.eye_(self.layer.weight)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class TwoLayers(nn.Module):
+    """``W2 relu(W1 x)`` with W1 = -I and W2 = [[1, -1], [-2, 1]]; only the first layer is named ``layer``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = (nn.Linear(2, 2, bias=False, dtype=torch.float64) for _ in range(2))
+        with torch.no_grad():
+            self.layer.weight.copy_(-torch.eye(2))
+            self.last.weight.copy_(torch.tensor([[1.0, -1.0], [-2.0, 1.0]]))
+
+    def forward(self, x):
+        return self.last(self.layer(x).relu())
+
+
+class Tokens(nn.Module):
+    """Ids of words (B, T), an embedding, a perceptron with a residual, and a classifier of the mean."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.embedding = nn.Embedding(9, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 10), nn.GELU(), nn.Linear(10, width))
+        self.classifier = Head(width)
+
+    def forward(self, input_ids, attention_mask=None):
+        x = self.embedding(input_ids)
+        return self.classifier(x + self.mlp(x))
+
+
+class Head(nn.Module):
+    """Classes of sequences (B, T, F)."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.linear(x.mean(1))
+
+
+def set_factors(module):
+    """The adapters A1 = [1 0], B1 = [1; 0] and A2 = [0 1], B2 = [1; 2] of the layer."""
+    values = ((1.0, 0.0), (1.0, 0.0)), ((0.0, 1.0), (1.0, 2.0))
+    for expert, (a, b) in zip((module.global_expert, module.local_expert), values, strict=True):
+        expert.layer.lora_A.weight.data = torch.tensor([a], dtype=torch.float64)
+        expert.layer.lora_B.weight.data = torch.tensor([b], dtype=torch.float64).T
+    return module
+
+
+def drawn(module):
+    """All that is trained, drawn anew, so that no factor is zero."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) / 2
+    return module
+
+
+def tokens(kind=LayerwiseAdapterMoE, gate=None, lora=None, **kwargs):
+    torch.manual_seed(0)
+    lora = lora or LoRA(["mlp.0", "mlp.2"], r=2, lora_alpha=4, modules_to_save=["classifier"])
+    return drawn(kind(Tokens(), lora, gate, **kwargs)).eval()
+
+
+IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
+
+
+# --- what mixtures compute ---
+
+
+def test_in_one_layer_mixing_inside_and_mixing_outputs_are_the_same():
+    for kind in (AdapterMoE, LayerwiseAdapterMoE):
+        module = set_factors(kind(Identity(), LORA, ConstantGate(0.25)))
+        torch.testing.assert_close(module(X), torch.tensor([[4.5, 8.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(LayerwiseAdapterMoE, [-1.5, -1.0]), (AdapterMoE, [-2.0, -0.5])])
+def test_before_a_nonlinearity_they_differ(kind, expected):
+    module = set_factors(kind(TwoLayers(), LORA, ConstantGate(0.25)))
+    torch.testing.assert_close(module(X), torch.tensor([expected], dtype=torch.float64))
+
+
+def test_a_new_mixture_computes_what_its_base_does():
+    x = torch.randn(5, 2, dtype=torch.float64)
+    base = Identity()
+    expected = base(x)
+    for kind in (AdapterMoE, LayerwiseAdapterMoE):
+        assert torch.equal(kind(copy.deepcopy(base), LORA, GlobalOnly())(x), expected)
+
+
+@pytest.mark.parametrize("gate", [GlobalOnly(), LocalOnly()])
+def test_a_gate_that_keeps_one_expert_keeps_its_bits(gate):
+    for kind in (AdapterMoE, LayerwiseAdapterMoE):
+        module = tokens(kind, gate)
+        expert = module.global_expert if isinstance(gate, GlobalOnly) else module.local_expert
+        assert torch.equal(module(IDS), expert(IDS))
+
+
+def test_equal_experts_with_equal_weights_are_one_expert_to_the_bit():
+    module = tokens(gate=EqualWeights())
+    module.local_expert.load_state_dict(module.global_expert.state_dict())
+    assert torch.equal(module(IDS), module.global_expert(IDS))
+
+
+def expected_of_tokens(module, weigh):
+    """The mixture in float64, layer by layer; ``weigh`` gives the weights of a layer from its input."""
+    state = {name: tensor.double() for name, tensor in module.state_dict().items()}
+    x = F.embedding(IDS, state["base.embedding.weight"])
+    h = x
+    for name in ("mlp.0", "mlp.2"):
+        out = F.linear(h, state[f"base.{name}.weight"], state[f"base.{name}.bias"])
+        weights = weigh(name, h, state)
+        for index, expert in enumerate(("global_expert", "local_expert")):
+            a, b = (state[f"{expert}.{name}.lora_{factor}.weight"] for factor in "AB")
+            out = out + weights[..., index, None] * 2 * (h @ a.T @ b.T)
+        h = F.gelu(out) if name == "mlp.0" else out
+    head = [state[f"head.classifier.linear.{part}"] for part in ("weight", "bias")]
+    return F.linear((x + h).mean(1), *head)
+
+
+def test_a_token_gate_weighs_every_token_in_every_layer():
+    module = tokens(gate=TokenGate())
+
+    def weigh(name, h, state):
+        return (h @ state[f"gate.routers.{name}.weight"].T).softmax(-1)
+
+    torch.testing.assert_close(module(IDS).double(), expected_of_tokens(module, weigh), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gate_of_samples_weighs_all_tokens_of_a_sample_alike():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, 1))
+    module = tokens(gate=NetworkGate(network))
+    weights = module.mix(IDS)[1].double()
+
+    def weigh(name, h, state):
+        return weights[:, None].expand(-1, h.shape[1], -1)
+
+    assert not torch.equal(weights[0], weights[1])
+    torch.testing.assert_close(module(IDS).double(), expected_of_tokens(module, weigh), rtol=1e-4, atol=1e-5)
+    assert torch.equal(module.mix_by(IDS, module.mix(IDS)[1]), module(IDS))
+
+
+def test_blocks_are_computed_once_per_expert_and_their_outputs_are_mixed():
+    module = tokens(gate=TokenGate(), blocks=["mlp"])
+    state = {name: tensor.double() for name, tensor in module.state_dict().items()}
+    x = F.embedding(IDS, state["base.embedding.weight"])
+    weights = (x @ state["gate.routers.mlp.weight"].T).softmax(-1)
+    outputs = []
+    for expert in ("global_expert", "local_expert"):
+        h = x
+        for name in ("mlp.0", "mlp.2"):
+            a, b = (state[f"{expert}.{name}.lora_{factor}.weight"] for factor in "AB")
+            h = F.linear(h, state[f"base.{name}.weight"], state[f"base.{name}.bias"]) + 2 * (h @ a.T @ b.T)
+            h = F.gelu(h) if name == "mlp.0" else h
+        outputs.append(h)
+    mixed = weights[..., :1] * outputs[0] + weights[..., 1:] * outputs[1]
+    expected = F.linear(
+        (x + mixed).mean(1), state["head.classifier.linear.weight"], state["head.classifier.linear.bias"]
+    )
+    torch.testing.assert_close(module(IDS).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_outside_of_blocks_have_the_global_expert_alone():
+    lora = LoRA(["mlp.0", "classifier.linear"], r=2)
+    module = tokens(gate=EqualWeights(), lora=lora, blocks=["mlp"])
+    before = module(IDS)
+    nn.init.ones_(module.local_expert.classifier.linear.lora_B.weight)
+    assert torch.equal(module(IDS), before)
+    nn.init.ones_(module.global_expert.classifier.linear.lora_B.weight)
+    assert not torch.equal(module(IDS), before)
+
+
+def test_top_k_weighs_the_chosen_experts_only():
+    logits = torch.tensor([[[0.0, 1.0]]])
+    for top_k, expected in ((1, [0.0, 0.731059]), (2, [0.268941, 0.731059])):
+        gate = TokenGate(top_k)
+        gate.fit_to_layers(gate, {"layer": 1}, 2)
+        gate.routers.layer.weight.data = logits[0].T
+        torch.testing.assert_close(gate.weights("layer", torch.ones(1, 1, 1)), torch.tensor([[expected]]))
+
+
+def test_an_adapted_embedding_and_convolution_change_by_the_scaled_product():
+    class Pictures(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.conv = nn.Embedding(9, 4), nn.Conv2d(1, 3, 3)
+
+        def forward(self, x):
+            return self.conv(self.embedding(x)[:, None]).mean((2, 3))
+
+    module = drawn(LayerwiseAdapterMoE(Pictures(), LoRA(["embedding", "conv"], r=2, lora_alpha=6), GlobalOnly()))
+    state = dict(module.state_dict())
+    a, b = (state[f"global_expert.embedding.lora_embedding_{factor}"] for factor in "AB")
+    c, d = (state[f"global_expert.conv.lora_{factor}.weight"] for factor in "AB")
+    table = state["base.embedding.weight"] + 3 * (b @ a).T
+    kernel = state["base.conv.weight"] + 3 * torch.einsum("orij,rchw->ochw", d, c)
+    expected = F.conv2d(F.embedding(IDS, table)[:, None], kernel, state["base.conv.bias"]).mean((2, 3))
+    torch.testing.assert_close(module(IDS), expected, rtol=1e-4, atol=1e-5)
+
+
+# --- features, padding ---
+
+
+def test_a_feature_gate_reads_what_the_head_does_without_padding():
+    module = tokens(AdapterMoE, FeatureGate(6), pad_token_id=0)
+    seen = []
+    module.global_expert.classifier.register_forward_pre_hook(lambda layer, inputs: seen.append(inputs[0]))
+    weights = module.mix(IDS)[1]
+    features = torch.stack((seen[0][0].mean(0), seen[0][1, :2].mean(0)))
+    torch.testing.assert_close(weights, module.gate(features))
+    module.pooling = "last"
+    torch.testing.assert_close(module.mix(IDS)[1], module.gate(torch.stack((seen[0][0, 3], seen[0][1, 1]))))
+
+
+def test_inside_layers_a_feature_gate_reads_the_local_experts_features():
+    module = tokens(gate=FeatureGate(6), pad_token_id=0)
+    weights = module.mix(IDS)[1]
+    nn.init.ones_(getattr(module.global_expert.mlp, "0").lora_B.weight)
+    assert torch.equal(module.mix(IDS)[1], weights)
+    nn.init.ones_(getattr(module.local_expert.mlp, "0").lora_B.weight)
+    assert not torch.equal(module.mix(IDS)[1], weights)
+
+
+def test_the_mean_weights_of_a_token_gate_leave_padding_out():
+    module = tokens(gate=TokenGate(), pad_token_id=0)
+    weights, of_layers = module.mix(IDS)[1], module.mix_layers(IDS)[1]
+    assert [*of_layers] == ["mlp.0", "mlp.2"]
+    expected = torch.stack(
+        [(layer[0].mean(0), layer[1, :2].mean(0))[i] for i in (0, 1) for layer in of_layers.values()]
+    )
+    torch.testing.assert_close(weights, expected.reshape(2, 2, 2).mean(1))
+
+
+# --- names, copies, files ---
+
+
+def test_tensors_have_the_names_of_the_layers_and_the_base_keeps_its_own():
+    module, base = tokens(), Tokens()
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    of_experts = [f"{layer}.lora_{factor}.weight" for layer in ("mlp.0", "mlp.2") for factor in "AB"]
+    expected = [f"{expert}.{name}" for expert in ("global_expert", "local_expert") for name in of_experts]
+    assert sorted(names) == sorted([*expected, "head.classifier.linear.weight", "head.classifier.linear.bias"])
+    assert [*module.base.state_dict()] == [*base.state_dict()]
+    own_heads = {name for name in tokens(AdapterMoE).state_dict() if "classifier" in name and "base" not in name}
+    assert {name.split(".")[0] for name in own_heads} == {"global_expert", "local_expert"}
+
+
+def test_the_experts_are_drawn_independently():
+    module = LayerwiseAdapterMoE(Identity(), LORA)
+    assert not torch.equal(module.global_expert.layer.lora_A.weight, module.local_expert.layer.lora_A.weight)
+    assert not module.global_expert.layer.lora_B.weight.any()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy_module, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_computes_with_its_own_adapters(duplicate):
+    module = tokens(gate=TokenGate())
+    expected, own = module(IDS), duplicate(module)
+    assert torch.equal(own(IDS), expected)
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.zero_()
+    assert not own(IDS).any()
+    assert torch.equal(module(IDS), expected)
+
+
+def test_other_tensors_can_take_the_place_of_its_own():
+    module, other = tokens(gate=TokenGate()), drawn(tokens(gate=TokenGate()).double())
+    state = {name: tensor.float() for name, tensor in other.state_dict().items()}
+    torch.testing.assert_close(functional_call(module, state, (IDS,)), other(IDS).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
+    from lightning.pytorch import Trainer
+
+    module = tokens(gate=TokenGate(), blocks=["mlp"], pad_token_id=0)
+    trainer = Trainer(logger=False, accelerator="cpu", barebones=False, default_root_dir=tmp_path)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "module.ckpt")
+    loaded = LayerwiseAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens()).eval()
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+    assert torch.equal(loaded(IDS), module(IDS))
+    assert (loaded.lora, loaded.blocks, loaded.pad_token_id) == (module.lora, ["mlp"], 0)
+
+
+# --- refusals ---
+
+
+def test_a_layer_that_the_base_does_not_call_is_refused():
+    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    module = LayerwiseAdapterMoE(attention, LoRA(["out_proj"]), GlobalOnly())
+    with pytest.raises(
+        MisconfigurationException, match=r"target_modules is 'self_attn\.out_proj'.*that the base calls"
+    ):
+        module(torch.zeros(2, 3, 8))
+
+
+def test_a_fused_layer_of_torch_asks_its_adapters_in_eval_mode_too():
+    attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0)
+    module = drawn(LayerwiseAdapterMoE(attention, LoRA(["linear1"]), GlobalOnly()))
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), module.train()(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"r": 0}, "r is 0"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
+        ({"lora_alpha": 0}, "lora_alpha is 0"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        LoRA(["layer"], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "arguments", "message"),
+    [
+        (
+            AdapterMoE,
+            LoRA(["mlp.0"], modules_to_save=["clasifier"]),
+            {},
+            "modules_to_save is 'clasifier'.*, mlp",
+        ),
+        (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"blocks": ["mpl"]}, "blocks is 'mpl'"),
+        (LayerwiseAdapterMoE, LoRA(["embedding"]), {"gate": TokenGate()}, "no linear layer"),
+        (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"gate": TokenGate(3)}, "top_k is 3"),
+        (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"mixing": "probabilities"}, "mixing is 'probabilities'"),
+        (AdapterMoE, LoRA(["mlp.0"]), {"pooling": "first"}, "pooling is 'first'"),
+        (AdapterMoE, LoRA(["mlp.0"]), {"gate": ConstantGate([0.2, 0.3, 0.5])}, "weighs 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kind, lora, arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        kind(Tokens(), lora, **arguments)
+
+
+def test_gates_that_need_what_is_missing_are_refused():
+    with pytest.raises(MisconfigurationException, match="modules_to_save"):
+        AdapterMoE(Tokens(), LoRA(["mlp.0"]), FeatureGate(6))(IDS)
+    with pytest.raises(MisconfigurationException, match="the gate of a LayerwiseAdapterMoE"):
+        AdapterMoE(Tokens(), LoRA(["mlp.0"]), TokenGate())(IDS)
+
+
+def test_weights_of_samples_need_layers_that_keep_samples_apart():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x.flatten(0, 1)).reshape(x.shape).mean(1)
+
+    module = LayerwiseAdapterMoE(Flat(), LORA, LinearGate(6))
+    with pytest.raises(MisconfigurationException, match="keep the samples apart"):
+        module(torch.zeros(4, 3, 2))
+
+
+def test_a_base_that_computes_layers_again_is_refused():
+    base = Tokens()
+    base.mlp.gradient_checkpointing = False
+    module = LayerwiseAdapterMoE(base, LoRA(["mlp.0"]), EqualWeights())
+    base.mlp.gradient_checkpointing = True
+    with pytest.raises(MisconfigurationException, match="without checkpointing"):
+        module(IDS)
