@@ -251,6 +251,8 @@ class TensorFiles:
     def _forget(self, is_gone: Callable[[Place], bool]) -> None:
         for alike, known in [*self._known.items()]:
             self._known[alike] = [each for each in known if not is_gone(each[-1])]
+            if not self._known[alike]:  # new values every round would make it ever larger
+                del self._known[alike]
         same = self._same.items()
         self._same = {key: each for key, each in same if each[0]() is not None and not is_gone(each[-1])}
 

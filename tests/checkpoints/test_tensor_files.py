@@ -62,6 +62,14 @@ def test_files_of_which_little_is_used_are_left_unless_they_stay(tmp_path):
     assert files.write({"1": large["1"]}, [])[1] == {3}
 
 
+def test_nothing_is_remembered_of_tensors_that_are_gone(tmp_path):
+    """Each round looks at all that is remembered."""
+    files = TensorFiles(tmp_path)
+    for round in range(4):
+        files.keep(files.write({"server": torch.full((3,), round)}, [])[1], [])
+    assert len(files._known) == 1
+
+
 def test_a_type_without_a_name_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"no file has torch.complex128, as 'z' is\.$"):
         write_tensors(tmp_path / "1", {"z": torch.zeros(1, dtype=torch.complex128)})
