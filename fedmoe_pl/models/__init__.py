@@ -40,6 +40,7 @@ from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
 from fedmoe_pl.models.normalization import SwitchNorm1d
+from fedmoe_pl.models.pretrained import pretrained
 from fedmoe_pl.models.routers import TokenGate
 
 __all__ = [
@@ -81,4 +82,5 @@ __all__ = [
     "SwitchNormGate",
     "TokenGate",
     "TwoConvCNN",
+    "pretrained",
 ]

@@ -1,0 +1,45 @@
+"""Models of transformers, as a configuration names them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.checks import InvalidArgumentError
+
+
+def pretrained(
+    path: str, auto_class: str = "AutoModelForSequenceClassification", arguments: dict[str, Any] | None = None
+) -> nn.Module:
+    """A model of transformers: ``transformers.<auto_class>.from_pretrained(path, **arguments)``.
+
+    In YAML, it is ``class_path: fedmoe_pl.models.pretrained``. Where a folder has a ``config.json`` but no weights, they
+    are drawn at random. What the file lacks, such as a new classifier, is drawn at random, too.
+
+    Args:
+        path: a folder, or a name on Hugging Face's hub, from where it is downloaded.
+        auto_class: one of transformers' ``AutoModel`` classes, or a model's own class.
+        arguments: further arguments, such as ``num_labels``.
+
+    Raises:
+        MisconfigurationException: if transformers is not installed, or has no such class.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise MisconfigurationException(
+            "pretrained needs the package transformers, which is not installed: pip install 'fedmoe-pl[adapters]'."
+        ) from error
+    kind: Any = getattr(transformers, auto_class, None)
+    if kind is None:
+        raise InvalidArgumentError("pretrained", "auto_class", auto_class, "a class of transformers")
+    has_weights = not os.path.isdir(path) or any(
+        name.endswith((".safetensors", ".bin", ".index.json")) for name in os.listdir(path)
+    )
+    if has_weights:
+        return kind.from_pretrained(path, **(arguments or {}))
+    config = transformers.AutoConfig.from_pretrained(path, **(arguments or {}))
+    return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

@@ -1,0 +1,46 @@
+"""Models of transformers by name."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.models import pretrained
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def config():
+    return transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
+    )
+
+
+def test_a_configuration_names_a_folder_with_weights(tmp_path, config):
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path)
+    parser = ArgumentParser()
+    parser.add_argument("--base", type=nn.Module)
+    chosen = {"class_path": "fedmoe_pl.models.pretrained", "init_args": {"path": str(tmp_path)}}
+    loaded = parser.instantiate_classes(parser.parse_object({"base": chosen})).base
+    assert_same_bits(loaded.state_dict(), model.state_dict())
+
+
+def test_without_weights_they_are_drawn(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    loaded = pretrained(str(tmp_path), arguments={"num_labels": 5})
+    torch.manual_seed(0)
+    assert loaded.classifier.out_features == 5
+    assert_same_bits(
+        pretrained(str(tmp_path), "BertForSequenceClassification", {"num_labels": 5}).state_dict(), loaded.state_dict()
+    )
+
+
+def test_an_unknown_class_is_refused(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(MisconfigurationException, match="auto_class is 'AutoModelForTexts'"):
+        pretrained(str(tmp_path), "AutoModelForTexts")
