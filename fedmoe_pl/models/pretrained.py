@@ -16,7 +16,7 @@ def pretrained(
 ) -> nn.Module:
     """A model of transformers: ``transformers.<auto_class>.from_pretrained(path, **arguments)``.
 
-    In YAML, it is ``class_path: fedmoe_pl.models.pretrained``. Where a folder has a ``config.json`` but no weights, they
+    In YAML, it is ``class_path: fedmoe_pl.models.pretrained``. If a folder has a ``config.json`` but no weights, these
     are drawn at random. What the file lacks, such as a new classifier, is drawn at random, too.
 
     Args:
