@@ -9,6 +9,7 @@ from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedbn import FedBN
 from fedmoe_pl.algorithms.fedem import FedEM
+from fedmoe_pl.algorithms.fedex_lora import FedExLoRA
 from fedmoe_pl.algorithms.fedjets import FedJETs
 from fedmoe_pl.algorithms.fedkd import FedKD
 from fedmoe_pl.algorithms.fedmix import FedMix
@@ -18,7 +19,9 @@ from fedmoe_pl.algorithms.fedproto import FedProto
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.fedrep import FedRep
 from fedmoe_pl.algorithms.fedrod import FedRoD
+from fedmoe_pl.algorithms.flexlora import FlexLoRA
 from fedmoe_pl.algorithms.fml import FML
+from fedmoe_pl.algorithms.hetlora import HetLoRA
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.knn_per import KNNPer
 from fedmoe_pl.algorithms.label_prior import LabelPrior
@@ -47,6 +50,7 @@ __all__ = [
     "FedAvg",
     "FedBN",
     "FedEM",
+    "FedExLoRA",
     "FedJETs",
     "FedKD",
     "FedMix",
@@ -59,6 +63,8 @@ __all__ = [
     "FedYogi",
     "FineTunedCluster",
     "FineTuning",
+    "FlexLoRA",
+    "HetLoRA",
     "KNNPer",
     "LabelPrior",
     "Local",

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import blobs, mixture, sparse_mixture
+from helpers.adapted import adapted
 from helpers.architectures import pair
 from helpers.backends import FEW, begin, local_training
 from helpers.clusters import clustered, only
@@ -14,7 +15,7 @@ from helpers.prototypes import without_a_class
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 
-from fedmoe_pl.algorithms import FD, FML, EpsilonGreedyIFCA, FedAPEN, FedKD, FedMix, FedMoEDA, FedPAC, FedProto
+from fedmoe_pl.algorithms import FD, FML, EpsilonGreedyIFCA, FedAPEN, FedKD, FedMix, FedMoEDA, FedPAC, FedProto, HetLoRA
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
@@ -64,6 +65,7 @@ OWN_COMBINE = [
     (FedMix(), lambda: sparse_mixture(4), 1e-12),
     (FedMoEDA(), sparse_mixture, 1e-12),
     (EpsilonGreedyIFCA(), lambda: clustered(gate=only(0)), 1e-12),
+    (HetLoRA([1, 3, 2]), lambda: adapted(3), 1e-12),
 ]
 
 

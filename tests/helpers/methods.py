@@ -24,6 +24,7 @@ from fedmoe_pl.algorithms import (
     FedAvg,
     FedBN,
     FedEM,
+    FedExLoRA,
     FedJETs,
     FedKD,
     FedMix,
@@ -35,6 +36,8 @@ from fedmoe_pl.algorithms import (
     FedRoD,
     FineTunedCluster,
     FineTuning,
+    FlexLoRA,
+    HetLoRA,
     KNNPer,
     LabelPrior,
     Local,
@@ -51,6 +54,7 @@ from fedmoe_pl.algorithms import (
 from fedmoe_pl.commands.audit import without_numbers
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, MixtureWeights, MLPGate, NetworkGate, PooledMoE
 from helpers import Expert, blobs, mixture, sparse_mixture
+from helpers.adapted import adapted
 from helpers.architectures import pair
 from helpers.backends import WithBatchNorm
 from helpers.clusters import GateNet, clustered, only
@@ -133,6 +137,7 @@ def everything(**kwargs):
     return {"clients_per_round": 1.0, **kwargs}
 
 
+ADAPTERS = ["base.*", "local_expert.*"]
 GATE = ["gate.*"]
 IFCA = ["local_expert.*", "gate.*"]
 METHODS = {
@@ -154,6 +159,9 @@ METHODS = {
     ),
     "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
     "FedRoD": Method(one(FedRoD, None)),
+    "FedExLoRA": Method(one(FedExLoRA, None), adapted, ADAPTERS),
+    "HetLoRA": Method(one(lambda: HetLoRA([1, 3, 2]), None), lambda: adapted(3), ADAPTERS),
+    "FlexLoRA": Method(one(lambda: FlexLoRA([1, 2]), None), lambda: adapted(2), ADAPTERS),
     "FML": Method(one(FML, LocalOnly), pair),
     "FedAPEN": Method(one(FedAPEN, MixtureWeights), pair),
     "FedKD": Method(one(FedKD, LocalOnly, **everything()), lambda: pair(hidden=(6,))),

@@ -1,0 +1,200 @@
+"""FedEx-LoRA against closed forms, plain tensors, and FedAvg of the adapters."""
+
+import pytest
+import torch
+from helpers import assert_same_bits, blobs, phase, run
+from helpers.adapted import LAYERS, A, B, adapted, factors, of_client, trained, weights_of
+from helpers.bare import COHORTS, SEED
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, FedExLoRA
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms.shared.low_rank import mean_of_products, product
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+
+SIZES = [13, 8, 11]
+W = "base.first.weight"
+
+
+class Conv1D(nn.Module):
+    """The layer of transformers' GPT-2, which stores its weight as (in, out)."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def of_two(transposed=False):
+    """The server's state of one layer with two inputs and outputs, whose scaling is 2."""
+    name = "global_expert.first.lora_{{}}.weight".format
+    server = {name("A"): torch.zeros(1, 2), name("B"): torch.zeros(2, 1), W: torch.zeros(2, 2)}
+    server = {name: tensor.double() for name, tensor in server.items()}
+    server["adapters/scaling"] = torch.tensor(2.0, dtype=torch.float64)
+    return server | ({f"transposed/{W}": torch.empty(0)} if transposed else {})
+
+
+@pytest.mark.parametrize(
+    ("weights", "of_means", "exact"),
+    [((1, 1), [[1, 1], [1, 1]], [[1, 1], [0, 2]]), ((1, 3), [[0.5, 1.5], [0.75, 2.25]], [[0.5, 1.5], [0, 3]])],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_residual_of_two_clients_of_rank_1(weights, of_means, exact, transposed):
+    """A1 = (1, 0), B1 = (1, 0)', A2 = (0, 1), B2 = (1, 2)', s = 2: both sides by hand."""
+    algorithm, exact = FedExLoRA(), torch.tensor(exact).double()
+    of_means = torch.tensor(of_means).double()
+    one, other = of_client([[1, 0]], [[1], [0]], weights[0]), of_client([[0, 1]], [[1], [2]], weights[1])
+    new = algorithm.server_update(of_two(transposed), algorithm.combine(one, other))
+    of_factors = 2 * new[B("first")] @ new[A("first")]
+    torch.testing.assert_close(of_factors, of_means, rtol=0, atol=1e-15)
+    residual = new[W].T if transposed else new[W]
+    torch.testing.assert_close(residual, exact - of_means, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_three_rounds_are_those_of_plain_tensors(weighting, backend, tmp_path):
+    data, module = blobs(SIZES), adapted()
+    weights, means = weights_of(module), factors(module.state_dict())
+    for round, cohort in enumerate(COHORTS):
+        sent = [trained(weights, means, data, client, round) for client in cohort]
+        p = torch.tensor([SIZES[client] if weighting == "samples" else 1 for client in cohort]).double()
+        p = p / p.sum()
+        means = [
+            tuple(sum(share * own[layer][factor] for share, own in zip(p, sent, strict=True)) for factor in range(2))
+            for layer in range(2)
+        ]
+        exact = [sum(share * own[i][1] @ own[i][0] for share, own in zip(p, sent, strict=True)) for i in range(2)]
+        weights = [
+            (weight + 2 * (exact[i] - means[i][1] @ means[i][0]), bias) for i, (weight, bias) in enumerate(weights)
+        ]
+    fedex = phase("it", FedExLoRA(weighting=weighting), rounds=3, clients_per_round=2)
+    server = run([fedex], adapted(), data, tmp_path, seed=SEED, backend=backend).run.states["it"].server
+    for i, layer in enumerate(LAYERS):
+        torch.testing.assert_close(server[A(layer)], means[i][0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(server[B(layer)], means[i][1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(server[f"base.{layer}.weight"], weights[i][0], rtol=0, atol=1e-12)
+        assert not torch.allclose(weights[i][0], module.state_dict()[f"base.{layer}.weight"], rtol=0, atol=1e-4)
+
+
+def test_one_client_alone_is_fedit_bit_for_bit(tmp_path):
+    phases = [phase("FedIT", FedAvg("global_expert.*"), rounds=2), phase("exact", FedExLoRA(), rounds=2)]
+    states = run(phases, adapted(), blobs([9]), tmp_path).run.states
+    adapters = {name: tensor for name, tensor in states["exact"].server.items() if name.startswith("global")}
+    assert_same_bits(adapters, states["FedIT"].server)
+    weights = {name: states["exact"].server[name] for name in (W, "base.second.weight")}
+    assert_same_bits(weights, {name: adapted().state_dict()[name] for name in weights})
+
+
+def test_clients_that_never_trained_and_later_phases_have_the_changed_weights(tmp_path):
+    phases = [
+        phase("exact", FedExLoRA(), rounds=1, clients_per_round=2),
+        phase("on", FedAvg("global_expert.*"), start="exact"),
+    ]
+    federation = run(phases, adapted(), blobs(SIZES), tmp_path)
+    changed = federation.run.states["exact"].server[W]
+    assert not torch.equal(changed, adapted().state_dict()[W])
+    for name in ("exact", "on"):
+        for client in range(3):
+            assert torch.equal(federation.client_module(name, client).state_dict()[W], changed)
+
+
+def test_clients_send_adapters_only(tmp_path):
+    federation = run([Phase("it", FedExLoRA(), rounds=1)], adapted(), blobs(SIZES), tmp_path)
+    assert federation.run.rows[0]["bytes_up"] == 3 * 8 * 2 * (5 + 6 + 6 + 3)
+    assert federation.run.rows[0]["bytes_down"] == 3 * 8 * (2 * (5 + 6 + 6 + 3) + 5 * 6 + 6 * 3)
+
+
+def test_a_weight_that_is_stored_transposed_gets_the_residual_transposed(tmp_path):
+    """Square on purpose: a wrong orientation would raise nothing."""
+
+    def square(transposed):
+        model = adapted(sizes=[(5, 5), (5, 3)])
+        if transposed:
+            layer = Conv1D(5, 5)
+            layer.weight.data, layer.bias.data = model.base.first.weight.T.clone(), model.base.first.bias
+            model.base.first = layer.requires_grad_(False)
+        return run([phase("it", FedExLoRA(), rounds=2)], model, blobs(SIZES), tmp_path).run.states["it"].server
+
+    plain, transposed = square(False), square(True)
+    torch.testing.assert_close(transposed[W].T, plain[W], rtol=0, atol=1e-12)
+    assert not torch.allclose(plain[W], plain[W].T)
+
+
+def test_a_stack_never_takes_more_than_two_matrices_of_the_products_size():
+    generator = torch.Generator().manual_seed(0)
+    names = A("first"), B("first")
+    trees = [
+        {names[0]: torch.randn(2, 5, generator=generator), names[1]: torch.randn(4, 2, generator=generator)}
+        for _ in range(20)
+    ]
+    folded = trees[0]
+    for count, tree in enumerate(trees[1:], start=1):
+        folded = mean_of_products(folded, count, tree, 1)
+        assert len(folded[names[0]]) <= 4 and sum(tensor.numel() for tensor in folded.values()) <= 2 * 4 * 5
+    exact = sum(product(tree[names[0]], tree[names[1]]) for tree in trees) / 20
+    torch.testing.assert_close(product(folded[names[0]], folded[names[1]]), exact, rtol=0, atol=1e-6)
+
+
+def test_kernels_and_embeddings_have_products_of_their_weights_shape(tmp_path):
+    model = adapted()
+    model.base.first = nn.Conv2d(3, 6, 2).double().requires_grad_(False)
+    model.base.second = nn.Embedding(7, 4).double().requires_grad_(False)
+    model.global_expert["first"].lora_A = nn.Conv2d(3, 2, 2, bias=False).double()
+    model.global_expert["first"].lora_B = nn.Conv2d(2, 6, 1, bias=False).double()
+    del model.global_expert["second"].lora_A, model.global_expert["second"].lora_B
+    model.global_expert["second"].lora_embedding_A = nn.Parameter(torch.randn(2, 7).double())
+    model.global_expert["second"].lora_embedding_B = nn.Parameter(torch.randn(4, 2).double())
+    algorithm = FedExLoRA()
+    server = algorithm.server_init(model)
+    shared = [name for name in server if name.startswith("global_expert.")]
+    updates = [{name: torch.randn_like(server[name]) for name in shared} for _ in range(2)]
+    new = algorithm.server_update(server, algorithm.combine(*(Update(update, 1.0) for update in updates)))
+    x, tokens = torch.randn(1, 3, 4, 4).double(), torch.arange(7)
+    name = "global_expert.first.lora_{}.weight".format
+    embedding = "global_expert.second.lora_embedding_{}".format
+
+    def outputs(tree):
+        inner = nn.functional.conv2d(x, tree[name("A")])
+        return nn.functional.conv2d(inner, tree[name("B")]), (tree[embedding("B")] @ tree[embedding("A")]).T[tokens]
+
+    of_means = outputs(new)
+    of_clients = [outputs(update) for update in updates]
+    for index, (weight, convolved) in enumerate([(W, True), ("base.second.weight", False)]):
+        residual = new[weight] - server[weight]
+        of_residual = nn.functional.conv2d(x, residual) if convolved else residual[tokens]
+        exact = 2 * (of_clients[0][index] + of_clients[1][index]) / 2
+        torch.testing.assert_close(2 * of_means[index] + of_residual, exact, rtol=0, atol=1e-12)
+
+
+def quantized(model):
+    model.base.first.weight = nn.Parameter(torch.zeros(6, 5, dtype=torch.int8), requires_grad=False)
+
+
+def tied(model):
+    model.base.output = nn.Linear(5, 6, bias=False)
+    model.base.output.weight = model.base.first.weight
+
+
+def without_adapters(model):
+    model.global_expert = nn.ModuleDict({"first": nn.Linear(5, 6)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (quantized, "must be without quantized weights, because FedExLoRA adds to base.first.weight"),
+        (tied, "must be without tied weights, because .* base.first.weight, which is also base.output.weight"),
+        (without_adapters, "must be an AdapterMoE with adapters"),
+    ],
+)
+def test_what_has_no_weights_of_its_own_to_change_is_refused(change, words):
+    model = adapted()
+    change(model)
+    with pytest.raises(MisconfigurationException, match=words):
+        FedExLoRA().server_init(model)
