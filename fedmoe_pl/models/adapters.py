@@ -396,4 +396,5 @@ def _matching(base: nn.Module, names: Iterable[str], argument: str) -> Iterator[
 
 def _in_features(adapter: nn.Module) -> int:
     """Values per position that a linear adapter reads; 0 for others."""
-    return adapter.lora_A.in_features if isinstance(getattr(adapter, "lora_A", None), nn.Linear) else 0
+    lora_A = getattr(adapter, "lora_A", None)
+    return lora_A.in_features if isinstance(lora_A, nn.Linear) else 0

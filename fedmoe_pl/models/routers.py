@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ class TokenGate(Gate):
             is over all experts, and the weight of the chosen one is below 1. None for all.
         init_std: standard deviation of the initial R, whose mean is 0; None for the distribution of ``nn.Linear``.
     """
+
+    top_k: int | None
+    init_std: float | None
 
     def __init__(self, top_k: int | None = None, init_std: float | None = None) -> None:
         super().__init__()
@@ -55,7 +59,7 @@ class TokenGate(Gate):
 
     def weights(self, path: str, x: Tensor) -> Tensor:
         """Weights (B, ..., experts) in a layer, given its path and its inputs (B, ..., features)."""
-        router = self.routers.get_submodule(path)
+        router: Any = self.routers.get_submodule(path)
         logits = router(x.to(router.weight.dtype))
         if self.top_k is None or self.top_k == logits.shape[-1]:
             return logits.softmax(-1)

@@ -169,7 +169,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
     def check_parts(self) -> None:
         """Refuses parts that do not fit together, and gives a ``TokenGate`` a router for each layer."""
         if isinstance(self.gate, TokenGate):
-            self.gate.fit_to_layers(self, self._adapted.widths, self.gate_width)
+            self.gate.fit_to_layers(self, self._adapted.widths, len(self._adapted.experts))
         super().check_parts()
 
     def mix(self, x: Any) -> tuple[Tensor, Tensor]:
