@@ -5,9 +5,11 @@ from fedmoe_pl.algorithms.apfl import APFL
 from fedmoe_pl.algorithms.ditto import Ditto
 from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedala import FedALA
+from fedmoe_pl.algorithms.fedalt import FedALT
 from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedbn import FedBN
+from fedmoe_pl.algorithms.feddpa import FedDPA
 from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedex_lora import FedExLoRA
 from fedmoe_pl.algorithms.fedjets import FedJETs
@@ -44,11 +46,13 @@ __all__ = [
     "Ditto",
     "EpsilonGreedyIFCA",
     "FedALA",
+    "FedALT",
     "FedAPEN",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedBN",
+    "FedDPA",
     "FedEM",
     "FedExLoRA",
     "FedJETs",

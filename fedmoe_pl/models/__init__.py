@@ -41,7 +41,7 @@ from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
 from fedmoe_pl.models.normalization import SwitchNorm1d
 from fedmoe_pl.models.pretrained import pretrained
-from fedmoe_pl.models.routers import TokenGate
+from fedmoe_pl.models.routers import SimilarityGate, TokenGate
 
 __all__ = [
     "CNN",
@@ -75,6 +75,7 @@ __all__ = [
     "ProxyGate",
     "RepresentationMLP",
     "RepresentationMoE",
+    "SimilarityGate",
     "SmallFCN",
     "SmallMLP",
     "SparseMoE",

@@ -1,14 +1,15 @@
-"""A gate that weighs experts inside the layers of a base, for every token."""
+"""Gates of mixtures inside the layers of a base: one weighs every token, one compares samples with a client's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.models.gates import Gate
 from fedmoe_pl.models.layers import keep_arguments, plant
 
@@ -70,3 +71,48 @@ class TokenGate(Gate):
     def forward(self, x: Tensor) -> Tensor:
         """Raises an error, because there are no weights of whole samples."""
         raise InvalidArgumentError(self, "gate", type(self).__name__, "the gate of a LayerwiseAdapterMoE")
+
+
+class SimilarityGate(Gate):
+    """Weighs experts by how similar a sample is to a few of the client's own (FedDPA, NeurIPS 2024).
+
+    The weight of one expert is ``factor`` times the mean cosine of the sample's features and those of the references,
+    between 0 and 1. Nothing of it is trained: :class:`~fedmoe_pl.algorithms.FedDPA` draws the references and the client
+    keeps them. Without references, the mean is 0.
+
+    Args:
+        in_features: number of features, those of the local expert.
+        num_references: number of the client's samples to compare with.
+        factor: lambda, at least 0.
+        weighted_expert: the expert that gets the weight: the local one, or the global one, as in the official code.
+
+    Attributes:
+        references: features of the client's samples, shape (num_references, in_features); rows of zeros are none.
+    """
+
+    reads_features = True
+    references: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        num_references: int = 5,
+        factor: float = 0.5,
+        weighted_expert: Literal["local_expert", "global_expert"] = "local_expert",
+    ) -> None:
+        super().__init__()
+        check_at_least(self, "num_references", num_references, 1)
+        check_number(self, "factor", factor, least=0)
+        check_choice(self, "weighted_expert", weighted_expert, ("local_expert", "global_expert"))
+        self.in_features, self.num_references = in_features, num_references
+        self.factor = factor
+        self.weighted_expert = weighted_expert
+        self.register_buffer("references", torch.zeros(num_references, in_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, 2), the local expert's last, of features (B, F)."""
+        known = self.references.abs().sum(1) > 0
+        cosines = F.cosine_similarity(x[:, None], self.references[None].to(x), dim=2) * known
+        weight = (self.factor * cosines.sum(1) / known.sum().clamp_min(1)).clamp(0, 1)
+        both = torch.stack((1 - weight, weight), dim=1)
+        return both if self.weighted_expert == "local_expert" else both.flip(1)

@@ -182,10 +182,18 @@ class LayerwiseAdapterMoE(AdapterMoE):
         inputs = x
         if self.gate.reads_features:
             with torch.no_grad():
-                inputs = self.features_of(self._adapted(x, [1]), x)
+                inputs = self.local_features(x)
         weights = self.gate(inputs)
         self.check_gate_width(weights.shape[1])
         return self.mix_by(x, weights), weights
+
+    def forward(self, x: Any, weights: Tensor | None = None) -> Tensor:
+        """Scores (B, C) of inputs; ``weights`` (B, 2) take the place of the gate's."""
+        return self.mix(x)[0] if weights is None else self.mix_by(x, weights)
+
+    def local_features(self, x: Any) -> Tensor:
+        """Features (B, F) of inputs with the local expert alone."""
+        return self.features_of(self._adapted(x, [1]), x)
 
     def mix_by(self, x: Any, weights: Tensor) -> Tensor:
         """Scores (B, C) of inputs, with given weights (B, 2) of the experts in all layers."""
@@ -199,7 +207,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
     def _mean_weights(self, weights: Mapping[str, Tensor], x: Any) -> Tensor:
         means = []
         for of_layer in weights.values():
-            tokens = of_layer.flatten(1, -2)  # (B, T, experts)
+            tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])  # (B, T, experts)
             mask = self.mask_of(x, tokens).to(tokens.dtype)
             means.append((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
         return torch.stack(means).mean(0)

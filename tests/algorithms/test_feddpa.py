@@ -1,0 +1,98 @@
+"""FedDPA against closed forms, a bare rewrite and FedAvg of the adapter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, mixture, phase, run
+from helpers.adapters import adapters, constant, logits, own_of, sgd, stepped
+from helpers.backends import assert_agree, local_training
+from helpers.bare import round_batches
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg, FedDPA
+from fedmoe_pl.models import GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGate
+
+pytest.importorskip("peft")
+
+
+def heads(gate=None):
+    """Adapters in the first layer, with the last one as a head, whose input are the features."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    lora = LoRA(["0"], r=2, modules_to_save=["2"])
+    return LayerwiseAdapterMoE(base, lora, gate, optimizer=sgd).double()
+
+
+def test_the_weight_is_the_factor_times_the_mean_cosine():
+    gate = SimilarityGate(2, num_references=3, weighted_expert="global_expert")
+    gate.references.copy_(torch.tensor([[1.0, 0.0], [3.0, 4.0], [-1.0, 1.0]]))
+    torch.testing.assert_close(gate(torch.ones(1, 2)), torch.tensor([[0.282843, 0.717157]]))
+    gate.weighted_expert = "local_expert"
+    torch.testing.assert_close(gate(torch.ones(1, 2)), torch.tensor([[0.717157, 0.282843]]))
+
+
+def test_missing_references_do_not_count_and_weights_stay_between_0_and_1():
+    gate = SimilarityGate(2, num_references=3, factor=3.0)
+    assert gate(torch.ones(1, 2)).tolist() == [[1.0, 0.0]]
+    gate.references[0] = 1
+    assert gate(torch.tensor([[1.0, 1.0], [-1.0, -1.0]])).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_it_takes_the_steps_of_a_bare_rewrite(tmp_path):
+    data, module = blobs(), adapters()
+    algorithm = FedDPA(local_weight=0.3)
+    state = run([phase("FedDPA", algorithm, rounds=3)], module, data, tmp_path, 2, seed=3).run.states["FedDPA"]
+    start = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    server, local = own_of(start, "global_expert."), [own_of(start, "local_expert.")] * 3
+    for round in range(3):
+        trained = []
+        for client in range(3):
+            own = start | {f"global_expert.{name}": t for name, t in server.items()}
+            own |= {f"local_expert.{name}": t for name, t in local[client].items()}
+            alone = own
+            for x, y in round_batches(data, client, round, 2):
+                if round:
+                    of_mixture = lambda s, x=x, y=y: F.cross_entropy(logits(s, x, constant(0.7, 0.3)), y)  # noqa: E731
+                    own = stepped(own, ("local_expert.",), of_mixture)
+                of_global = lambda s, x=x, y=y: F.cross_entropy(logits(s, x, constant(1.0, 0.0)), y)  # noqa: E731
+                alone = stepped(alone, ("global_expert.",), of_global)
+            local[client] = own_of(own, "local_expert.")
+            trained.append(own_of(alone, "global_expert."))
+        server = {name: sum(each[name] for each in trained) / 3 for name in server}
+    for name, tensor in server.items():
+        torch.testing.assert_close(state.server[f"global_expert.{name}"], tensor, rtol=0, atol=1e-10)
+    for client in range(3):
+        for name, tensor in local[client].items():
+            torch.testing.assert_close(state.clients[client][f"local_expert.{name}"], tensor, rtol=0, atol=1e-10)
+
+
+def test_its_global_adapter_is_that_of_fedavg_to_the_bit(tmp_path):
+    fedavg = FedAvg("global_expert.*", "global_expert.*", weighting="uniform")
+    phases = [phase("FedDPA", FedDPA(), rounds=3), phase("FedIT", fedavg, rounds=3, gate=GlobalOnly(), start="initial")]
+    states = run(phases, adapters(), blobs(), tmp_path, 1).run.states
+    assert_same_bits(states["FedDPA"].server, states["FedIT"].server)
+
+
+def test_clients_keep_the_features_of_some_of_their_samples(tmp_path):
+    data, module = blobs(sizes=(13, 3, 11)), heads(SimilarityGate(6))
+    federation = run([phase("FedDPA", FedDPA(), rounds=2)], module, data, tmp_path, 1)
+    for client, number in ((0, 5), (1, 3)):
+        own = federation.client_module("FedDPA", client)
+        references = own.gate.references
+        features = own.local_features(data.x[data.train_samples[client]])
+        distances = torch.cdist(references[:number].double(), features.detach())
+        assert (distances.min(1).values < 1e-6).all()
+        assert len(distances.argmin(1).unique()) == number
+        assert not references[number:].any()
+        assert "gate.references" not in federation.run.states["FedDPA"].server
+
+
+def test_backends_agree():
+    for round in (0, 1):
+        assert_agree(local_training(adapters(), FedDPA(), blobs(), rounds=2), 1e-12, round=round)
+
+
+def test_another_module_is_refused():
+    with pytest.raises(MisconfigurationException, match="a LayerwiseAdapterMoE"):
+        FedDPA().server_init(mixture())
