@@ -135,7 +135,7 @@ class Algorithm:
             * ``whole_batches``: that no ``trainer.strategy`` divides a client's batches, because its loss of a batch is
               not the mean of losses of its samples.
             * ``own_server_step``: that no server optimizer and no aggregation takes the place of the server's step,
-              because the server sends changes of parameters.
+              because what the server sends is more, or something else, than means of parameters.
             * ``fixed_rounds``: that the phase's number of rounds (``client.rounds``), on which its rounds depend, stays
               the same, so that a run cannot be continued with more.
             * ``fixed_gate``: that the module's gate has no parameters, because it trains experts apart from the gate;

@@ -51,7 +51,7 @@ _NEEDS: dict[Need, str] = {
     "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
     "fixed_gate": "a gate without parameters, because it trains experts apart from the gate",
     "whole_batches": "whole batches, because its loss is not a mean over their samples",
-    "own_server_step": "its own step of the server, which sends changes of parameters",
+    "own_server_step": "its own step of the server, whose result is not a mean of parameters",
 }
 
 

@@ -70,6 +70,7 @@ UPDATES = [  # the hostile client has 8 samples
     ("DifferentialPrivacy", changed("aggregation/", lambda _: HUGE), r"its update cannot be used \(ValueError"),
     ("Scaffold", added("control/x", torch.zeros(10)), "its update has control/x, which no client sends"),
     ("FedKD", tensors(lambda tree: {}), "its update has no global_expert"),
+    ("HetLoRA", changed("cut/", lambda factor: factor[:1, :1]), "its update has a cut/global_expert.* of shape"),
 ]
 
 

@@ -1,0 +1,104 @@
+"""Methods of low-rank adapters with the layers for which peft makes adapters, and with a real ``AdapterMoE``."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import blobs, phase, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg, FedExLoRA, FlexLoRA, HetLoRA
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import AdapterMoE, GlobalOnly, LoRA
+from fedmoe_pl.trees import load_tree, of_module
+
+pytest.importorskip("peft")
+pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+SIZES = [13, 8, 11]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft, of Conv1D
+
+
+class OneLayer(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+LAYERS = {  # square where a layer has a width, so that a wrong orientation would raise nothing
+    "Linear": (lambda: nn.Linear(4, 4), drawn(5, 4)),
+    "Conv1D": (lambda: pytorch_utils.Conv1D(4, 4), drawn(5, 4)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 2), drawn(1, 2, 4, 4)),
+    "Embedding": (lambda: nn.Embedding(4, 4), torch.arange(4)),
+}
+
+
+def of_one_layer(kind, r):
+    torch.manual_seed(0)
+    return AdapterMoE(OneLayer(LAYERS[kind][0]()), LoRA(["layer"], r=r, lora_alpha=2 * r), GlobalOnly()).double()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(("algorithm", "r"), [(FedExLoRA(weighting="samples"), 1), (FlexLoRA([1]), 3)])
+def test_exact_methods_have_the_mean_of_the_outputs_of_clients_models(kind, algorithm, r):
+    """A layer's output is linear in its weight, so that the mean weight has the mean output."""
+    x, model = LAYERS[kind][1], of_one_layer(kind, r)
+    server, generator = algorithm.server_init(model), torch.Generator().manual_seed(1)
+    updates, outputs = [], []
+    for _ in range(3):
+        sent = {
+            name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            for name, tensor in algorithm.server_send(server, 0, {}).items()
+            if "lora" in name
+        }
+        updates.append(sent)
+        model_of_client = of_one_layer(kind, 1)
+        load_tree(model_of_client, {name.removeprefix("cut/"): tensor for name, tensor in sent.items()})
+        outputs.append(model_of_client.global_expert(x))
+    weights = (1, 2, 5)
+    folded, *others = (Update(sent, weight) for sent, weight in zip(updates, weights, strict=True))
+    for other in others:
+        folded = algorithm.combine(folded, other)
+    load_tree(model, of_module(algorithm.server_update(server, folded)))
+    exact = sum(weight * output for weight, output in zip(weights, outputs, strict=True)) / sum(weights)
+    torch.testing.assert_close(model.global_expert(x), exact, rtol=0, atol=1e-12)
+
+
+def network(rank=2) -> AdapterMoE:
+    torch.manual_seed(3)
+    base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    lora = LoRA(["0", "2"], r=rank, lora_alpha=2 * rank, modules_to_save=["4"])
+    return AdapterMoE(base, lora, GlobalOnly(), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+
+
+@pytest.mark.parametrize("algorithm", [FedExLoRA(), HetLoRA([1, 3, 2]), FlexLoRA([1, 3, 2]), FedAvg("global_expert.*")])
+def test_backends_agree_and_nothing_of_the_base_leaves_a_client(algorithm, tmp_path):
+    servers = []
+    for backend in (TrainerBackend(), StackedBackend(2)):
+        federation = run([phase("it", algorithm, rounds=2)], network(3), blobs(SIZES), tmp_path, backend=backend)
+        servers.append(federation.run.states["it"].server)
+        assert not [name for tree in federation.run.states["it"].clients.values() for name in tree if "base" in name]
+    torch.testing.assert_close(*servers, rtol=1e-7, atol=1e-9)
+    saved = "global_expert.4.weight"
+    assert not torch.equal(servers[0][saved], network(3).state_dict()[saved]), "the classifier is averaged, too"
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.")  # peft warns, too
+def test_a_language_model_s_tied_weight_is_refused_and_its_attention_is_not():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def model(target):
+        config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        return AdapterMoE(GPT2LMHeadModel(config), LoRA([target], r=1), GlobalOnly())
+
+    assert "transposed/base.transformer.h.0.attn.c_attn.weight" in FedExLoRA().server_init(model("c_attn"))
+    with pytest.raises(MisconfigurationException, match=r"without tied weights.*base.transformer.wte.weight"):
+        FedExLoRA().server_init(model("lm_head"))
