@@ -146,8 +146,8 @@ class Algorithm:
         needed_parts: the parts of the module that must come from an earlier phase, see ``missing_start``.
         copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
-        computed_parts: the parts that ``personal_tensors`` computes for a client's predictions, and that nobody keeps:
-            a phase that starts from this one gets others. An empty name is that of the whole module.
+        computed_parts: the parts that ``personal_tensors`` or ``server_send`` compute for a client's predictions, and
+            that nobody keeps: a phase that starts from this one gets others. An empty name is that of the whole module.
         per_client: prefixes of the names of the server's tensors that belong to single clients of the federation;
             clients outside of it get none of them.
         request: prefixes of the names of the tensors that a client keeps and sends to ask for others, such as the

@@ -40,6 +40,7 @@ class FedALT(Algorithm):
     """
 
     per_client = (_UPLOADS,)
+    computed_parts = ("global_expert",)
     needs = ("own_server_step",)
 
     def __init__(self, shared: str | list[str] | None = None) -> None:

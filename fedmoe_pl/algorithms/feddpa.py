@@ -95,5 +95,7 @@ class FedDPA(Algorithm):
             with torch.no_grad():
                 inputs = (inputs_of(batch, module.target_key) for batch in batches)
                 features = torch.cat([copied.local_features(x) for x in inputs])
-            gate.references.zero_()[: len(features)] = features.to(gate.references)
+            references = torch.zeros_like(gate.references)
+            references[: len(features)] = features
+            gate.references = references
         return super().client_final(client, constants)

@@ -11,6 +11,7 @@ from fedmoe_pl.callbacks.partition_monitor import PartitionMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
 from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor
 from fedmoe_pl.callbacks.result_files import ResultFiles
+from fedmoe_pl.callbacks.token_gate_monitor import TokenGateMonitor
 from fedmoe_pl.callbacks.traffic_ledger import TrafficLedger
 from fedmoe_pl.rounds.run import FederationCallback
 
@@ -27,6 +28,7 @@ __all__ = [
     "ProgressBar",
     "RepresentationMonitor",
     "ResultFiles",
+    "TokenGateMonitor",
     "TrafficLedger",
 ]
 
@@ -35,7 +37,15 @@ def with_defaults(callbacks: list[FederationCallback], enable_progress_bar: bool
     """The default callbacks, then the user's, each of which replaces a default of the same class."""
     defaults = [
         *([ProgressBar()] if enable_progress_bar else []),
-        *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ClusterMonitor(), ResultFiles()),
+        *(
+            PartitionMonitor(),
+            AccuracyMonitor(),
+            GateMonitor(),
+            TokenGateMonitor(),
+            ExpertMonitor(),
+            ClusterMonitor(),
+            ResultFiles(),
+        ),
     ]
     replaced = {type(callback) for callback in callbacks}
     return [*(callback for callback in defaults if type(callback) not in replaced), *callbacks]

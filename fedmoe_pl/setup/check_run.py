@@ -333,6 +333,8 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
     """
 
     def is_trained(part: str) -> bool:
+        if part in phase.algorithm.computed_parts:
+            return True
         chain = chain_of_starts(run.phases, run.starts, phase.name, part.split(".")[0])
         names = (name for other in chain for name in trained[other.name])
         return any(other.ckpt_path for other in chain) or any(name.startswith(f"{part}.") for name in names)
