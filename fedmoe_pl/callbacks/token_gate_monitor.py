@@ -27,8 +27,8 @@ class TokenGateMonitor(FederationCallback):
     """Shows, at the end of a phase, where in a base and on which tokens a ``TokenGate`` uses the global expert.
 
     Loggers that take pictures get a heat map of its mean weight by client and layer, without padding, and one of its
-    weight by token of the first client's first samples, as the mean over the layers that see every token. Samples are held-out ones, or
-    training samples of a client that has none.
+    weight by token of the first client's first samples, as the mean over the layers that see every token. Samples are
+    held-out ones, or training samples of a client that has none.
 
     Args:
         max_clients: number of clients, lowest ids first, that are shown.
