@@ -2,6 +2,7 @@
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
 from fedmoe_pl.algorithms.apfl import APFL
+from fedmoe_pl.algorithms.comigs import CoMiGS
 from fedmoe_pl.algorithms.ditto import Ditto
 from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedala import FedALA
@@ -43,6 +44,7 @@ __all__ = [
     "FD",
     "FML",
     "ClusterMixture",
+    "CoMiGS",
     "Ditto",
     "EpsilonGreedyIFCA",
     "FedALA",

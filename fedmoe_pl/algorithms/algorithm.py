@@ -21,7 +21,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
-from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.trees import (
     Tree,
     changed,
@@ -43,11 +43,13 @@ Weighting = Literal["samples", "uniform"]
 Need = Literal[
     "all_clients",
     "validation_samples",
+    "validation_samples_of_each",
     "classes",
     "loss_of_outputs",
     "plain_steps",
     "fresh_optimizers",
     "whole_batches",
+    "step_of_each_batch",
     "own_server_step",
     "fixed_rounds",
     "fixed_gate",
@@ -126,6 +128,7 @@ class Algorithm:
 
             * ``all_clients``: that all clients train in every round.
             * ``validation_samples``: that clients have validation samples.
+            * ``validation_samples_of_each``: that each client with training samples has validation samples.
             * ``classes``: that each sample has a class, which the module predicts.
             * ``loss_of_outputs``: the loss of an expert's outputs, apart from the module's own loss. Of modules other
               than mixtures, it is cross-entropy, which needs classes.
@@ -134,6 +137,7 @@ class Algorithm:
               each round.
             * ``whole_batches``: that no ``trainer.strategy`` divides a client's batches, because its loss of a batch is
               not the mean of losses of its samples.
+            * ``step_of_each_batch``: that no gradients are accumulated over batches.
             * ``own_server_step``: that no server optimizer and no aggregation takes the place of the server's step,
               because what the server sends is more, or something else, than means of parameters.
             * ``fixed_rounds``: that the phase's number of rounds (``client.rounds``), on which its rounds depend, stays
@@ -261,6 +265,17 @@ class Algorithm:
         if self.gate_starts_anew and client.round == 0:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
+
+    def client_batches(self, client: Client, batches: SampleBatches) -> Iterable[Any]:
+        """The batches of the client's local training, an epoch in each iteration; by default, as they are.
+
+        Clients whose algorithm changes them are not stacked.
+
+        Args:
+            client: the client after ``client_init``.
+            batches: those of its ``client_samples``, shuffled and augmented.
+        """
+        return batches
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The local loss, of shape (); by default the first value of the module's ``loss(batch)``."""

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.rounding import is_close
@@ -58,7 +59,7 @@ class FeatureCache:
         datamodule, device = training.datamodule, training.device
         if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_in_use:
             return None  # what is read one by one may be changed at random
-        if has_own_train(client.module):
+        if has_own_train(client.module) or overrides(training.algorithm, "client_batches"):
             return None
         tracing = _Tracing(training, client.module.to(device), client.round, on_device(constants, device))
         try:

@@ -18,7 +18,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.failures import NotFiniteError, check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
-from fedmoe_pl.data import FederatedDataModule, SampleBatches
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree, changed, is_borrowed, of_parts, with_prefix
 
@@ -125,9 +125,9 @@ def on_device(constants: dict[str, Any], device: torch.device) -> dict[str, Any]
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, constants)
 
 
-def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> SampleBatches:
+def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> Any:
     """The client's training batches of this round, shuffled and augmented by the client's own generator."""
-    return training.datamodule.batches(
+    batches = training.datamodule.batches(
         samples,
         batch_size=training.batch_size,
         generator=client.generator(_BATCHES),
@@ -135,6 +135,7 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
         drop_single=training.has_batch_norm,
         device=training.device,
     )
+    return training.algorithm.client_batches(client, batches)
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:

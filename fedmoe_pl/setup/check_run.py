@@ -45,12 +45,14 @@ from fedmoe_pl.trees import copy_module, names_of_same_tensors, of_algorithm
 _NEEDS: dict[Need, str] = {
     "all_clients": "all clients in every round",
     "validation_samples": "validation samples of clients",
+    "validation_samples_of_each": "validation samples of every client",
     "classes": "a class for each sample",
     "loss_of_outputs": "the loss of an expert's outputs, which only a mixture of experts knows without classes",
     "plain_steps": "the steps of plain SGD",
     "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
     "fixed_gate": "a gate without parameters, because it trains experts apart from the gate",
     "whole_batches": "whole batches, because its loss is not a mean over their samples",
+    "step_of_each_batch": "a step for each batch, because their order says which part of the model they train",
     "own_server_step": "its own step of the server, whose result is not a mean of parameters",
 }
 
@@ -141,6 +143,7 @@ def check_needs(
     has_loss = has_classes or (datamodule.has_pairs and isinstance(module, MixtureOfExperts))
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
     of_phase = "train." if "gradient_clip_val" in (phase.train.trainer or {}) else ""
+    accumulated = trainer.get("accumulate_grad_batches", 1)
     step = "server_optimizer" if phase.server_optimizer is not None else "aggregation"
     replaced, gate = getattr(phase, step), getattr(module, "gate", None)
     trains_gate = not (gate is None or isinstance(gate, FixedGate) or getattr(algorithm, "expert", None) == "")
@@ -149,6 +152,10 @@ def check_needs(
         "validation_samples": (
             not len(datamodule.validation_samples.indices),
             (datamodule, "validation_fraction", fraction, "above 0"),
+        ),
+        "validation_samples_of_each": (
+            bool(((datamodule.train_samples.sizes > 0) & (datamodule.validation_samples.sizes == 0)).any()),
+            (datamodule, "validation_fraction", fraction, "larger" if fraction else "above 0"),
         ),
         "classes": (not has_classes, (owner, "algorithm", algorithm, "another for these data and this model")),
         "loss_of_outputs": (not has_loss, (owner, "algorithm", algorithm, "another for these data and this model")),
@@ -159,6 +166,10 @@ def check_needs(
         "whole_batches": (
             is_distributed(trainer),
             (owner, "trainer.strategy", trainer.get("strategy"), "left out"),
+        ),
+        "step_of_each_batch": (
+            accumulated != 1,
+            (owner, "trainer.accumulate_grad_batches", accumulated, "left out"),
         ),
         "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
     }

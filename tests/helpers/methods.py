@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,6 +18,7 @@ from fedmoe_pl.algorithms import (
     FD,
     FML,
     ClusterMixture,
+    CoMiGS,
     Ditto,
     EpsilonGreedyIFCA,
     FedALA,
@@ -52,7 +54,18 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.commands.audit import without_numbers
-from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, MixtureWeights, MLPGate, NetworkGate, PooledMoE
+from fedmoe_pl.models import (
+    GlobalOnly,
+    LayerwiseAdapterMoE,
+    LinearGate,
+    LocalOnly,
+    LoRA,
+    MixtureWeights,
+    MLPGate,
+    NetworkGate,
+    PooledMoE,
+    TokenGate,
+)
 from helpers import Expert, blobs, mixture, sparse_mixture
 from helpers.adapted import adapted
 from helpers.architectures import pair
@@ -76,12 +89,16 @@ class Method:
         private: glob patterns of tensors that must never leave a client.
         handed: glob patterns of the tensors that clients keep and that reach others without being in ``Update.sent``:
             in an exchange, or before the first round of a later phase.
+        split: arguments of ``data`` without which it is refused.
+        stacks: whether its clients can be stacked.
     """
 
     phases: Callable[[], list[Phase]]
     model: Callable[[], LightningModule] = mixture
     private: list[str] = field(default_factory=lambda: ["local_expert.*", "gate.*"])
     handed: list[str] = field(default_factory=list)
+    split: dict[str, float] = field(default_factory=dict)
+    stacks: bool = True
 
 
 def phase(name, algorithm, **kwargs) -> Phase:
@@ -131,6 +148,16 @@ def opted_out() -> list[Phase]:
         alone("tuned", FineTuning(), gate=LocalOnly()),
         alone("mixture", SpecialistMixture(), gate=linear_gate()),
     ]
+
+
+def adapters(gate) -> LayerwiseAdapterMoE:
+    torch.manual_seed(5)
+    base = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+    module = LayerwiseAdapterMoE(base, LoRA(["0", "2"], r=2), gate, optimizer=sgd).double()
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return module
 
 
 def everything(**kwargs):
@@ -228,6 +255,14 @@ METHODS = {
         IFCA,
     ),
 }
+
+if find_spec("peft"):
+    METHODS["CoMiGS"] = Method(
+        one(lambda: CoMiGS(2, 1), None),
+        lambda: adapters(TokenGate()),
+        split={"validation_fraction": 0.2},
+        stacks=False,
+    )
 
 
 CHOOSING = {"FedKD", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # what is sent depends on the clients' data

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.loop import needs_every_batch
@@ -68,6 +69,8 @@ def _check_without_trial(training: LocalTraining) -> None:
     """Refuses what needs no trial."""
     if training.datamodule.reader is not None:
         raise NotStackable("samples are read one by one and not from a tensor in memory")
+    if overrides(training.algorithm, "client_batches"):
+        raise NotStackable(f"{type(training.algorithm).__name__} trains on other batches than those of its samples")
     if reason := needs_every_batch(training):
         raise NotStackable(reason)
     if training.keep_optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -204,10 +204,18 @@ class LayerwiseAdapterMoE(AdapterMoE):
         output = self._adapted(x, (0, 1), self.gate.weights)  # pyright: ignore[reportArgumentType]
         return output.logits, output.weights
 
-    def _mean_weights(self, weights: Mapping[str, Tensor], x: Any) -> Tensor:
-        means = []
+    def tokens_of(self, weights: Mapping[str, Tensor], x: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each layer that ``mix_layers`` gives weights of, these (B, T, 2), and which tokens are no padding (B, T).
+
+        A layer whose inputs have no tokens has T = 1.
+        """
         for of_layer in weights.values():
-            tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])  # (B, T, experts)
-            mask = self.mask_of(x, tokens).to(tokens.dtype)
-            means.append((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
+            tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])
+            yield tokens, self.mask_of(x, tokens).to(tokens.dtype)
+
+    def _mean_weights(self, weights: Mapping[str, Tensor], x: Any) -> Tensor:
+        means = [
+            (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
+            for tokens, mask in self.tokens_of(weights, x)
+        ]
         return torch.stack(means).mean(0)
