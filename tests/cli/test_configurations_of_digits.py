@@ -8,7 +8,7 @@ from helpers.reports import leave_pictures_blank
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
 
-OF_ADAPTERS = {"FedExLoRA", "FlexLoRA", "HetLoRA"}  # their models need peft, without which the zoo must run
+OF_ADAPTERS = {"CoMiGS", "FedALT", "FedDPA", "FedExLoRA", "FlexLoRA", "HetLoRA"}  # they need peft, the zoo does not
 DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
 
 
