@@ -8,8 +8,10 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
@@ -22,9 +24,11 @@ from fedmoe_pl.algorithms import (
     Ditto,
     EpsilonGreedyIFCA,
     FedALA,
+    FedALT,
     FedAPEN,
     FedAvg,
     FedBN,
+    FedDPA,
     FedEM,
     FedExLoRA,
     FedJETs,
@@ -64,6 +68,7 @@ from fedmoe_pl.models import (
     MLPGate,
     NetworkGate,
     PooledMoE,
+    SimilarityGate,
     TokenGate,
 )
 from helpers import Expert, blobs, mixture, sparse_mixture
@@ -99,6 +104,14 @@ class Method:
     handed: list[str] = field(default_factory=list)
     split: dict[str, float] = field(default_factory=dict)
     stacks: bool = True
+
+
+def in_layers() -> LightningModule:
+    """Adapters in the first layer of a perceptron, with its last layer as the head."""
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return LayerwiseAdapterMoE(base, LoRA(["0"], r=2, modules_to_save=["2"]), optimizer=sgd).double()
 
 
 def phase(name, algorithm, **kwargs) -> Phase:
@@ -186,6 +199,10 @@ METHODS = {
     ),
     "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
     "FedRoD": Method(one(FedRoD, None)),
+    "FedALT": Method(one(FedALT, TokenGate), in_layers, ["base.*", "global_expert.*", "gate.*"]),
+    "FedDPA": Method(
+        one(FedDPA, lambda: SimilarityGate(6)), in_layers, ["base.*", "local_expert.*", "gate.*", "head.*"]
+    ),
     "FedExLoRA": Method(one(FedExLoRA, None), adapted, ADAPTERS),
     "HetLoRA": Method(one(lambda: HetLoRA([1, 3, 2]), None), lambda: adapted(3), ADAPTERS),
     "FlexLoRA": Method(one(lambda: FlexLoRA([1, 2]), None), lambda: adapted(2), ADAPTERS),
