@@ -20,6 +20,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.commands.export_adapters import write_adapters, write_merged
 from fedmoe_pl.evaluation.client_models import has_own_model
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
@@ -58,8 +59,8 @@ def lightning_checkpoint(module: LightningModule) -> dict[str, Any]:
     return checkpoint
 
 
-Format = Literal["onnx", "torch_export", "lightning"]
-SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt"}
+Format = Literal["onnx", "torch_export", "lightning", "peft", "merged"]
+SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt", "peft": "", "merged": ""}
 _SAMPLES = 256  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 
@@ -84,7 +85,8 @@ def export_clients(
         method: a row of the table.
         client: the client's id, or ``all``.
         format: ``onnx``, checked with onnxruntime; ``torch_export``, a file for ``torch.export.load``; or
-            ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model.
+            ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model;
+            ``peft``, folders for ``PeftModel.from_pretrained``; or ``merged``, a folder for ``from_pretrained``.
         output: the file or, for all clients, the folder; None for ``exported/<method>`` in the run's folder.
 
     Returns:
@@ -99,7 +101,7 @@ def export_clients(
         raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
     check_choice("Federation", "format", format, get_args(Format))
     algorithm = run.phase_and_point(method, clients[0])[0].algorithm
-    if format != "lightning" and (algorithm.predictor is not None or not run.datamodule.has_pairs):
+    if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not run.datamodule.has_pairs):
         allowed = "one whose model maps a tensor to scores"
         because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
@@ -109,6 +111,9 @@ def export_clients(
         paths = {clients[0]: folder}
     if format == "lightning":
         return "\n".join(f"{method}: {path}" for path in write_lightning(run, method, paths))
+    if format in ("peft", "merged"):
+        write = write_adapters if format == "peft" else write_merged
+        return "\n".join(line for each, path in paths.items() for line in write(run, method, each, path))
     return "\n".join(_export(run, method, each, format, path) for each, path in paths.items())
 
 

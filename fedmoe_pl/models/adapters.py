@@ -8,6 +8,7 @@ expert is a tree of adapters with the paths of their layers: the tensors of ``gl
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -200,9 +201,9 @@ class AdaptedBase:
         self.base = base.requires_grad_(False)
         self.head = nn.Module()
         self.prepare = prepare
-        self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts)]
-        self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._saved = [*_matching(base, lora.modules_to_save, "modules_to_save")]
+        self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
+        self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._blocks = [*_matching(base, blocks, "blocks")]
         self._pass: _Pass | None = None
         self._is_checked = False
@@ -237,6 +238,17 @@ class AdaptedBase:
             raise InvalidArgumentError("LoRA", "target_modules", missing[0], allowed)
         self._is_checked = True
         return Output(logits, current.features, current.weights)
+
+    def plain_base(self) -> nn.Module:
+        """A copy of the base that computes without experts, as it was before it had any."""
+        base = copy.deepcopy(self.base, {id(self): self})
+        for path in self._paths:
+            hooks = base.get_submodule(path)._forward_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _AdaptedLayer)]:
+                del hooks[key]
+        for path in (*self._blocks, *self._saved):
+            del vars(base.get_submodule(path))["forward"]
+        return base
 
     @contextmanager
     def _only(self, expert: int) -> Iterator[None]:
@@ -343,20 +355,34 @@ def mixed(weights: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 _ADAPTERS = (LinearAdapter, EmbeddingAdapter)
 
 
-def _drawn(base: nn.Module, lora: LoRA, num_experts: int) -> Iterator[dict[str, nn.Module]]:
-    """New adapters of the base by the path of their layers, for each of some experts."""
+def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) -> Iterator[dict[str, nn.Module]]:
+    """New adapters of the base by the path of their layers, for each of some experts; ``saved`` parts have none."""
     config = lora.config()
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
     for _ in range(num_experts):
-        inject_adapter_in_model(copy.copy(config), base, adapter_name=_ADAPTER)
+        with silent_peft():
+            inject_adapter_in_model(copy.copy(config), base, adapter_name=_ADAPTER)
         made = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
         for path, layer in made.items():  # the base as it was
             base.set_submodule(path, layer.get_base_layer())
         if hasattr(base, "peft_config"):
             del base.peft_config
-        yield {path: _adapter(path, layer) for path, layer in made.items()}
+        yield {
+            path: _adapter(path, layer)
+            for path, layer in made.items()
+            if not any(path == part or path.startswith(f"{part}.") for part in saved)
+        }
+
+
+@contextmanager
+def silent_peft() -> Iterator[None]:
+    """Drops peft's warning that it transposes the weights of ``Conv1D``, and of transformers what is new to peft."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 def _adapter(path: str, layer: Any) -> nn.Module:

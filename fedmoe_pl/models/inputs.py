@@ -80,4 +80,4 @@ def batch_size_of(x: Inputs) -> int:
         >>> batch_size_of({"input_ids": torch.zeros(3, 8), "attention_mask": torch.ones(3, 8)})
         3
     """
-    return len(first_tensor(x))
+    return first_tensor(x).shape[0]  # torch.export would take what `len` returns for a constant

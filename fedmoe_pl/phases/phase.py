@@ -130,7 +130,8 @@ class Phase:
         select: selects the round that is the phase's result, and may end the phase early; None takes the last round.
         evaluate: when the phase is evaluated; False if it is only a start for others, without a row in the table.
         ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
-            same name), or Lightning's with the same parameter names.
+            same name), or Lightning's with the same parameter names; for an ``AdapterMoE``, also a folder that peft
+            wrote, with the adapter of the global expert.
     """
 
     name: str

@@ -6,6 +6,8 @@ import copy
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,7 +21,8 @@ from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, outputs_of
-from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
+from fedmoe_pl.models import AdapterMoE, MixtureOfExperts, MixtureWeights
+from fedmoe_pl.models.adapter_files import read_adapter
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
@@ -187,8 +190,10 @@ def _evaluates_trained(phase: Phase) -> bool:
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:
     """The phase's saved state; from a checkpoint of Lightning, its first state with the server's parameters in it."""
-    state, content = _from_start(phase, module, []), load_checkpoint(phase.ckpt_path or "")
+    state, path = _from_start(phase, module, []), Path(phase.ckpt_path or "")
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
+    is_of_peft = path.is_dir()
+    content: Any = {"state_dict": _read_adapter(phase, module, state.server)} if is_of_peft else load_checkpoint(path)
     if "phases" not in content:
         parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
         missing = [name for name in parameters if name not in content["state_dict"]]
@@ -209,6 +214,19 @@ def _read(phase: Phase, module: LightningModule) -> PhaseState:
         because = f"'{phase.name}' has no '{missing[0]}' in this one"
         raise InvalidArgumentError(*refused, "a checkpoint of the same method and model", because)
     return saved
+
+
+def _read_adapter(phase: Phase, module: LightningModule, server: Tree) -> Tree:
+    """The tensors of the global expert from a folder of peft, all of which the phase's algorithm must share."""
+    refused = (str(phase), "ckpt_path", phase.ckpt_path)
+    if not isinstance(module, AdapterMoE):
+        raise InvalidArgumentError(*refused, "a file, because the model is no AdapterMoE")
+    with naming(phase):
+        tensors = read_adapter(Path(phase.ckpt_path or ""), module)
+    if lost := [name for name in tensors if name not in server]:
+        because = f"its {type(phase.algorithm).__name__} does not share {lost[0]}"
+        raise InvalidArgumentError(*refused, "left out", because)
+    return tensors
 
 
 def _from_start(

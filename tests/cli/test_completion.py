@@ -35,7 +35,7 @@ COMPLETED = {
     ("fit", "--model", ""): ["PersonalizedMoE", "SparseMoE"],
     ("test", "--ckpt_path", "fol"): ["folder"],
     ("export", "--for"): ["--format"],
-    ("export", "--format", ""): ["onnx", "torch_export"],
+    ("export", "--format", ""): ["onnx", "torch_export", "lightning", "peft", "merged"],
     ("list", "server"): ["server_optimizers"],
     ("completion", "z"): ["zsh"],
     ("fit", "--trainer.callbacks", "BestE"): ["BestEpoch"],

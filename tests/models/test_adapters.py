@@ -132,6 +132,12 @@ def test_a_new_mixture_computes_what_its_base_does():
         assert torch.equal(kind(copy.deepcopy(base), LORA, GlobalOnly())(x), expected)
 
 
+def test_what_is_trained_as_a_whole_has_no_adapters():
+    module = LayerwiseAdapterMoE(Tokens(), LoRA("all-linear", modules_to_save=["classifier"]), GlobalOnly())
+    assert torch.equal(module(IDS), module.plain_base()(IDS))
+    assert not [name for name in module.state_dict() if "classifier" in name and "lora" in name]
+
+
 @pytest.mark.parametrize("gate", [GlobalOnly(), LocalOnly()])
 def test_a_gate_that_keeps_one_expert_keeps_its_bits(gate):
     for kind in (AdapterMoE, LayerwiseAdapterMoE):

@@ -80,7 +80,11 @@ class AdapterMoE(MixtureOfExperts):
 
     def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
         """The base with its experts."""
-        return AdaptedBase(base, lora, num_experts=2, prepare=self._prepared)
+        return AdaptedBase(base, lora, num_experts=2, prepare=self.prepared)
+
+    def plain_base(self) -> nn.Module:
+        """A copy of the base that computes without experts."""
+        return self._adapted.plain_base()
 
     @property
     def weighed_parts(self) -> tuple[str, str]:
@@ -116,11 +120,11 @@ class AdapterMoE(MixtureOfExperts):
 
     def mask_of(self, x: Any, like: Tensor) -> Tensor:
         """Which tokens of the inputs are no padding, shape (B, T); all if nothing says it."""
-        inputs = self._prepared(x)
+        inputs = self.prepared(x)
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
         return like.new_ones(like.shape[:2]) if mask is None or mask.shape != like.shape[:2] else mask
 
-    def _prepared(self, x: Any) -> Any:
+    def prepared(self, x: Any) -> Any:
         """The inputs as the base gets them."""
         if self.pad_token_id is None or not isinstance(x, Tensor):
             return x
@@ -164,7 +168,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
 
     def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
         """The base with its experts, which have one head."""
-        return AdaptedBase(base, lora, num_experts=2, blocks=self.blocks, has_one_head=True, prepare=self._prepared)
+        return AdaptedBase(base, lora, num_experts=2, blocks=self.blocks, has_one_head=True, prepare=self.prepared)
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together, and gives a ``TokenGate`` a router for each layer."""
