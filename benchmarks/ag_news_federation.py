@@ -1,0 +1,50 @@
+"""The half of AG News that ``pretrain_ag_news.py`` leaves to a federation, and its model as a classifier.
+
+    python benchmarks/ag_news_federation.py --data FOLDER_OF_ag_news_tokens.npz --base agnews_base --texts 4000
+    PYTHONPATH=benchmarks fedmoe benchmark --config benchmarks/adapters_ag_news_grid.yaml
+
+Writes ``federation.npz`` into the folder of the model: a seeded part of the texts that it has not seen, and test texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from pretrain_ag_news import tokens_of_texts
+from torch import nn
+
+from fedmoe_pl.models import pretrained
+
+CLASSES = 4
+
+
+def classifier(path: str) -> nn.Module:
+    """The pretrained model with a new last layer, which has a bias, as a label prior needs it."""
+    model = pretrained(path, arguments={"num_labels": CLASSES})
+    model.score = nn.Linear(model.config.hidden_size, CLASSES)  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+def main() -> None:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of ag_news_tokens.npz")
+    parser.add_argument("--base", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--texts", type=int, default=4000, help="training texts")
+    parser.add_argument("--test", type=int, default=1000, help="test texts")
+    args = parser.parse_args()
+    data, rng = np.load(args.data / "ag_news_tokens.npz"), np.random.default_rng(0)
+    chosen = {"train": rng.choice(np.load(args.base / "federation_texts.npy"), args.texts, replace=False)}
+    chosen["test"] = rng.choice(len(data["y_test"]), args.test, replace=False)
+    arrays = {}
+    for part, texts in chosen.items():
+        tokens = tokens_of_texts(data[f"{part}_tokens"], data[f"{part}_offsets"])
+        arrays |= {f"x_{part}": tokens[texts].numpy(), f"y_{part}": data[f"y_{part}"][texts].astype(np.int64)}
+    np.savez(args.base / "federation.npz", **arrays)
+    print(f"{args.texts} training and {args.test} test texts: {args.base / 'federation.npz'}")
+
+
+if __name__ == "__main__":
+    main()
