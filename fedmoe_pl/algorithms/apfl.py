@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import expert_loss, logits_loss, trained_parameters, training_gradient
+from fedmoe_pl.algorithms.shared.parts import expert_loss, logits_loss, pair_of, trained_parameters, training_gradient
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, difference, inner_product, subtree, with_prefix
 
 _ALPHA = "mixture/alpha"  # name of the weight that a client keeps
@@ -79,10 +79,10 @@ class APFL(PersonalModel):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The losses of ``w`` and of the mixture, in which ``w`` is a constant."""
-        (x, y), part = batch, module.get_submodule("local_expert")
+        (x, y), part = pair_of(module, batch), module.get_submodule("local_expert")
         v, w = (dict(module.get_submodule(expert).named_parameters()) for expert in ("local_expert", "global_expert"))
         mixture = _mixture(constants["alpha"], v, {name: tensor.detach() for name, tensor in w.items()})
-        of_mixture = logits_loss(module, functional_call(part, mixture, (x,)), y)
+        of_mixture = logits_loss(module, call(part, x, mixture), y)
         return expert_loss(module, "global_expert", batch) + of_mixture
 
     def client_final(self, client: Client, constants: Constants) -> Update:

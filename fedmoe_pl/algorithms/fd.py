@@ -34,9 +34,10 @@ from fedmoe_pl.algorithms.shared.class_means import (
     received_means,
     rows_of_labels,
 )
-from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss, pair_of
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 Outputs = Literal["probabilities", "logits"]
@@ -91,8 +92,8 @@ class FD(Algorithm):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy and the weighted distance to the targets."""
-        x, y = batch
-        logits = module.get_submodule(self.expert)(x)
+        x, y = pair_of(module, batch)
+        logits = call(module.get_submodule(self.expert), x)
         targets = rows_of_labels(constants["targets"], y)
         if self.outputs == "probabilities":
             distances = -(targets * logits.log_softmax(1)).sum(1)
@@ -122,5 +123,5 @@ class FD(Algorithm):
         return combined.sent
 
     def _outputs(self, module: LightningModule, x: Tensor) -> Tensor:
-        logits = module.get_submodule(self.expert)(x)
+        logits = call(module.get_submodule(self.expert), x)
         return logits.softmax(1) if self.outputs == "probabilities" else logits

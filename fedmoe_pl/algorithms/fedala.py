@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.consent import floor_of_share
-from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss, pairs_of
 from fedmoe_pl.checks import check_at_least, check_number
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W
@@ -122,10 +122,10 @@ class FedALA(Algorithm):
         losses: list[float] = []
         while len(losses) < passes and not _have_settled(losses):
             last = 0.0
-            for x, y in batches:
+            for x, y in pairs_of(client.module, batches):
                 mixed = {name: tensor.requires_grad_() for name, tensor in _mixed(local, received, weights).items()}
                 tensors = subtree({**received, **mixed}, expert_prefix(self.expert))
-                loss = logits_loss(client.module, functional_call(part, tensors, (x,)), y)
+                loss = logits_loss(client.module, call(part, x, tensors), y)
                 gradients = torch.autograd.grad(loss, [*mixed.values()], materialize_grads=True)
                 for name, gradient in zip(mixed, gradients, strict=True):
                     step = self.eta * gradient * (received[name] - local[name])

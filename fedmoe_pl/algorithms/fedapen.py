@@ -25,7 +25,15 @@ from torch.func import grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, evaluation_copy, logits_loss, set_aside
+from fedmoe_pl.algorithms.shared.parts import (
+    both_logits,
+    distillation_loss,
+    evaluation_copy,
+    logits_loss,
+    pair_of,
+    pairs_of,
+    set_aside,
+)
 from fedmoe_pl.algorithms.shared.requirements import check_mixing
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.models import MixtureWeights
@@ -89,7 +97,7 @@ class FedAPEN(Algorithm):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of both models' losses; their gradients do not interact."""
-        x, y = batch
+        x, y = pair_of(module, batch)
         private, shared = both_logits(module, x)
         shared_weight, weight = module.get_buffer(_WEIGHTS)
         loss = torch.zeros_like(weight)
@@ -122,7 +130,7 @@ class FedAPEN(Algorithm):
         with torch.inference_mode(False), torch.no_grad():  # clients are evaluated without gradients
             module = evaluation_copy(client, batches)
             load_tree(module, tensors)
-            outputs = [(*both_logits(module, x), y) for x, y in batches]
+            outputs = [(*both_logits(module, x), y) for x, y in pairs_of(module, batches)]
 
             def loss(weight: Tensor, private: Tensor, shared: Tensor, y: Tensor) -> Tensor:
                 return logits_loss(module, weight * private + (1 - weight) * shared, y)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
 from fedmoe_pl.models import SparseMoE
+from fedmoe_pl.models.inputs import Inputs, call
 
 
 class FedEM(ExpectationMaximization):
@@ -27,6 +28,6 @@ class FedEM(ExpectationMaximization):
     not in the round keep the weights of their last one. Newcomers estimate only their weights.
     """
 
-    def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
+    def embedded(self, module: SparseMoE, x: Inputs) -> Tensor:
         """The inputs."""
-        return module.embedding(x)
+        return call(module.embedding, x)

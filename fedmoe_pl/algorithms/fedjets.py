@@ -29,6 +29,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Constants
+from fedmoe_pl.algorithms.shared.parts import pair_of
 from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, expert_of, mixture_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -93,7 +94,7 @@ class FedJETs(SharedExperts):
         loss, weights, _ = mixture_loss(module, batch, constants["experts"])
         if constants["anchor"] < 0:
             return loss
-        expert = torch.where(batch[1] == -100, -100, constants["anchor"])
+        expert = torch.where(pair_of(module, batch)[1] == -100, -100, constants["anchor"])
         return loss + F.nll_loss(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), expert)
 
     def expert_weights(self, client: Client, experts: list[int]) -> Tensor:

@@ -31,10 +31,12 @@ from fedmoe_pl.algorithms.shared.parts import (
     distillation_loss,
     logits_loss,
     mean_of_labelled,
+    pair_of,
     split_expert,
 )
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import (
     Tree,
     difference,
@@ -109,12 +111,12 @@ class FedKD(Algorithm):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of both models' losses; their gradients do not interact."""
-        x, y = batch
+        x, y = pair_of(module, batch)
         if self.hidden_states:
             (extractor, classifier), (small_extractor, small_classifier) = (
                 split_expert(module, expert) for expert in ("local_expert", "global_expert")
             )
-            features, small_features = extractor(x), small_extractor(x)
+            features, small_features = call(extractor, x), call(small_extractor, x)
             teacher, student = classifier(features), small_classifier(small_features)
             distances = self._distance(features, small_features.detach(), y)
             distances = distances + self._distance(small_features, features.detach(), y)

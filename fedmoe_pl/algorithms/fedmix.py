@@ -25,10 +25,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Constants
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, mixture_loss
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models import SparseMoE
+from fedmoe_pl.models.inputs import call
 
 
 class FedMix(SharedExperts):
@@ -54,7 +55,7 @@ class FedMix(SharedExperts):
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The negative log-likelihood of the client's mixture, minus the weighted entropy."""
         loss, _, weights = mixture_loss(module, batch, constants["experts"])
-        labelled = (batch[1] != -100).to(weights.dtype)
+        labelled = (pair_of(module, batch)[1] != -100).to(weights.dtype)
         marginal = labelled @ weights / labelled.sum()  # (k,)
         return loss + self.entropy_weight * torch.xlogy(marginal, marginal).sum()
 
@@ -65,8 +66,8 @@ class FedMix(SharedExperts):
         module = evaluation_copy(client, batches)
         assert isinstance(module, SparseMoE)
         total = torch.full((len(experts),), torch.finfo(torch.float64).tiny, dtype=torch.float64)
-        for x, y in batches:
-            z = module.embedding(x)
+        for x, y in pairs_of(module, batches):
+            z = call(module.embedding, x)
             losses = torch.stack([F.cross_entropy(module.experts[k](z), y, reduction="none") for k in experts], 1)
             gate = module.gate(z)[:, experts]
             logarithms = gate.clamp_min(torch.finfo(gate.dtype).tiny).log()  # all of them may underflow

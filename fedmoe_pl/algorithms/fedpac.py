@@ -43,6 +43,7 @@ from fedmoe_pl.algorithms.shared.class_means import (
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
@@ -124,7 +125,7 @@ class FedPAC(Algorithm):
             f"{_FEATURES}{client.id}": constants["features"],
             f"{_VARIANCE}{client.id}": constants["variance"],
         }
-        prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
+        prototypes = class_means(client, lambda module, x: call(split_expert(module, self.expert)[0], x), _PROTOTYPES)
         return Update(update.sent | classifier | prototypes | statistics, update.weight, update.state)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
@@ -164,7 +165,7 @@ class FedPAC(Algorithm):
 
     def _features_and_square(self, module: LightningModule, x: Tensor) -> Tensor:
         """Features and their squared norm, (B, F + 1), so that one pass gives the means of both."""
-        features = split_expert(module, self.expert)[0](x).flatten(1)
+        features = call(split_expert(module, self.expert)[0], x).flatten(1)
         return torch.cat([features, features.square().sum(1, keepdim=True)], dim=1)
 
     def _by_client(self, sent: Tree) -> Tree:

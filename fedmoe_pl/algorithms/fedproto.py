@@ -38,6 +38,7 @@ from fedmoe_pl.algorithms.shared.class_means import (
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree
 
 Prediction = Literal["head", "prototype"]
@@ -116,4 +117,4 @@ class FedProto(Algorithm):
         return predict
 
     def _features(self, module: LightningModule, x: Tensor) -> Tensor:
-        return split_expert(module, self.expert)[0](x)
+        return call(split_expert(module, self.expert)[0], x)

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import logits_loss, split_expert
+from fedmoe_pl.algorithms.shared.parts import logits_loss, pair_of, split_expert
 from fedmoe_pl.algorithms.shared.requirements import check_mixing
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
 _GENERIC, _PERSONAL = "global_expert.", "local_expert."
@@ -87,9 +88,9 @@ class FedRoD(Algorithm):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of the generic and the personal loss."""
-        x, y = batch
+        x, y = pair_of(module, batch)
         extractor, generic_head = split_expert(module, "global_expert")
-        features = extractor(x)
+        features = call(extractor, x)
         logits = generic_head(features)
         personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
         counts = F.pad(

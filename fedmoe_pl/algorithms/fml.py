@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Constants
-from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss
+from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss, pair_of
 from fedmoe_pl.checks import check_number
 
 
@@ -57,7 +57,7 @@ class FML(Algorithm):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The sum of both models' losses; their gradients do not interact."""
-        x, y = batch
+        x, y = pair_of(module, batch)
         private, meme = both_logits(module, x)
         private_loss = self.alpha * logits_loss(module, private, y)
         private_loss = private_loss + (1 - self.alpha) * distillation_loss(private, meme, y)

@@ -18,14 +18,16 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.consent import floor_of_share
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, split_expert
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pairs_of, split_expert
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree
 
 Kernel = Literal["squared", "euclidean"]
@@ -93,7 +95,7 @@ class KNNPer(Algorithm):
         module, weight = client.module, client.state[_WEIGHT].item() if _WEIGHT in client.state else 0.0
         if not weight or not self._number(client.samples):
             extractor, classifier = split_expert(module, self.expert)
-            return lambda x: classifier(extractor(x))
+            return lambda x: classifier(call(extractor, x))
         neighbors = self._neighbors(module, client, client.shuffled_samples(_HELD_OUT))
         smallest = torch.finfo(neighbors[0].dtype).tiny
 
@@ -111,7 +113,7 @@ class KNNPer(Algorithm):
         module = evaluation_copy(client, client.batches(queries))
         neighbors = self._neighbors(module, client, rest)
         correct = torch.zeros(len(_GRID), dtype=torch.int64)
-        for x, y in client.batches(queries):
+        for x, y in pairs_of(module, client.batches(queries)):
             both = self._probabilities(module, x, neighbors)
             correct += torch.stack([(torch.lerp(*both, weight).argmax(1) == y).sum() for weight in _GRID]).cpu()
         return _GRID[correct.tolist().index(correct.max())]  # the first of equal ones
@@ -123,7 +125,10 @@ class KNNPer(Algorithm):
         """Features (n, F) and labels (n,) of the first of these samples, as many as ``capacity`` says."""
         samples = samples[: self._number(samples)]
         extractor = split_expert(module, self.expert)[0]
-        features = [extractor(x.to(module.device)).flatten(1) for x, _ in client.batches(samples)]
+        features = [
+            call(extractor, move_data_to_device(x, module.device)).flatten(1)
+            for x, _ in pairs_of(module, client.batches(samples))
+        ]
         return torch.cat(features), client.datamodule.y[samples].to(module.device)
 
     def _probabilities(
@@ -131,7 +136,7 @@ class KNNPer(Algorithm):
     ) -> tuple[Tensor, Tensor]:
         """The expert's probabilities (B, C) and those of the neighbors."""
         extractor, classifier = split_expert(module, self.expert)
-        features = extractor(x)
+        features = call(extractor, x)
         probabilities, features = classifier(features).softmax(1), features.flatten(1)
         stored, labels = neighbors
         # without matrix products, so that a stored sample has the distance 0 from itself

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_prefix, summed_loss
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_prefix, pairs_of, summed_loss
 from fedmoe_pl.checks import InvalidArgumentError, check_number
+from fedmoe_pl.models.inputs import Inputs, logits_of
 from fedmoe_pl.trees import Tree, load_tree
 
 _TAU = "prior/tau"  # a client's tau, which it has as soon as its biases are corrected
@@ -77,7 +78,7 @@ class LabelPrior(Algorithm):
         tau = client.state.get(_TAU)
         if tau is None:
             batches = client.batches(client.samples[:2])
-            for x, _ in batches:
+            for x, _ in pairs_of(client.module, batches):
                 check_shifts(self, evaluation_copy(client, batches), self.expert, x)
             tau = self._chosen_tau(client) if self.tau == "auto" else self.tau
             load_tree(client.module, self._corrected(client, tau))
@@ -103,7 +104,7 @@ class LabelPrior(Algorithm):
         module, losses = evaluation_copy(client, batches), []
         for tau in _GRID:
             load_tree(module, self._corrected(client, tau))
-            losses.append(sum(summed_loss(module, module(x), y).item() for x, y in batches))
+            losses.append(sum(summed_loss(module, module(x), y).item() for x, y in pairs_of(module, batches)))
         return _GRID[losses.index(min(losses))]
 
 
@@ -120,12 +121,14 @@ def last_biases(algorithm: Algorithm, module: LightningModule, expert: str) -> d
 
 
 @torch.no_grad()
-def check_shifts(algorithm: Algorithm, module: LightningModule, expert: str, x: Tensor) -> None:
+def check_shifts(algorithm: Algorithm, module: LightningModule, expert: str, x: Inputs) -> None:
     """Refuses experts to whose scores something else is added than to their last bias; changes the biases."""
     biases = last_biases(algorithm, module, expert)
     outputs: dict[str, list[Tensor]] = {name: [] for name in biases}
     for name in biases:
-        module.get_submodule(name).register_forward_hook(lambda *call, name=name: outputs[name].append(call[-1]))
+        module.get_submodule(name).register_forward_hook(
+            lambda part, inputs, output, name=name: outputs[name].append(logits_of(output, part))
+        )
     shifts = {}
     module(x)
     for name, bias_name in biases.items():

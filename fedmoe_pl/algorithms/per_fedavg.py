@@ -20,7 +20,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
@@ -29,10 +28,12 @@ from fedmoe_pl.algorithms.shared.parts import (
     expert_loss,
     expert_prefix,
     logits_loss,
+    pair_of,
     trained_parameters,
     training_gradient,
 )
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.models.inputs import call, rows_of
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree
 
@@ -76,19 +77,19 @@ class PerFedAvg(Algorithm):
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Lines 6 to 8: the loss on D' after an inner step on D."""
-        (x, y), part = batch, module.get_submodule(self.expert)
+        (x, y), part = pair_of(module, batch), module.get_submodule(self.expert)
         half = len(y) // 2
         if half < (2 if has_batch_norm(part) else 1):
             return expert_loss(module, self.expert, batch)
         w = dict(part.named_parameters())
         gradient = expert_gradient(
-            module, self.expert, {name: w[name] for name in constants["names"]}, (x[:half], y[:half])
+            module, self.expert, {name: w[name] for name in constants["names"]}, (rows_of(x, slice(half)), y[:half])
         )
         stepped = {
             name: w[name] - self.inner_lr * (tensor if self.second_order else tensor.detach())
             for name, tensor in gradient.items()
         }
-        return logits_loss(module, functional_call(part, stepped, (x[half:],)), y[half:])
+        return logits_loss(module, call(part, rows_of(x, slice(half, None)), stepped), y[half:])
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The server's model after one step on the client's training samples."""

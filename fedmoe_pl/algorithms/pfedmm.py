@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
 from fedmoe_pl.models import SparseMoE
+from fedmoe_pl.models.inputs import Inputs, call
 
 
 class PFedMM(ExpectationMaximization):
@@ -30,7 +31,7 @@ class PFedMM(ExpectationMaximization):
     keep the weights of their last one. Newcomers estimate only their weights.
     """
 
-    def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
+    def embedded(self, module: SparseMoE, x: Inputs) -> Tensor:
         """The backbone's values; its gradients are M times as large."""
-        z = module.embedding(x)
+        z = call(module.embedding, x)
         return z + (len(module.experts) - 1) * (z - z.detach())

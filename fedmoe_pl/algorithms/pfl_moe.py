@@ -31,7 +31,14 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
+from fedmoe_pl.algorithms.shared.parts import (
+    copy_of_global_expert,
+    counted,
+    evaluation_copy,
+    expert_loss,
+    pairs_of,
+    set_aside,
+)
 from fedmoe_pl.algorithms.shared.requirements import trains
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import SampleBatches
@@ -186,5 +193,8 @@ def missing_local_expert(earlier: Sequence[Algorithm]) -> str:
 def _mean_loss(client: Client, expert: str, batches: SampleBatches) -> float:
     """Mean loss of one of the client's experts in eval mode, computed on the data's device."""
     module = evaluation_copy(client, batches)
-    total = sum(expert_loss(module, expert, batch).item() * len(batch[1]) for batch in batches)
-    return total / len(batches.samples)
+    total = number = 0
+    for x, y in pairs_of(module, batches):
+        size = counted(module, y)
+        total, number = total + expert_loss(module, expert, (x, y)).item() * size, number + size
+    return total / max(number, 1)

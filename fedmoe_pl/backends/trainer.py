@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
 from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.client_loggers import client_loggers, finish
@@ -25,6 +26,7 @@ from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_e
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, is_borrowed
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
@@ -177,7 +179,7 @@ class _ClientModule(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
         if self.trainer.loggers:
-            mean, size = loss, batch_length(batch)
+            mean, size = loss, _counted(self.module, batch)
             if self.sharing is not None:
                 mean, size = self.sharing.mean(self.trainer, loss), self.sharing.size
             self.log("train_loss", mean, on_step=True, on_epoch=True, batch_size=size)
@@ -188,10 +190,15 @@ class _ClientModule(LightningModule):
             loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
         else:
             loss = self.algorithm.validation_loss(self.module, batch, self.constants)
-        self.log("validation_loss", loss, batch_size=batch_length(batch))
+        self.log("validation_loss", loss, batch_size=_counted(self.module, batch))
 
     def configure_optimizers(self) -> Any:
         return self.module.configure_optimizers()
+
+
+def _counted(module: LightningModule, batch: Any) -> int:
+    """What the batch's mean loss counts in a mean over batches."""
+    return counted(module, pair_of(module, batch)[1]) if isinstance(module, MixtureOfExperts) else batch_length(batch)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib import colormaps
@@ -24,6 +25,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of
 from fedmoe_pl.logs.loggers import method_tag
+from fedmoe_pl.models.inputs import inputs_of
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import dense_experts
@@ -130,8 +132,9 @@ def _joined(method: str, of_clients: list[dict[str, Tensor]]) -> dict[str, Tenso
 def representations_of(module: LightningModule, batch: Any, size: int, is_pair: bool = True) -> dict[str, Tensor]:
     """The representations (B, F) that a module computes for a batch, by the name of their expert."""
     with torch.inference_mode():
-        if isinstance(module, RepresentationMoE) and is_pair:
-            return module.representations(batch[0].cpu())._asdict()
+        if isinstance(module, RepresentationMoE):
+            x = move_data_to_device(inputs_of(batch, module.target_key), torch.device("cpu"))
+            return module.representations(x)._asdict()
         outputs: dict[str, Tensor] = {}
         with ExitStack() as hooks:
             hooks.enter_context(dense_experts())  # otherwise each computes a part of the samples

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import predict, predicts_classes, preds_of
-from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of
+from fedmoe_pl.evaluation.outputs import has_task, labelled_batches, mixture_of
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.evaluate import evaluate_phase
@@ -29,6 +30,10 @@ def evaluate_all(run: Run) -> list[Evaluation]:
 
 def write_predictions(run: Run) -> str:
     """Writes ``predictions.csv`` into the run's folder, and says so."""
+    for phase in _evaluated_phases(run):
+        if has_task(module := run.module(phase), "causal_lm"):
+            because = "predictions are one class or a few values for each sample"
+            raise InvalidArgumentError(module, "task", "causal_lm", "another for fedmoe predict", because)
     path = run.folder / "predictions.csv"
     return f"{write_csv(path, _predictions(run))} predictions: {path}"
 
@@ -44,8 +49,8 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
             module = run.client_predictor(evaluation.method, client)
             logits, weights = predict(module, datamodule, samples)
             weights = weights if getattr(module, "has_global_expert", True) else None
-            targets = torch.cat([y.cpu() for _, y in labelled_batches(datamodule, samples)])
             mixture = mixture_of(module)
+            targets = torch.cat([y.cpu() for _, y in labelled_batches(datamodule, samples, mixture)])
             if predicts_classes(module, datamodule) or (mixture is not None and mixture.task == "multiclass"):
                 columns = _values(logits.argmax(1), targets)
             else:

@@ -102,7 +102,17 @@ def batch_length(batch: Any) -> int:
     """Number of samples of a batch: of the targets of a pair, or of the first tensor of another batch."""
     if is_pair(batch) and isinstance(batch[1], Tensor):
         return len(batch[1])
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 1)
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """All values in a batch, also of a dict of another class, such as transformers' ``BatchEncoding``."""
+    return tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """All tensors in a batch."""
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
 class _Reader:
@@ -184,7 +194,7 @@ class SampleReader:
         self._check_classes(owner, batch, indices)
         self.has_pairs = is_pair(self.training[indices, 0])
         self.has_targets = isinstance(self.targets_of(batch), Tensor)
-        size = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) // _TRIED
+        size = sum(tensor.nbytes for tensor in tensors_of(batch)) // _TRIED
         self.evaluated_at_once = min(max(_MOST_BYTES // max(size, 1), 1), EVALUATED_AT_ONCE)
 
     def targets_of(self, batch: Any) -> Any:
@@ -199,7 +209,8 @@ class SampleReader:
         batches = [self.evaluation[[index], 0] for index in range(0, n, max(n // _MOST_CHECKED, 1))]
         return [
             zlib.crc32(leaf.contiguous().view(torch.uint8).numpy().data) if isinstance(leaf, Tensor) else repr(leaf)
-            for leaf in tree_leaves(batches)
+            for batch in batches
+            for leaf in leaves_of(batch)
         ]
 
     def _check_classes(self, owner: object, batch: Any, indices: list[int]) -> None:

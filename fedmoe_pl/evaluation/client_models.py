@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, needs_server_state, received
+from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.metrics import evaluate
-from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches, load_to_evaluate
+from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches, load_to_evaluate, mixture_of
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module, of_module, subtree
@@ -127,16 +129,17 @@ class _Evaluator:
 
     def _validation_loss(self, client: int) -> float:
         """The loss that the algorithm has of its own for a client's validation samples; nan if there are none."""
-        training, samples, total = self.training.of(client), self.validation[client], 0.0
+        training, samples, total, number = self.training.of(client), self.validation[client], 0.0, 0
         own_loss = training.algorithm.validation_loss
         assert own_loss is not None
         module = self.modules[self.training.architecture(client)]
         load_to_evaluate(module, self._state(training, module, client))
         with torch.inference_mode():
-            for (x, _), y in labelled_batches(training.datamodule, samples):
-                batch = x.to(module.device), y.to(module.device)
-                total += own_loss(module, batch, {}).item() * len(y)
-        return total / len(samples) if len(samples) else math.nan
+            for batch, y in labelled_batches(training.datamodule, samples, mixture_of(module)):
+                pair = move_data_to_device((pair_of(module, batch)[0], y), module.device)
+                total += own_loss(module, pair, {}).item() * (size := counted(module, y))
+                number += size
+        return total / number if number else math.nan
 
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The same, with the loss of what clients predict."""

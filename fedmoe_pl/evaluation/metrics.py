@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +20,13 @@ from fedmoe_pl.checks import InvalidArgumentError, check_kind, reason_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
-from fedmoe_pl.evaluation.outputs import has_trained_gate, labelled_batches, mixture_of, outputs_of
+from fedmoe_pl.evaluation.outputs import has_task, has_trained_gate, labelled_batches, mixture_of, outputs_of
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import preds_and_target
+from fedmoe_pl.models.inputs import inputs_of, rows_of
+from fedmoe_pl.models.mixtures.tasks import IGNORED, preds_and_target
+
+_MOST_VALUES = 2**26  # outputs at a time in a language model's evaluation: 256 MiB of float32
 
 
 def predicts_classes(module: LightningModule, datamodule: FederatedDataModule) -> bool:
@@ -91,14 +95,16 @@ class Meter:
     def _begin(self, part: int) -> None:
         while part < len(self.sizes) and not self.sizes[part]:
             part += 1
-        self._part, self._left, self._loss = part, self.sizes[part] if part < len(self.sizes) else 0, 0.0
+        self._part, self._left = part, self.sizes[part] if part < len(self.sizes) else 0
+        self._loss, self._counted = 0.0, 0
         for metric in self.metrics.values():
             metric.reset()
 
     def _update(self, outputs: Tensor, targets: Tensor) -> None:
         mixture = mixture_of(self.module)
-        if mixture is not None and self.with_loss:
-            self._loss += mixture.loss_of(outputs, targets).item() * len(targets)
+        if mixture is not None and self.with_loss and (counted := mixture.counted(targets)):
+            self._loss += mixture.loss_of(outputs, targets).item() * counted
+            self._counted += counted
         preds, target = preds_of(self.module, outputs, targets)
         for metric in self.metrics.values():
             metric.update(preds, target)
@@ -109,7 +115,7 @@ class Meter:
             for name, metric in self.metrics.items():
                 self.values[name][part] = _value(metric)
             if self.with_loss:
-                self.values[LOSS][part] = self._loss / self.sizes[part]
+                self.values[LOSS][part] = self._loss / self._counted if self._counted else math.nan
         self._begin(part + 1)
 
 
@@ -133,6 +139,9 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
 def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs: Tensor, targets: Tensor) -> None:
     """Refuses a metric that does not fit the outputs, or gives more than one number."""
     for name, metric in metrics.items():
+        if has_task(module, "causal_lm") and getattr(metric, "ignore_index", IGNORED) != IGNORED:
+            allowed, reason = f"one with ignore_index {IGNORED}", "tokens that do not count have this target"
+            raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
         metric.reset()
         try:
             with warnings.catch_warnings():  # of few samples
@@ -162,9 +171,24 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
 
 def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> Outputs:
     """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
-    for batch, y in labelled_batches(datamodule, samples):
-        logits, weights = outputs_of(module, batch, datamodule.has_pairs)
-        yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
+    for batch, y in labelled_batches(datamodule, samples, mixture_of(module)):
+        for piece, targets in _in_pieces(module, batch, y):
+            logits, weights = outputs_of(module, piece, datamodule.has_pairs)
+            yield logits.cpu(), None if weights is None else weights.cpu(), targets.cpu()
+
+
+def _in_pieces(module: LightningModule, batch: Any, y: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """A batch with its targets or, if the outputs are logits of the vocabulary for each token, pieces of the batch."""
+    mixture = mixture_of(module)
+    if mixture is None or not has_task(module, "causal_lm"):
+        yield batch, y
+        return
+    x = inputs_of(batch, mixture.target_key)
+    values = outputs_of(module, (rows_of(x, slice(1)), y[:1]), True)[0].numel()  # of a sample
+    size = max(_MOST_VALUES // values, 1)
+    for start in range(0, len(y), size):
+        rows = slice(start, start + size)
+        yield (rows_of(x, rows), y[rows]), y[rows]
 
 
 @torch.inference_mode()

@@ -12,6 +12,8 @@ from typing_extensions import TypeVar
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
+from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
+from fedmoe_pl.models.mixtures.tasks import Task
 from fedmoe_pl.trees import Tree, load_tree
 
 # the class that a type checker takes a client's module for
@@ -45,12 +47,25 @@ def mixture_of(module: LightningModule) -> MixtureOfExperts | None:
     return inner if isinstance(inner, MixtureOfExperts) else None
 
 
-def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Large batches of some samples, each with its targets: the samples' classes, otherwise those in the batch."""
+def has_task(module: LightningModule, task: Task) -> bool:
+    """Whether a module is a mixture, or predicts with one, of this task."""
+    mixture = mixture_of(module)
+    return mixture is not None and mixture.task == task
+
+
+def labelled_batches(
+    datamodule: FederatedDataModule, samples: Tensor, mixture: MixtureOfExperts | None = None
+) -> Iterator[tuple[Any, Tensor]]:
+    """Large batches of some samples, each with its targets: the samples' classes, otherwise those in the batch.
+
+    A mixture knows the key of the targets in a dict, and which tokens are padding.
+    """
     size = datamodule.evaluated_at_once
     for batch, indices in zip(datamodule.batches(samples, batch_size=size), samples.split(size), strict=False):
         if datamodule.reader is None:
             targets = batch[1]
+        elif mixture is not None and not datamodule.num_classes:
+            targets = inputs_and_targets(batch, mixture.target_key)[1]
         else:  # batches may have classes in another form, such as probabilities
             targets = None if datamodule.num_classes else datamodule.reader.targets_of(batch)
         yield batch, targets if isinstance(targets, Tensor) else datamodule.y[indices]
@@ -58,8 +73,10 @@ def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterat
 
 def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tensor, Tensor | None]:
     """Scores (b, C), and weights (b, experts) of a gate that is not constant, on the module's device."""
-    if is_pair:
-        x = move_data_to_device(batch[0], module.device)
+    mixture = mixture_of(module)
+    if is_pair or mixture is not None:
+        x = batch[0] if mixture is None else inputs_of(batch, mixture.target_key)
+        x = move_data_to_device(x, module.device)
         if has_trained_gate(module):
             return module.mix(x)
         if not isinstance(scores := module(x), Tensor):

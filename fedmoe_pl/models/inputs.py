@@ -20,11 +20,13 @@ Inputs = Tensor | Mapping[str, Any]
 def inputs_and_targets(batch: Any, target_key: str = "labels") -> tuple[Any, Any]:
     """The inputs and the targets of a batch: a pair as it is; of a dict, the values under all other keys and one key.
 
+    Targets of padding tokens, one for each token where ``attention_mask`` is 0, become -100, which does not count.
+
     Raises:
         MisconfigurationException: if the batch is neither a pair nor a dict with the key.
     """
     if is_pair(batch):
-        return batch[0], batch[1]
+        return batch[0], _without_padding(*batch)
     if not isinstance(batch, Mapping):
         raise MisconfigurationException(
             f"A batch is a {type(batch).__name__}, but mixtures need pairs of inputs and targets, or dicts."
@@ -32,7 +34,14 @@ def inputs_and_targets(batch: Any, target_key: str = "labels") -> tuple[Any, Any
     if target_key not in batch:
         allowed = f"a key of the batches ({', '.join(map(str, batch))})"
         raise InvalidArgumentError("MixtureOfExperts", "target_key", target_key, allowed)
-    return inputs_of(batch, target_key), batch[target_key]
+    x = inputs_of(batch, target_key)
+    return x, _without_padding(x, batch[target_key])
+
+
+def _without_padding(x: Inputs, y: Any) -> Any:
+    mask = x.get("attention_mask") if isinstance(x, Mapping) else None
+    is_of_tokens = isinstance(mask, Tensor) and isinstance(y, Tensor) and mask.shape == y.shape
+    return y.masked_fill(mask == 0, -100) if is_of_tokens and not y.is_floating_point() else y
 
 
 def inputs_of(batch: Any, target_key: str = "labels") -> Any:
@@ -55,11 +64,23 @@ def call(part: nn.Module, x: Inputs, tensors: Tree | None = None) -> Tensor:
         output = part(*arguments, **options)
     else:
         output = functional_call(part, tensors, arguments, options)
+    return logits_of(output, part)
+
+
+def logits_of(output: Any, part: nn.Module) -> Tensor:
+    """What a module has returned, if it is a tensor, or else its ``logits``."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     if not isinstance(output, Tensor):
         raise TypeError(f"a {type(part).__name__} must return a tensor, or an output with a tensor as 'logits'")
     return output
+
+
+def rows_of(x: Inputs, rows: slice) -> Inputs:
+    """Some samples of inputs."""
+    if isinstance(x, Tensor):
+        return x[rows]
+    return {key: value[rows] if isinstance(value, Tensor) and value.dim() else value for key, value in x.items()}
 
 
 def first_tensor(x: Inputs) -> Tensor:

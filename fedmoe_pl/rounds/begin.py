@@ -20,7 +20,7 @@ from fedmoe_pl.checkpoints.client_state import check_states, joined, only
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.outputs import labelled_batches, outputs_of
+from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of, outputs_of
 from fedmoe_pl.models import AdapterMoE, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.models.adapter_files import read_adapter
 from fedmoe_pl.models.layers import evaluating
@@ -53,7 +53,7 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
     """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
-        ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1])
+        ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1], mixture_of(module))
         with torch.no_grad():  # torch does not export parameters that are made in inference mode
             outputs_of(module.eval(), batch, datamodule.has_pairs)
         if isinstance(module, MixtureOfExperts):

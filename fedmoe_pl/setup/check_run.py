@@ -139,8 +139,9 @@ def check_needs(
     """Refuses a phase that lacks something of what its algorithm needs (``Algorithm.needs``)."""
     owner, size, algorithm = str(phase), phase.clients_per_round, phase.algorithm
     number = datamodule.num_clients if takes_all(size) else cohort_size(datamodule.num_clients, size)
-    has_classes = datamodule.has_pairs and predicts_classes(module, datamodule)
-    has_loss = has_classes or (datamodule.has_pairs and isinstance(module, MixtureOfExperts))
+    is_mixture = isinstance(module, MixtureOfExperts)  # which also knows the targets in a dict
+    has_classes = (datamodule.has_pairs or is_mixture) and predicts_classes(module, datamodule)
+    another = owner, "algorithm", algorithm, "another for these data and this model"
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
     of_phase = "train." if "gradient_clip_val" in (phase.train.trainer or {}) else ""
     accumulated = trainer.get("accumulate_grad_batches", 1)
@@ -157,8 +158,8 @@ def check_needs(
             bool(((datamodule.train_samples.sizes > 0) & (datamodule.validation_samples.sizes == 0)).any()),
             (datamodule, "validation_fraction", fraction, "larger" if fraction else "above 0"),
         ),
-        "classes": (not has_classes, (owner, "algorithm", algorithm, "another for these data and this model")),
-        "loss_of_outputs": (not has_loss, (owner, "algorithm", algorithm, "another for these data and this model")),
+        "classes": (not has_classes, another),
+        "loss_of_outputs": (not (has_classes or is_mixture), another),
         "plain_steps": (bool(clip), (owner, f"{of_phase}trainer.gradient_clip_val", clip, "left out")),
         "fresh_optimizers": (phase.train.keep_optimizer, (owner, "train.keep_optimizer", True, "False")),
         "fixed_gate": (trains_gate, (owner, "gate", gate, "EqualWeights, GlobalOnly or another fixed one")),
@@ -173,6 +174,9 @@ def check_needs(
         ),
         "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
     }
+    if is_mixture and module.task == "causal_lm" and is_distributed(trainer):
+        because = "processes would average the mean losses of different numbers of tokens"
+        raise InvalidArgumentError(owner, "trainer.strategy", trainer.get("strategy"), "left out", because)
     for need in algorithm.needs:
         is_lacking, refused = lacking[need]
         if is_lacking:

@@ -15,14 +15,15 @@ from torchmetrics import Metric
 
 from fedmoe_pl.checkpoints.checkpoint import is_of_run
 from fedmoe_pl.checkpoints.files import replacing
-from fedmoe_pl.checks import InvalidArgumentError, check_kind, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
 from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predict, predicts_classes
-from fedmoe_pl.evaluation.outputs import described_batches, labelled_batches
+from fedmoe_pl.evaluation.outputs import described_batches, has_task, labelled_batches, mixture_of
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.inputs import inputs_and_targets
 from fedmoe_pl.models.mixtures.tasks import fits, range_problem
 from fedmoe_pl.phases.phase import Phase
 
@@ -120,6 +121,7 @@ def set_up_as_saved(
 
 
 _TRIED_SAMPLES = 8
+_TRIED_OF_READER = 2
 
 
 class TooManyClassesError(InvalidArgumentError):
@@ -134,6 +136,9 @@ def check_task(
         argument = "augmentation" if datamodule.augmentation else "rotations"
         because = f"targets of shape {tuple(datamodule.y.shape[1:])} would not be changed with the images"
         raise InvalidArgumentError(datamodule, argument, "given", "left out", because)
+    if isinstance(module, MixtureOfExperts):
+        with naming(phase):
+            _check_batches(module, datamodule)
     has_classes = predicts_classes(module, datamodule)
     needs_metrics = not (has_classes or isinstance(module, MixtureOfExperts))
     if not phase.evaluate and (has_classes or needs_metrics):
@@ -148,10 +153,11 @@ def check_task(
         because = f"the targets of {type(datamodule).__name__} are not classes"
         raise InvalidArgumentError("Federation", "metrics", None, f"given for a {type(module).__name__}", because)
     only_shape = has_classes and not metrics
-    samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:_TRIED_SAMPLES]
+    number = 1 if has_task(module, "causal_lm") else _TRIED_SAMPLES  # whose outputs are large
+    samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
     with tried(f"{phase}: a {type(module).__name__} does not accept the samples of {type(datamodule).__name__}"):
         outputs = predict(module.eval(), datamodule, samples)[0]
-        targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
+        targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
         allowed = f"one that gives a score for each of {datamodule.num_classes} classes"
         because = f"its outputs have shape {tuple(outputs.shape[1:])} for a sample"
@@ -160,6 +166,26 @@ def check_task(
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
     check_values(metrics, module, outputs, targets)
+
+
+def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
+    """Refuses batches of samples that are read one by one, if a mixture would take the wrong targets, or none."""
+    if (reader := datamodule.reader) is None:
+        return
+    indices = [*range(min(_TRIED_OF_READER, len(datamodule.y)))]
+    for source in (reader.training, reader.evaluation):
+        batch, key, of_data = source[indices, 0], module.target_key, reader.data.target_key
+        if isinstance(batch, Mapping) and of_data in batch and of_data != key:
+            because = f"it is the key of the targets of {type(datamodule).__name__}"
+            raise InvalidArgumentError(module, "target_key", key, f"'{of_data}'", because)
+        if source is reader.evaluation and datamodule.num_classes:
+            continue  # the classes are known
+        _, y = inputs_and_targets(batch, key)
+        expected = datamodule.y[indices]
+        are_classes = datamodule.num_classes and isinstance(y, Tensor) and not y.is_floating_point()
+        if are_classes and not torch.equal(y, expected.to(y.dtype)):
+            allowed = f"the key of the classes, {expected.tolist()} for the first samples"
+            raise InvalidArgumentError(module, "target_key", key, allowed, f"batches have {y.tolist()} there")
 
 
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:

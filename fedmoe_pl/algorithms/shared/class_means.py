@@ -18,7 +18,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, logits_loss, mean_of_labelled, split_expert
+from fedmoe_pl.algorithms.shared.parts import (
+    evaluation_copy,
+    logits_loss,
+    mean_of_labelled,
+    pair_of,
+    pairs_of,
+    split_expert,
+)
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, problem_of_shapes
 
 
@@ -35,11 +43,11 @@ def class_means(
     module = evaluation_copy(client, batches)
     num_classes = client.datamodule.num_classes
     data = client.datamodule
-    ((x, _),) = data.batches(data.train_samples.indices[:1])
+    ((x, _),) = pairs_of(module, data.batches(data.train_samples.indices[:1]))
     first = vectors(module, x).flatten(1)  # a client without samples has means of this width, too
     sums = first.new_zeros(num_classes, first.shape[1])
     counts = first.new_zeros(num_classes)
-    for x, y in batches:
+    for x, y in pairs_of(module, batches):
         one_hot = F.one_hot(y, num_classes).to(sums)
         sums += one_hot.T @ vectors(module, x).flatten(1)
         counts += one_hot.sum(0)
@@ -114,8 +122,8 @@ def loss_with_targets(
 
     ``constants`` has the ``targets`` (C, F), and which of them are ``known`` (C,); others add 0.
     """
-    x, y = batch
+    x, y = pair_of(module, batch)
     extractor, classifier = split_expert(module, expert)
-    features = extractor(x)
+    features = call(extractor, x)
     errors = (features.flatten(1) - rows_of_labels(constants["targets"], y)).square().mean(1)
     return logits_loss(module, classifier(features), y) + weight * mean_of_known(errors, y, constants["known"])

@@ -10,10 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.shared.parts import summed_loss
+from fedmoe_pl.algorithms.shared.parts import pairs_of, summed_loss
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 
@@ -99,5 +100,5 @@ def mean_loss(module: LightningModule, cluster: int, batches: SampleBatches) -> 
     """Mean loss of a cluster's model in eval mode: float64 (), on the CPU. It is computed on the data's device."""
     assert isinstance(module, ClusteredMoE)
     expert = copy_module(module.global_experts[cluster]).to(batches.device).eval()
-    sums = [summed_loss(module, module.scores_of(expert(x)), y) for x, y in batches]
+    sums = [summed_loss(module, module.scores_of(call(expert, x)), y) for x, y in pairs_of(module, batches)]
     return torch.stack(sums).sum().cpu() / len(batches.samples)

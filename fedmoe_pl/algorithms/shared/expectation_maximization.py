@@ -13,9 +13,10 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Client, Constants
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.algorithms.shared.requirements import check_mixing, check_sparse
 from fedmoe_pl.models import MixtureWeights, SparseMoE
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.trees import Tree, load_tree
 
@@ -44,7 +45,7 @@ class ExpectationMaximization(Algorithm, ABC):
         self.shared = Patterns("*", excluded=[_PI])  # clients keep their weights of the experts
 
     @abstractmethod
-    def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
+    def embedded(self, module: SparseMoE, x: Inputs) -> Tensor:
         """What the experts read, from inputs (B, ...): a point where gradients of the M step may be scaled."""
 
     def server_init(self, module: LightningModule) -> Tree:
@@ -65,7 +66,7 @@ class ExpectationMaximization(Algorithm, ABC):
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The loss of the M step; samples with the label -100 do not count."""
         assert isinstance(module, SparseMoE)
-        x, y = batch
+        x, y = pair_of(module, batch)
         with torch.no_grad(), evaluating(module):
             received = {f"module.{name}": tensor for name, tensor in constants["received"].items()}
             losses = functional_call(_Losses(module), received, (x, y), tie_weights=False)
@@ -86,8 +87,8 @@ class _Losses(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return _losses(self.module, self.module.embedding(x), y)
+    def forward(self, x: Inputs, y: Tensor) -> Tensor:
+        return _losses(self.module, call(self.module.embedding, x), y)
 
 
 @torch.no_grad()
@@ -96,5 +97,5 @@ def _mean_responsibilities(client: Client, log_pi: Tensor) -> Tensor:
     batches = client.batches(client.samples)
     losses = _Losses(evaluation_copy(client, batches))  # pyright: ignore[reportArgumentType]
     prior = log_pi.to(batches.device)
-    sums = [(prior - losses(x, y)).softmax(1).double().sum(0) for x, y in batches]
+    sums = [(prior - losses(x, y)).softmax(1).double().sum(0) for x, y in pairs_of(losses.module, batches)]
     return (torch.stack(sums).sum(0) / len(client.samples)).to(log_pi)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import grad
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
 
 
@@ -26,6 +28,21 @@ def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Mo
     """The extractor and the classifier of an expert."""
     part = module.get_submodule(expert)
     return part.extractor, part.classifier  # pyright: ignore[reportReturnType]
+
+
+def pair_of(module: LightningModule, batch: Any) -> tuple[Any, Tensor]:
+    """The inputs and targets of a batch; a mixture knows the key of the targets in a dict."""
+    return inputs_and_targets(batch, module.target_key) if isinstance(module, MixtureOfExperts) else batch
+
+
+def pairs_of(module: LightningModule, batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
+    """The inputs and targets of batches."""
+    return (pair_of(module, batch) for batch in batches)
+
+
+def counted(module: LightningModule, y: Tensor) -> int:
+    """What the mean loss of targets (B, ...) counts in a mean over batches, see ``MixtureOfExperts.counted``."""
+    return module.counted(y) if isinstance(module, MixtureOfExperts) else len(y)
 
 
 def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
@@ -41,24 +58,25 @@ def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
 def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     """The sum of the losses of a model's scores (B, C) in double precision, by which models are compared.
 
-    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts B times.
+    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts B times. In
+    ``causal_lm``, it is the sum over tokens.
     """
     if not isinstance(module, MixtureOfExperts):
         return F.cross_entropy(scores, y, reduction="none").double().sum()
-    if module.criterion is not None:
-        return module.loss_of(scores, y).double() * len(y)
+    if module.criterion is not None or module.task == "causal_lm":
+        return module.loss_of(scores, y).double() * module.counted(y)
     return module.loss_of(scores, y, reduction="none").double().sum()
 
 
 def expert_loss(module: LightningModule, expert: str, batch: Any) -> Tensor:
     """The mean loss of one expert, by its name in the module, whatever the gate."""
-    x, y = batch
-    return logits_loss(module, module.get_submodule(expert)(x), y)
+    x, y = pair_of(module, batch)
+    return logits_loss(module, call(module.get_submodule(expert), x), y)
 
 
-def both_logits(module: LightningModule, x: Tensor) -> tuple[Tensor, Tensor]:
+def both_logits(module: LightningModule, x: Inputs) -> tuple[Tensor, Tensor]:
     """The logits (B, C) of the local and of the global expert, whatever the gate."""
-    return module.get_submodule("local_expert")(x), module.get_submodule("global_expert")(x)
+    return call(module.get_submodule("local_expert"), x), call(module.get_submodule("global_expert"), x)
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, y: Tensor) -> Tensor:
@@ -80,12 +98,12 @@ def expert_gradient(module: LightningModule, expert: str, parameters: Tree, batc
     It can be differentiated again, and used with ``vmap``. ``parameters`` have the names that they have in the expert,
     which uses its own in place of missing ones.
     """
-    part, (x, y) = module.get_submodule(expert), batch
+    part, (x, y) = module.get_submodule(expert), pair_of(module, batch)
     buffers = dict(part.named_buffers())
 
     def loss(parameters: Tree) -> tuple[Tensor, Tree]:
         moved = {name: buffer.clone() for name, buffer in buffers.items()}  # grad refuses to change those outside
-        return logits_loss(module, functional_call(part, {**parameters, **moved}, (x,)), y), moved
+        return logits_loss(module, call(part, x, {**parameters, **moved}), y), moved
 
     gradient, moved = grad(loss, has_aux=True)(parameters)
     with torch.no_grad():
@@ -100,16 +118,19 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
     It is by the trained parameters, with the names that these have in the expert. ``tensors`` take the place of the
     module's own.
     """
-    total: Tree = {}
+    total, number = Tree(), len(client.samples)
     with torch.inference_mode(False):  # models are evaluated in inference mode, where nothing can be differentiated
         batches = client.batches(client.samples)
         module = evaluation_copy(client, batches)
         load_tree(module, tensors)
-        parameters = trained_parameters(module, expert)
+        parameters, sizes = trained_parameters(module, expert), []
         for batch in batches:
+            sizes.append(counted(module, pair_of(module, batch)[1]))
             gradient = expert_gradient(module, expert, parameters, batch)
             for name, tensor in gradient.items():
-                total[name] = total.get(name, 0) + tensor.detach().cpu() * (len(batch[1]) / len(client.samples))
+                total[name] = total.get(name, 0) + tensor.detach().cpu() * (sizes[-1] / number)
+    if sum(sizes) not in (0, number):  # tokens
+        total = {name: tensor * (number / sum(sizes)) for name, tensor in total.items()}
     return total
 
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.algorithms.shared.requirements import check_sparse
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, problem_of_shapes, subtree, with_prefix
 
@@ -128,8 +129,8 @@ def mixture_loss(module: LightningModule, batch: Any, experts: list[int]) -> tup
         (B, k).
     """
     assert isinstance(module, SparseMoE)
-    x, y = batch
-    z = module.embedding(x)
+    x, y = pair_of(module, batch)
+    z = call(module.embedding, x)
     weights = module.gate(z)
     chosen = weights[:, experts]
     renormalized = chosen / chosen.sum(1, keepdim=True).clamp_min(torch.finfo(chosen.dtype).tiny)
@@ -148,5 +149,5 @@ def _mean_weights(client: Client) -> Tensor:
     batches = client.batches(client.samples)
     module = evaluation_copy(client, batches)
     assert isinstance(module, SparseMoE)
-    sums = [module.gate(module.embedding(x)).double().sum(0) for x, _ in batches]
+    sums = [module.gate(call(module.embedding, x)).double().sum(0) for x, _ in pairs_of(module, batches)]
     return torch.stack(sums).sum(0).cpu() / len(client.samples)

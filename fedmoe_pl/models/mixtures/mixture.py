@@ -21,7 +21,17 @@ from fedmoe_pl.models.inputs import Inputs, inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
-from fedmoe_pl.models.mixtures.tasks import SIGMOIDS, Loss, Task, aligned, checked_task, ignored_class, usual_loss
+from fedmoe_pl.models.mixtures.tasks import (
+    SIGMOIDS,
+    Loss,
+    Task,
+    aligned,
+    by_token,
+    checked_task,
+    counted,
+    ignored_class,
+    usual_loss,
+)
 from fedmoe_pl.trees import copy_module
 
 Batch = tuple[Inputs, Tensor] | Mapping[str, Any]
@@ -127,7 +137,7 @@ class MixtureOfExperts(LightningModule, ABC):
     def _check_mixing(self) -> None:
         """Refuses to mix what the experts' outputs are not, or what the loss cannot read."""
         allowed: tuple[str, ...] = get_args(Mixing)
-        if self.mixes_logits or self.task == "regression":
+        if self.mixes_logits or self.task in ("regression", "causal_lm"):
             allowed = ("logits",)
         elif self.task in SIGMOIDS or self.criterion is not None:
             allowed = ("logits", "probabilities")
@@ -216,12 +226,17 @@ class MixtureOfExperts(LightningModule, ABC):
         if self.criterion is not None:
             if reduction == "none":
                 return torch.stack([self.loss_of(*one) for one in zip(scores.split(1), y.split(1), strict=True)])
-            return self.criterion(*aligned(self.task, scores, y))
+            outputs, targets = aligned(self.task, scores, y)
+            return self.criterion(*(by_token(outputs, targets) if self.task == "causal_lm" else (outputs, targets)))
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
         losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+    def counted(self, y: Tensor) -> int:
+        """What the mean loss of targets (B, ...) counts in a mean over batches: B, or in ``causal_lm`` the tokens."""
+        return counted(self.task, y)
 
     def scores_of(self, logits: Tensor) -> Tensor:
         """The scores (B, C) of a single expert, from its logits (B, C)."""
@@ -233,7 +248,9 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
         loss, metrics = self.loss(batch)
-        values, y = {"loss": loss}, inputs_and_targets(batch, self.target_key)[1]
+        y = inputs_and_targets(batch, self.target_key)[1]
+        self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
+        values = {}
         if self.task == "multiclass":
             scores, y = aligned(self.task, metrics["logits"], y)
             y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes

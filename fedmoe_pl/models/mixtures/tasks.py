@@ -10,22 +10,26 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 
-Task = Literal["multiclass", "binary", "multilabel", "regression"]
+Task = Literal["multiclass", "binary", "multilabel", "regression", "causal_lm"]
 """What a mixture predicts, in the words of torchmetrics.
 
 ``multiclass``: one class of C, for a sample or for each position of it: outputs are logits (B, C, ...), targets classes
 (B, ...). ``binary`` and ``multilabel``: outputs are logits of labels that are on or off, each by itself, targets of the
-same shape are 0 or 1. ``regression``: outputs and targets are values of the same shape. In the last three, an output of
-shape (B, 1, ...) also fits targets of shape (B, ...).
+same shape are 0 or 1. ``regression``: outputs and targets are values of the same shape. In these three, an output of
+shape (B, 1, ...) also fits targets of shape (B, ...). ``causal_lm``: the next token: outputs are logits (B, T, V),
+targets the tokens themselves (B, T), as Hugging Face's ``labels``; the logits at a position are compared with the token
+after it. The loss is the mean over tokens, without those that are -100.
 """
 Loss = nn.Module | Callable[[Tensor, Tensor], Any]  # a function need not say that it returns a tensor
 """A module or function from outputs and targets to the mean loss."""
 SIGMOIDS: tuple[Task, ...] = ("binary", "multilabel")
 """The tasks in which each output is the logit of a probability of its own."""
+IGNORED = -100
+"""The target that does not count, unless a loss has another one."""
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 _OF_LOSSES: dict[type, tuple[Task, ...]] = {
-    nn.CrossEntropyLoss: ("multiclass",),
+    nn.CrossEntropyLoss: ("multiclass", "causal_lm"),
     nn.BCEWithLogitsLoss: ("multilabel", "binary"),
     **dict.fromkeys(_REGRESSION, ("regression",)),
 }
@@ -50,6 +54,10 @@ def checked_task(owner: object, task: Task | None, loss: Loss | None) -> Task:
 
 def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal["mean", "none"]) -> Tensor:
     """Cross-entropy, binary cross-entropy or the squared error; arguments as those of :func:`aligned` returns."""
+    if task == "causal_lm":
+        losses, counts = F.cross_entropy(*by_token(outputs, targets), reduction="none"), targets != IGNORED
+        dims = (0, 1) if reduction == "mean" else (1,)
+        return losses.view_as(targets).sum(dims) / counts.sum(dims).clamp_min(1)  # no token may count
     if task == "multiclass":
         losses = F.cross_entropy(outputs, targets, reduction=reduction)
     elif task in SIGMOIDS:
@@ -63,13 +71,25 @@ def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes."""
     if task == "multiclass":
         return outputs, targets if targets.is_floating_point() else targets.long()
+    if task == "causal_lm":
+        return outputs, F.pad(targets[:, 1:].long(), (0, 1), value=IGNORED)  # logits are large, and not copied
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     return outputs, targets.to(outputs.dtype)
 
 
+def by_token(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (B * T, V) and tokens (B * T,)."""
+    return outputs.flatten(0, 1), targets.flatten()
+
+
+def counted(task: Task, targets: Tensor) -> int:
+    """What the mean loss of some samples counts in a mean over batches: their number, or that of their tokens."""
+    return len(targets) if task != "causal_lm" else int((targets[:, 1:] != IGNORED).sum())
+
+
 def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What a metric of torchmetrics compares: probabilities and classes or labels, or values."""
+    """What a metric of torchmetrics compares: probabilities and classes or labels, values, or logits and tokens."""
     if task == "multiclass":
         return outputs.softmax(1), targets.long()
     outputs, targets = aligned(task, outputs, targets)
@@ -81,6 +101,8 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
     if task == "multiclass":
         is_dense = outputs.dim() > 1 and outputs[:, 0].shape == targets.shape
         return is_dense and not targets.is_floating_point()
+    if task == "causal_lm":
+        return outputs.dim() == 3 and outputs.shape[:2] == targets.shape and not targets.is_floating_point()
     outputs, targets = aligned(task, outputs, targets)
     return outputs.shape == targets.shape
 
@@ -88,8 +110,9 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
 def range_problem(task: Task, criterion: Loss | None, outputs: Tensor, targets: Tensor) -> str | None:
     """What is wrong with the values of targets; None if nothing is, or only a loss of the user's could tell."""
     is_usual = criterion is None or type(criterion) in _OF_LOSSES
-    if task == "multiclass":
-        counted, most = targets[targets != ignored_class(criterion)], outputs.shape[1] - 1
+    if task in ("multiclass", "causal_lm"):
+        counted = targets[targets != ignored_class(criterion)]
+        most = outputs.shape[-1 if task == "causal_lm" else 1] - 1
         allowed = f"outputs of {most + 1} classes allow integers from 0 to {most}"
     elif task in SIGMOIDS and is_usual:
         counted, most, allowed = targets, 1, "labels that are on or off are 1 or 0, or probabilities between"
@@ -101,4 +124,4 @@ def range_problem(task: Task, criterion: Loss | None, outputs: Tensor, targets: 
 
 def ignored_class(criterion: Loss | None) -> int:
     """The target of samples or pixels that do not count: that of the loss, if it has one, or that of cross-entropy."""
-    return getattr(criterion, "ignore_index", -100)
+    return getattr(criterion, "ignore_index", IGNORED)
