@@ -159,7 +159,7 @@ class _SigmoidGate(Gate):
 
     def forward(self, x: Tensor) -> Tensor:
         """Weights (B, 2) = (g, 1 - g), g = sigmoid(linear(x))."""
-        logit = self.linear(x.flatten(1))  # (B, 1)
+        logit = self.linear(_flattened(self, x))  # (B, 1)
         return torch.cat((logit, -logit), dim=1).sigmoid()  # 1 - sigmoid(z) = sigmoid(-z)
 
 
@@ -212,7 +212,7 @@ class ProxyGate(Gate):
 
     def forward(self, x: Tensor) -> Tensor:
         """Weights (B, experts) of inputs (B, ...)."""
-        x = x.flatten(1)
+        x = _flattened(self, x)
         return torch.cat([proxy(x) for proxy in self.proxies], dim=1).softmax(dim=1)
 
 
@@ -325,7 +325,7 @@ class MLPGate(Gate):
 
     def forward(self, x: Tensor) -> Tensor:
         """Weights (B, num_experts), the softmax of the last layer's outputs."""
-        return self.layers(x.flatten(1)).softmax(1)
+        return self.layers(_flattened(self, x)).softmax(1)
 
 
 class SwitchNormGate(Gate):
@@ -357,4 +357,12 @@ class SwitchNormGate(Gate):
 
     def forward(self, x: Tensor) -> Tensor:
         """Weights (B, 2) = (global expert, local expert) of inputs (B, ...)."""
-        return self.layers(x)
+        return self.layers(_flattened(self, x))
+
+
+def _flattened(gate: Gate, x: Inputs) -> Tensor:
+    """The values of each sample, (B, F); refuses a dict, which has arguments and not values."""
+    if not isinstance(x, Tensor):
+        allowed = "NetworkGate, one of your own that reads a dict, or a fixed one"
+        raise InvalidArgumentError("MixtureOfExperts", "gate", gate, allowed, "batches are dicts")
+    return x.flatten(1)

@@ -165,7 +165,12 @@ class Scores(WordModel):
 @pytest.mark.parametrize(
     ("module", "algorithm", "targets", "sentence"),
     [
-        (model, FedAvg(), "label", "a PersonalizedMoE does not accept the samples of FromDataModule"),
+        (
+            model,
+            FedAvg(),
+            "label",
+            "target_key is 'labels', but must be 'label', because it is the key of the targets of",
+        ),
         (Scores, FedAvg(), "label", "a Scores does not accept the samples of FromDataModule"),
         (WordLoss, FedALA("embedding", 1), "label", "FedALA needs a class for each sample|FedALA needs the loss"),
         (WordModel, FedAvg(), "user", "evaluate is True, but must be False, because the data have batches of dict"),
