@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
 from fedmoe_pl.data.arrays import are_classes, check_labels
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, SampleBatches
 from fedmoe_pl.seeds import seeded
@@ -190,9 +190,10 @@ class SampleReader:
         self.data = data
         self.training, self.evaluation = _Reader(data, training=True), _Reader(data, training=False)
         indices = [*range(min(_TRIED, data.sizes[0]))]
-        batch = self.evaluation[indices, 0]
+        with tried(f"{type(owner).__name__}: collate_fn makes no batch of the first samples"):
+            batch, of_training = self.evaluation[indices, 0], self.training[indices, 0]
         self._check_classes(owner, batch, indices)
-        self.has_pairs = is_pair(self.training[indices, 0])
+        self.has_pairs = is_pair(of_training)
         self.has_targets = isinstance(self.targets_of(batch), Tensor)
         size = sum(tensor.nbytes for tensor in tensors_of(batch)) // _TRIED
         self.evaluated_at_once = min(max(_MOST_BYTES // max(size, 1), 1), EVALUATED_AT_ONCE)

@@ -76,6 +76,10 @@ def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.
     """A value of each sample, for the argument that says how they are found."""
     found = values(dataset) if callable(values) else _attribute(dataset, values)
     if found is None and isinstance(values, str):
+        sample = _read(dataset, 0)
+        if isinstance(sample, dict) and values not in sample:
+            allowed = f"an attribute of the dataset or a key of its samples ({', '.join(map(str, sample))})"
+            raise InvalidArgumentError(owner, argument, values, allowed)
         found = _read_all(owner, dataset, values)
     array = _to_array(found)
     if array.shape[:1] != (len(dataset),):

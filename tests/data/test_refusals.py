@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.data import Own, numbered, pixels, random_images, refused_argument, vectors
 from helpers.map_style import DictData, Dicts, Noisy, padded
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from fedmoe_pl.data import (
@@ -175,6 +176,8 @@ class OnDevice(DictData):
         ("targets", of_noise(targets=lambda dataset: [0.5] * 4)),
         ("targets", of_noise(targets=lambda dataset: [1] * 4)),  # the batches have others
         ("targets", of_noise(targets=lambda dataset: [-1, 0, 1, 2])),
+        ("targets", of_dicts(targets="lable")),
+        ("groups", of_dicts(groups="users")),
         ("augmentation", of_noise(augmentation=[RandomCrop()])),
         ("partitioner", of_dicts(partitioner=Dirichlet(0.5))),
         ("global_test_size", of_dicts(global_test_size=9)),
@@ -210,3 +213,9 @@ def test_a_fault_in_a_file_of_texts_is_refused(row, tmp_path):
     (tmp_path / "test.csv").write_text('"1","title","text"')
     (tmp_path / "train.csv").write_text(row)
     assert refused_argument(lambda: AGNews(str(tmp_path), num_clients=1)) == "root"
+
+
+def test_samples_that_the_collate_function_cannot_join_are_refused():
+    words = FromDatasets(Dicts(4), Dicts(4), num_clients=2)  # sequences of several lengths
+    with pytest.raises(MisconfigurationException, match="FromDatasets: collate_fn makes no batch of the first"):
+        words.setup()
