@@ -163,9 +163,9 @@ class Expert(nn.Module):
         super().__init__()
         self._computes: list[Callable[[Any], Output]] = []  # in a list, so that the base is no part of the expert
 
-    def forward(self, x: Any) -> Tensor:
-        """The base's outputs for inputs x, with this expert."""
-        return self._computes[0](x).logits
+    def forward(self, *inputs: Any, **arguments: Any) -> Tensor:
+        """The base's outputs with this expert, for inputs as one value or as keyword arguments."""
+        return self._computes[0](*inputs or (arguments,)).logits
 
 
 class AdaptedBase:

@@ -24,6 +24,7 @@ from fedmoe_pl.models import (
     NetworkGate,
     TokenGate,
 )
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import copy_module
 
 pytest.importorskip("peft")
@@ -144,6 +145,12 @@ def test_a_gate_that_keeps_one_expert_keeps_its_bits(gate):
         module = tokens(kind, gate)
         expert = module.global_expert if isinstance(gate, GlobalOnly) else module.local_expert
         assert torch.equal(module(IDS), expert(IDS))
+
+
+def test_an_expert_takes_a_dict_as_keyword_arguments_as_its_base_does():
+    module = tokens(AdapterMoE, GlobalOnly())
+    assert torch.equal(module.global_expert(input_ids=IDS), module.global_expert(IDS))
+    assert torch.equal(call(module.global_expert, {"input_ids": IDS}), module({"input_ids": IDS}))
 
 
 def test_equal_experts_with_equal_weights_are_one_expert_to_the_bit():
