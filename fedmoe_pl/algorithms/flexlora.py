@@ -15,8 +15,6 @@ signs of the factors   not mentioned  -                                      the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,7 @@ class FlexLoRA(UnequalRanks):
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        ranks: list[int],
         shared: str | list[str] = "global_expert.*",
         trainable: str | list[str] = "*",
         weighting: Weighting = "samples",

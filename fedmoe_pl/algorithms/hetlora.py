@@ -17,8 +17,6 @@ self-pruning             a penalty on the last rows  FlexLoRA's: a penalty witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Update
@@ -44,7 +42,7 @@ class HetLoRA(UnequalRanks):
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        ranks: list[int],
         shared: str | list[str] = "global_expert.*",
         trainable: str | list[str] = "*",
     ) -> None:

@@ -17,6 +17,8 @@ from fedmoe_pl.algorithms import FedAvg, FedExLoRA, FlexLoRA, HetLoRA
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.trees import of_module
 
 SIZES, RANKS = [13, 8, 11], [3, 1, 2]
 adamw = partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1)
@@ -260,3 +262,20 @@ def test_an_update_of_another_rank_is_not_one_that_the_client_can_have_made():
     for client, update in enumerate(updates):
         assert algorithm.problem_of_update(client, update, initial, data) == ""
         assert "of shape" in algorithm.problem_of_update((client + 1) % 3, update, initial, data)
+
+
+@pytest.mark.parametrize("algorithm", [FedExLoRA(), HetLoRA([2, 3]), FlexLoRA([2, 3])])
+def test_newcomers_have_the_server_s_adapters_at_their_ranks_and_its_weights(algorithm, tmp_path):
+    phases = [Phase("it", algorithm, evaluate=False)]
+    quiet = {"backend": TrainerBackend(), "logger": False, "enable_progress_bar": False}
+    before = run(phases, adapted(3), blobs(SIZES), tmp_path, enable_checkpointing=True, **quiet)
+    after = Federation(phases, {"max_epochs": 2}, default_root_dir=str(tmp_path / "new"), **quiet)
+    after.personalize(adapted(3), blobs([10, 6]), str(before.run_dir / "checkpoints/last.ckpt"), 1)
+    server = of_module(before.run.states["it"].server)
+    for client in range(2):
+        expected = {name: tensor.clone() for name, tensor in server.items()}
+        if client == 0 and not isinstance(algorithm, FedExLoRA):
+            for layer in ("first", "second"):
+                expected[A(layer)][2:] = expected[B(layer)][:, 2:] = 0
+        module = after.client_module("it", client).state_dict()
+        assert_same_bits({name: module[name] for name in server}, expected)

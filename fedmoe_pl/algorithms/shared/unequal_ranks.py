@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning.pytorch import LightningModule
@@ -35,7 +34,7 @@ class UnequalRanks(Algorithm):
     computed_parts = ("global_expert",)
 
     def __init__(
-        self, ranks: Sequence[int], shared: str | list[str], trainable: str | list[str], weighting: Weighting
+        self, ranks: list[int], shared: str | list[str], trainable: str | list[str], weighting: Weighting
     ) -> None:
         super().__init__(shared, trainable, weighting)
         if not ranks:
