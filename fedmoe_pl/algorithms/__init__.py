@@ -15,6 +15,7 @@ from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedex_lora import FedExLoRA
 from fedmoe_pl.algorithms.fedjets import FedJETs
 from fedmoe_pl.algorithms.fedkd import FedKD
+from fedmoe_pl.algorithms.fedlease import FedLEASE
 from fedmoe_pl.algorithms.fedmix import FedMix
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedpac import FedPAC
@@ -59,6 +60,7 @@ __all__ = [
     "FedExLoRA",
     "FedJETs",
     "FedKD",
+    "FedLEASE",
     "FedMix",
     "FedMoEDA",
     "FedPAC",

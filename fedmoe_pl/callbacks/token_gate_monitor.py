@@ -51,7 +51,8 @@ class TokenGateMonitor(FederationCallback):
         """Computes the weights and draws them."""
         module = run.module(phase)
         is_token_gate = isinstance(module, LayerwiseAdapterMoE) and isinstance(module.gate, TokenGate)
-        if evaluation is None or not is_token_gate or not run.loggers.take_images:
+        is_shown = is_token_gate and module.has_global_expert
+        if evaluation is None or not is_shown or not run.loggers.take_images:
             return
         clients = [client.client for client in evaluation.clients][: self.max_clients]
         means, tokens, ids = [], np.empty((0, 0)), torch.empty(0)

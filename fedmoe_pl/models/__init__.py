@@ -32,7 +32,7 @@ from fedmoe_pl.models.gates import (
     ProxyGate,
     SwitchNormGate,
 )
-from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, LayerwiseAdapterMoE
+from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, ClusteredAdapterMoE, LayerwiseAdapterMoE
 from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE
@@ -41,7 +41,7 @@ from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
 from fedmoe_pl.models.normalization import SwitchNorm1d
 from fedmoe_pl.models.pretrained import pretrained
-from fedmoe_pl.models.routers import SimilarityGate, TokenGate
+from fedmoe_pl.models.routers import AdaptiveTokenGate, SimilarityGate, TokenGate
 
 __all__ = [
     "CNN",
@@ -49,7 +49,9 @@ __all__ = [
     "LEAFCNN",
     "VGG16",
     "AdapterMoE",
+    "AdaptiveTokenGate",
     "BiLSTM",
+    "ClusteredAdapterMoE",
     "ClusteredMoE",
     "ConstantGate",
     "ConvBlock",

@@ -1,4 +1,4 @@
-"""Gates of mixtures inside the layers of a base: one weighs every token, one compares samples with a client's own."""
+"""Gates of mixtures inside the layers of a base: two weigh every token, one compares samples with a client's own."""
 
 from __future__ import annotations
 
@@ -47,8 +47,12 @@ class TokenGate(Gate):
             if not width:
                 reason = f"it weighs experts by the inputs of {path}, which is no linear layer"
                 raise InvalidArgumentError(owner, "gate", self, "another gate than TokenGate", reason)
-            plant(self.routers, path, nn.Linear(width, num_experts, bias=False))
+            plant(self.routers, path, nn.Linear(width, self.num_outputs(num_experts), bias=False))
         self.reset_parameters()
+
+    def num_outputs(self, num_experts: int) -> int:
+        """Number of rows of R."""
+        return num_experts
 
     def reset_parameters(self) -> None:
         """Draws all routers anew."""
@@ -71,6 +75,42 @@ class TokenGate(Gate):
     def forward(self, x: Tensor) -> Tensor:
         """Raises an error, because there are no weights of whole samples."""
         raise InvalidArgumentError(self, "gate", type(self).__name__, "the gate of a LayerwiseAdapterMoE")
+
+
+class AdaptiveTokenGate(TokenGate):
+    """Lets every token use up to K of the experts of K clusters: with the first one several times, fewer others.
+
+    FedLEASE (NeurIPS 2025): ``p = softmax(R x)`` has an output for each of the K experts, and K - 1 more of the first
+    one. The K largest are divided by their sum, and those of the first expert are added. Of M experts of a
+    ``ClusteredAdapterMoE``, those in the first K places are used; R has 2 M - 1 rows, the additional ones last.
+
+    Attributes:
+        num_clusters: K, an integer of shape (); 1 until :class:`~fedmoe_pl.algorithms.FedLEASE` has found the clusters.
+    """
+
+    num_clusters: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_clusters", torch.tensor(1))
+
+    def num_outputs(self, num_experts: int) -> int:
+        """Number of rows of R: one for each expert, and one less for the first expert again."""
+        return 2 * num_experts - 1
+
+    def weights(self, path: str, x: Tensor) -> Tensor:
+        """Weights (B, ..., M) in a layer, given its path and its inputs (B, ..., features)."""
+        router: Any = self.routers.get_submodule(path)
+        logits = router(x.to(router.weight.dtype))
+        experts = (logits.shape[-1] + 1) // 2
+        places = torch.arange(logits.shape[-1], device=logits.device)
+        is_used = torch.where(places < experts, places, places - experts + 1) < self.num_clusters
+        p = logits.masked_fill(~is_used, -torch.inf).softmax(-1)
+        rank = p.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        largest = p * (rank < self.num_clusters)
+        shares = largest / largest.sum(-1, keepdim=True)
+        of_first = shares[..., :1] + shares[..., experts:].sum(-1, keepdim=True)
+        return torch.cat((of_first, shares[..., 1:experts]), -1)
 
 
 class SimilarityGate(Gate):

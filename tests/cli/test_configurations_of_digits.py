@@ -8,7 +8,9 @@ from helpers.reports import leave_pictures_blank
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
 
-OF_ADAPTERS = {"CoMiGS", "FedALT", "FedDPA", "FedExLoRA", "FlexLoRA", "HetLoRA"}  # they need peft, the zoo does not
+OF_ADAPTERS = {  # they need peft, the zoo does not
+    *("CoMiGS", "FedALT", "FedDPA", "FedExLoRA", "FedLEASE", "FlexLoRA", "HetLoRA"),
+}
 DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
 
 

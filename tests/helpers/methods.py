@@ -33,6 +33,7 @@ from fedmoe_pl.algorithms import (
     FedExLoRA,
     FedJETs,
     FedKD,
+    FedLEASE,
     FedMix,
     FedMoEDA,
     FedPAC,
@@ -59,6 +60,7 @@ from fedmoe_pl.algorithms import (
 )
 from fedmoe_pl.commands.audit import without_numbers
 from fedmoe_pl.models import (
+    ClusteredAdapterMoE,
     GlobalOnly,
     LayerwiseAdapterMoE,
     LinearGate,
@@ -163,10 +165,10 @@ def opted_out() -> list[Phase]:
     ]
 
 
-def adapters(gate) -> LayerwiseAdapterMoE:
+def adapters(kind, gate=None) -> LayerwiseAdapterMoE:
     torch.manual_seed(5)
     base = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
-    module = LayerwiseAdapterMoE(base, LoRA(["0", "2"], r=2), gate, optimizer=sgd).double()
+    module = kind(base, LoRA(["0", "2"], r=2), gate, optimizer=sgd).double()
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -276,9 +278,12 @@ METHODS = {
 if find_spec("peft"):
     METHODS["CoMiGS"] = Method(
         one(lambda: CoMiGS(2, 1), None),
-        lambda: adapters(TokenGate()),
+        lambda: adapters(LayerwiseAdapterMoE, TokenGate()),
         split={"validation_fraction": 0.2},
         stacks=False,
+    )
+    METHODS["FedLEASE"] = Method(
+        one(lambda: FedLEASE(1), None, **everything(rounds=3)), lambda: adapters(ClusteredAdapterMoE), ["head.*"]
     )
 
 

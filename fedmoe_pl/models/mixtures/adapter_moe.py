@@ -1,4 +1,4 @@
-"""Mixtures of two adapters in one frozen base, as LightningModules."""
+"""Mixtures of adapters in one frozen base, as LightningModules."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
 from fedmoe_pl.models.adapters import AdaptedBase, LoRA, Output
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.routers import TokenGate
+from fedmoe_pl.models.routers import AdaptiveTokenGate, TokenGate
 
 Pooling = Literal["mean", "last"]
 """The features of a sequence (B, T, F): the mean over its tokens that are no padding, or those of the last such one."""
@@ -74,7 +74,7 @@ class AdapterMoE(MixtureOfExperts):
         self.scaling = lora.scaling
         self.base = base
         self._adapted = self.adapt(base, lora)
-        self.global_expert, self.local_expert = self._adapted.experts
+        self.name_experts(self._adapted.experts)
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 
@@ -86,8 +86,12 @@ class AdapterMoE(MixtureOfExperts):
         """A copy of the base that computes without experts."""
         return self._adapted.plain_base()
 
+    def name_experts(self, experts: Sequence[nn.Module]) -> None:
+        """Makes the experts parts of this module."""
+        self.global_expert, self.local_expert = experts
+
     @property
-    def weighed_parts(self) -> tuple[str, str]:
+    def weighed_parts(self) -> Sequence[str]:
         """The two experts."""
         return "global_expert", "local_expert"
 
@@ -201,11 +205,11 @@ class LayerwiseAdapterMoE(AdapterMoE):
 
     def mix_by(self, x: Any, weights: Tensor) -> Tensor:
         """Scores (B, C) of inputs, with given weights (B, 2) of the experts in all layers."""
-        return self._adapted(x, (0, 1), lambda path, inputs: weights).logits
+        return self._adapted(x, range(len(self._adapted.experts)), lambda path, inputs: weights).logits
 
     def mix_layers(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores (B, C) of inputs, and a ``TokenGate``'s weights (B, ..., 2) by the path of the layer."""
-        output = self._adapted(x, (0, 1), self.gate.weights)  # pyright: ignore[reportArgumentType]
+        output = self._adapted(x, range(len(self._adapted.experts)), self.gate.weights)  # pyright: ignore[reportArgumentType]
         return output.logits, output.weights
 
     def tokens_of(self, weights: Mapping[str, Tensor], x: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -223,3 +227,57 @@ class LayerwiseAdapterMoE(AdapterMoE):
             for tokens, mask in self.tokens_of(weights, x)
         ]
         return torch.stack(means).mean(0)
+
+
+class ClusteredAdapterMoE(LayerwiseAdapterMoE):
+    """Mixes the adapters of several clusters of clients inside the layers of a frozen base, as FedLEASE (NeurIPS 2025).
+
+    A client has its own cluster's expert in the first place. Which of the other places have an expert, the
+    :class:`AdaptiveTokenGate` knows.
+
+    Args:
+        base: as in ``AdapterMoE``.
+        lora: which layers get adapters, and which are trained as a whole.
+        gate: weighs the experts; None for ``AdaptiveTokenGate``. It cannot be one that reads features.
+        max_clusters: the number of places, at least 2.
+        blocks: as in ``LayerwiseAdapterMoE``; adapted layers elsewhere have the first expert alone.
+        **kwargs: other arguments of ``AdapterMoE``.
+
+    Attributes:
+        global_experts: the experts, drawn independently.
+        head: the layers that are trained as a whole.
+    """
+
+    has_global_expert = False
+
+    def __init__(
+        self,
+        base: nn.Module,
+        lora: LoRA,
+        gate: Gate | None = None,
+        max_clusters: int = 4,
+        blocks: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        check_at_least(self, "max_clusters", max_clusters, 2, MOST_EXPERTS)
+        self.max_clusters = self.gate_width = max_clusters
+        super().__init__(base, lora, AdaptiveTokenGate() if gate is None else gate, blocks, **kwargs)
+
+    def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
+        """The base with its experts, which have one head."""
+        return AdaptedBase(base, lora, self.max_clusters, self.blocks, has_one_head=True, prepare=self.prepared)
+
+    def name_experts(self, experts: Sequence[nn.Module]) -> None:
+        """Makes the experts parts of this module."""
+        self.global_experts = nn.ModuleList(experts)
+
+    def check_parts(self) -> None:
+        """Refuses gates that read features, because no expert is the client's own."""
+        if self.gate.reads_features:
+            raise InvalidArgumentError(self, "gate", self.gate, "one that does not read features")
+        super().check_parts()
+
+    @property
+    def weighed_parts(self) -> Sequence[str]:
+        """All experts."""
+        return [f"global_experts.{place}" for place in range(self.max_clusters)]
