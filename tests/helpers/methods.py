@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -108,12 +107,12 @@ class Method:
     stacks: bool = True
 
 
-def in_layers() -> LightningModule:
+def in_layers(kind=LayerwiseAdapterMoE) -> LightningModule:
     """Adapters in the first layer of a perceptron, with its last layer as the head."""
     pytest.importorskip("peft")
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return LayerwiseAdapterMoE(base, LoRA(["0"], r=2, modules_to_save=["2"]), optimizer=sgd).double()
+    return kind(base, LoRA(["0"], r=2, modules_to_save=["2"]), optimizer=sgd).double()
 
 
 def phase(name, algorithm, **kwargs) -> Phase:
@@ -165,16 +164,6 @@ def opted_out() -> list[Phase]:
     ]
 
 
-def adapters(kind, gate=None) -> LayerwiseAdapterMoE:
-    torch.manual_seed(5)
-    base = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
-    module = kind(base, LoRA(["0", "2"], r=2), gate, optimizer=sgd).double()
-    for name, parameter in module.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    return module
-
-
 def everything(**kwargs):
     return {"clients_per_round": 1.0, **kwargs}
 
@@ -202,6 +191,12 @@ METHODS = {
     "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
     "FedRoD": Method(one(FedRoD, None)),
     "FedALT": Method(one(FedALT, TokenGate), in_layers, ["base.*", "global_expert.*", "gate.*"]),
+    "CoMiGS": Method(one(lambda: CoMiGS(2, 1), TokenGate), in_layers, split={"validation_fraction": 0.2}, stacks=False),
+    "FedLEASE": Method(
+        one(lambda: FedLEASE(1), None, **everything(rounds=3)),
+        lambda: in_layers(ClusteredAdapterMoE),
+        ["base.*", "head.*"],
+    ),
     "FedDPA": Method(
         one(FedDPA, lambda: SimilarityGate(6)), in_layers, ["base.*", "local_expert.*", "gate.*", "head.*"]
     ),
@@ -275,19 +270,8 @@ METHODS = {
     ),
 }
 
-if find_spec("peft"):
-    METHODS["CoMiGS"] = Method(
-        one(lambda: CoMiGS(2, 1), None),
-        lambda: adapters(LayerwiseAdapterMoE, TokenGate()),
-        split={"validation_fraction": 0.2},
-        stacks=False,
-    )
-    METHODS["FedLEASE"] = Method(
-        one(lambda: FedLEASE(1), None, **everything(rounds=3)), lambda: adapters(ClusteredAdapterMoE), ["head.*"]
-    )
 
-
-CHOOSING = {"FedKD", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # what is sent depends on the clients' data
+CHOOSING = {"FedKD", "FedLEASE", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # what is sent depends on the clients' data
 
 
 def kind(tensor):

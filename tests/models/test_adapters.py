@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.models import (
     AdapterMoE,
+    ClusteredAdapterMoE,
     ConstantGate,
     EqualWeights,
     FeatureGate,
@@ -387,6 +388,8 @@ def test_numbers_out_of_their_range_are_refused(arguments, message):
         (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"gate": TokenGate(3)}, "top_k is 3"),
         (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"mixing": "probabilities"}, "mixing is 'probabilities'"),
         (AdapterMoE, LoRA(["mlp.0"]), {"pooling": "first"}, "pooling is 'first'"),
+        (ClusteredAdapterMoE, LoRA(["mlp.0"]), {"max_clusters": 1}, "max_clusters is 1"),
+        (ClusteredAdapterMoE, LoRA(["mlp.0"]), {"gate": FeatureGate(6)}, "does not read features"),
         (AdapterMoE, LoRA(["mlp.0"]), {"gate": ConstantGate([0.2, 0.3, 0.5])}, "weighs 3"),
     ],
 )
@@ -423,3 +426,30 @@ def test_a_base_that_computes_layers_again_is_refused():
     base.mlp.gradient_checkpointing = True
     with pytest.raises(MisconfigurationException, match="without checkpointing"):
         module(IDS)
+
+
+# --- places for clusters ---
+
+
+def test_a_mixture_of_clusters_weighs_its_places_by_the_number_of_clusters():
+    module = tokens(ClusteredAdapterMoE, max_clusters=3)
+    names = {name.split(".mlp")[0] for name in module.state_dict() if "lora" in name}
+    assert names == {f"global_experts.{place}" for place in range(3)} == {*module.weighed_parts}
+    assert module.mix(IDS)[1].tolist() == [[1.0, 0, 0]] * 2
+    module.gate.num_clusters.fill_(2)
+    weights = module.mix_layers(IDS)[1]["mlp.0"]
+    assert weights.shape == (2, 4, 3)
+    assert not weights[..., 2].any() and weights[..., 1].any()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
+
+
+def test_a_mixture_of_clusters_is_made_again_from_a_lightning_checkpoint(tmp_path):
+    from lightning.pytorch import Trainer
+
+    module = tokens(ClusteredAdapterMoE, max_clusters=3)
+    module.gate.num_clusters.fill_(2)
+    trainer = Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "module.ckpt")
+    loaded = ClusteredAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens()).eval()
+    assert torch.equal(loaded(IDS), module(IDS))

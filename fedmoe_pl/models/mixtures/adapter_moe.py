@@ -204,18 +204,18 @@ class LayerwiseAdapterMoE(AdapterMoE):
         return self.features_of(self._adapted(x, [1]), x)
 
     def mix_by(self, x: Any, weights: Tensor) -> Tensor:
-        """Scores (B, C) of inputs, with given weights (B, 2) of the experts in all layers."""
+        """Scores (B, C) of inputs, with given weights (B, experts) in all layers."""
         return self._adapted(x, range(len(self._adapted.experts)), lambda path, inputs: weights).logits
 
     def mix_layers(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scores (B, C) of inputs, and a ``TokenGate``'s weights (B, ..., 2) by the path of the layer."""
+        """Scores (B, C) of inputs, and a ``TokenGate``'s weights (B, ..., experts) by the path of the layer."""
         output = self._adapted(x, range(len(self._adapted.experts)), self.gate.weights)  # pyright: ignore[reportArgumentType]
         return output.logits, output.weights
 
     def tokens_of(self, weights: Mapping[str, Tensor], x: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each layer that ``mix_layers`` gives weights of, these (B, T, 2), and which tokens are no padding (B, T).
+        """For each layer that ``mix_layers`` gives weights of, these (B, T, experts), and which tokens are no padding.
 
-        A layer whose inputs have no tokens has T = 1.
+        The latter is 1 or 0, shape (B, T). A layer whose inputs have no tokens has T = 1.
         """
         for of_layer in weights.values():
             tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])
