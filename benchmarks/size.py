@@ -9,6 +9,8 @@
   0.07 million in all; 20 clients of 16 texts. FedAvg of what is trained for three rounds of two steps, evaluated at the
   end.
 * ``large``: the same with 110 million frozen parameters, as many as BERT-base, and 10 clients.
+* ``mixture``: the same base, in each adapted layer a global expert, which is averaged, a local one, and a router that
+  weighs both for every token (``LayerwiseAdapterMoE`` with a ``TokenGate``; needs peft).
 
 Both sides start with the same weights and draw the same batches. The bare loop holds one model, and keeps in memory
 what each client has alone; it writes nothing. Each side is a process of its own, with one thread, in turns. Times
@@ -28,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -41,10 +44,10 @@ from workload import memory, reset_peak_memory, restart_with_environment
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FineTuning
 from fedmoe_pl.data import IID, Arrays, FederatedDataModule
-from fedmoe_pl.models import GlobalOnly, LocalOnly
+from fedmoe_pl.models import GlobalOnly, LayerwiseAdapterMoE, LocalOnly, LoRA, TokenGate
 from fedmoe_pl.seeds import derive_seed
 
-ROUNDS, CLASSES = 3, 4
+ROUNDS, CLASSES, RANK = 3, 4, 4
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 _SHUFFLE = 3  # the key of a client's batches, as the federation derives their seed
 Tensors = dict[str, Tensor]
@@ -53,7 +56,7 @@ Tensors = dict[str, Tensor]
 class LoRALinear(nn.Module):
     """A frozen linear layer and a trained product of two matrices beside it (Hu et al., ICLR 2022)."""
 
-    def __init__(self, width: int, rank: int = 4) -> None:
+    def __init__(self, width: int, rank: int = RANK) -> None:
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)
         self.lora_a = nn.Parameter(torch.randn(rank, width) / width**0.5)
@@ -64,13 +67,32 @@ class LoRALinear(nn.Module):
         return self.base(x) + x @ self.lora_a.T @ self.lora_b.T
 
 
-class Block(nn.Module):
-    """A layer of a transformer, with LoRA in queries and values."""
+class TwoLoRALinear(nn.Module):
+    """A frozen linear layer with two such products, which a trained router weighs for every token."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, rank: int = RANK) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        for expert in ("global", "local"):
+            setattr(self, f"lora_a_{expert}", nn.Parameter(torch.randn(rank, width) / width**0.5))
+            setattr(self, f"lora_b_{expert}", nn.Parameter(torch.zeros(width, rank)))
+        self.lora_router = nn.Linear(width, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (..., width) to (..., width)."""
+        weights = self.lora_router(x).softmax(-1)
+        of_global = x @ self.lora_a_global.T @ self.lora_b_global.T
+        of_local = x @ self.lora_a_local.T @ self.lora_b_local.T
+        return self.base(x) + weights[..., :1] * of_global + weights[..., 1:] * of_local
+
+
+class Block(nn.Module):
+    """A layer of a transformer, with adapters in queries and values, if any."""
+
+    def __init__(self, width: int, heads: int, adapted: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.heads = heads
-        self.queries, self.values = LoRALinear(width), LoRALinear(width)
+        self.queries, self.values = adapted(width), adapted(width)
         self.keys, self.out = nn.Linear(width, width), nn.Linear(width, width)
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -87,10 +109,10 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A classifier of texts whose base is frozen."""
 
-    def __init__(self, width: int, layers: int, words: int) -> None:
+    def __init__(self, width: int, layers: int, words: int, adapted: Callable[[int], nn.Module] = LoRALinear) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.Sequential(*(Block(width, heads=width // 64) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, width // 64, adapted) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, CLASSES)
         for name, parameter in self.named_parameters():
@@ -150,16 +172,22 @@ class Case:
         draw: draws samples and classes from a number and a seed.
         clients: how many there are.
         batch_size: samples in a step; each client has two batches.
-        shared: patterns of the parameters that clients share; they train the head, too.
+        private: patterns of the parameters that each client trains for itself.
         fine_tunes: whether every client then trains a model of its own.
+        is_mixture: whether the federation's model is a mixture of adapters.
     """
 
     network: Callable[[], nn.Module]
     draw: Callable[[int, int], tuple[Tensor, Tensor]]
     clients: int
     batch_size: int
-    shared: str
+    private: tuple[str, ...] = ()
     fine_tunes: bool = False
+    is_mixture: bool = False
+
+    def is_private(self, name: str) -> bool:
+        """Whether each client trains this parameter for itself."""
+        return any(fnmatchcase(name, pattern) for pattern in self.private)
 
 
 def images(number: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -177,9 +205,12 @@ def texts(number: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 CASES = {
-    "resnet": Case(partial(resnet18, num_classes=CLASSES), images, 20, 10, "[!f]*", fine_tunes=True),
-    "adapters": Case(partial(Transformer, 512, 8, 20000), texts, 20, 8, "*"),
-    "large": Case(partial(Transformer, 768, 12, 30522), texts, 10, 8, "*"),
+    "resnet": Case(partial(resnet18, num_classes=CLASSES), images, 20, 10, ("fc.*",), fine_tunes=True),
+    "adapters": Case(partial(Transformer, 512, 8, 20000), texts, 20, 8),
+    "large": Case(partial(Transformer, 768, 12, 30522), texts, 10, 8),
+    "mixture": Case(
+        partial(Transformer, 768, 12, 30522, TwoLoRALinear), texts, 10, 8, ("*_local", "*router*"), is_mixture=True
+    ),
 }
 
 
@@ -192,14 +223,42 @@ def network_of(case: Case) -> nn.Module:
 def model_of(case: Case) -> LightningModule:
     """The module that the federation trains: a mixture where clients get models of their own."""
     network = network_of(case)
+    if case.is_mixture:
+        return mixture_of(network)
     return PersonalizedMoE(network, gate=GlobalOnly(), optimizer=OPTIMIZER) if case.fine_tunes else Classifier(network)
+
+
+def mixture_of(network: nn.Module) -> LightningModule:
+    """The mixture with the weights of the network with two adapters and a router in each adapted layer."""
+    base = Transformer(768, 12, 30522, lambda width: nn.Linear(width, width))
+    lora = LoRA(["queries", "values"], r=RANK, lora_alpha=RANK, modules_to_save=["head"])
+    module = LayerwiseAdapterMoE(base, lora, TokenGate(), optimizer=OPTIMIZER)
+    state = {in_mixture(name): tensor for name, tensor in network.state_dict().items()}
+    module.load_state_dict(
+        state | {f"base.{name}": tensor for name, tensor in base.head.state_dict(prefix="head.").items()}
+    )
+    return module
+
+
+def in_mixture(name: str) -> str:
+    """The name in the mixture of a tensor of the network."""
+    layer, _, last = name.rpartition(".lora_")
+    if name.startswith("head."):
+        return f"head.{name}"
+    if not layer:
+        return f"base.{name.replace('.base.', '.')}"
+    if last.startswith("router"):
+        return f"gate.routers.{layer}.weight"
+    factor, expert = last.split("_")
+    return f"{expert}_expert.{layer}.lora_{factor.upper()}.weight"
 
 
 def phases_of(case: Case) -> list[Phase]:
     """FedAvg and, where the case says so, fine-tuning."""
     if not case.fine_tunes:
-        return [Phase("FedAvg", FedAvg(), rounds=ROUNDS)]
-    federated = FedAvg(shared=f"global_expert.{case.shared}", trainable="global_expert.*")
+        shared = ["global_expert.*", "head.*"] if case.is_mixture else "*"
+        return [Phase("FedAvg", FedAvg(shared), rounds=ROUNDS)]
+    federated = FedAvg(shared="global_expert.[!f]*", trainable="global_expert.*")
     return [Phase("FedAvg", federated, rounds=ROUNDS), Phase("fine-tuning", FineTuning(), gate=LocalOnly())]
 
 
@@ -219,7 +278,8 @@ def federated(case: Case, data: RandomSamples, folder: str) -> Callable[[], tupl
         results = federation.fit(model, data)
         server = federation.run.states["FedAvg"].server
         prefix = "global_expert." if case.fine_tunes else "network."
-        tensors = {name.removeprefix(prefix): tensor for name, tensor in server.items()}
+        renamed = {in_mixture(name): name for name in network_of(case).state_dict()} if case.is_mixture else {}
+        tensors = {renamed.get(name, name.removeprefix(prefix)): tensor for name, tensor in server.items()}
         return tensors, [*results.values()][-1].spread("global_test").mean
 
     return run
@@ -243,7 +303,7 @@ def bare(case: Case, data: RandomSamples) -> tuple[Tensors, float]:
     state = network.state_dict()  # of the network's own memory
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     changing = [name for name in state if name in trained or name not in dict(network.named_parameters())]
-    shared = [name for name in changing if not (case.fine_tunes and name.startswith("fc."))]
+    shared = [name for name in changing if not case.is_private(name)]
     server = {name: state[name].clone() for name in changing}
     private = [{name: server[name] for name in changing if name not in shared} for _ in range(case.clients)]
     for round in range(ROUNDS):
@@ -270,10 +330,9 @@ def differing_bytes(case: Case) -> int:
     """What a run's folder has to hold: the frozen base, the server's tensors, and what each client has alone."""
     network = network_of(case)
     state = {name: tensor.numel() * tensor.element_size() for name, tensor in network.state_dict().items()}
-    if not case.fine_tunes:
-        return sum(state.values())  # what is trained is the server's alone, and of the same size as before
-    head = sum(size for name, size in state.items() if name.startswith("fc."))
-    return sum(state.values()) + case.clients * (head + sum(state.values()))
+    private = sum(size for name, size in state.items() if case.is_private(name))
+    personal = sum(state.values()) if case.fine_tunes else 0
+    return sum(state.values()) + case.clients * (private + personal)
 
 
 def measure(name: str, side: str, out: str) -> None:

@@ -18,7 +18,7 @@ from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
-from fedmoe_pl.models.layers import computes_more, evaluating, has_own_train, replaced_forward
+from fedmoe_pl.models.layers import evaluating, has_own_train, replaced_forward
 from fedmoe_pl.trees import Tree, changed, of_parts
 
 _BATCH_SIZE = 500
@@ -166,8 +166,8 @@ class _Tracing:
                     calls.append(name)
 
         with ExitStack() as hooks:
-            frozen = {name: self.module.get_submodule(name) for name in self.training.frozen_in_use}
-            for name, part in [(name, part) for name, part in frozen.items() if not computes_more(part)]:
+            for name in self.training.frozen_in_use:
+                part = self.module.get_submodule(name)
                 hooks.enter_context(part.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(part.register_forward_hook(partial(after, name)))
             self._loss(x, y)
