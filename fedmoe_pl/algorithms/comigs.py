@@ -37,10 +37,10 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.parts import pair_of, pairs_of
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import LayerwiseAdapterMoE, TokenGate
-from fedmoe_pl.models.inputs import inputs_and_targets
 from fedmoe_pl.trees import Tree
 
 _STEPS = "comigs/steps"  # name of the number of steps that a client's experts have taken in all rounds
@@ -102,7 +102,8 @@ class CoMiGS(Algorithm):
         samples = client.datamodule.validation_samples[client.id]
         generator, size = client.generator(_ROUTERS), batches.batch_size
         validation = client.datamodule.batches(samples, size, generator, device=batches.device)
-        of_routers = chain.from_iterable(repeat(validation))
+        pairs = pairs_of(client.module, chain.from_iterable(repeat(validation)))
+        of_routers = (_OfRouters(*pair) for pair in pairs)
         return _Turns(batches, of_routers, self.router_every, self.router_steps, _steps(client))
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
@@ -113,7 +114,7 @@ class CoMiGS(Algorithm):
             for name, parameter in module.named_parameters()
             if name.startswith("gate.") != trains_routers
         }
-        return functional_call(_Loss(module, self), constant, (batch.batch if trains_routers else batch,))
+        return functional_call(_Loss(module, self), constant, (batch,))
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends what is shared; keeps the rest, and the number of steps that its experts have taken."""
@@ -126,9 +127,10 @@ class CoMiGS(Algorithm):
 
 
 class _OfRouters(NamedTuple):
-    """A batch that trains the routers."""
+    """A batch that trains the routers; as any pair to what else sees it."""
 
-    batch: Any
+    x: Any
+    y: Tensor
 
 
 @dataclass
@@ -146,7 +148,7 @@ class _Turns:
             yield batch
             self.steps += 1
             if self.steps % self.every == 0:
-                yield from map(_OfRouters, islice(self.of_routers, self.number))
+                yield from islice(self.of_routers, self.number)
 
 
 class _Loss(nn.Module):
@@ -159,7 +161,7 @@ class _Loss(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         module: Any = self.module
-        x, y = inputs_and_targets(batch, module.target_key)
+        x, y = pair_of(module, batch)
         scores, weights = module.mix_layers(x)
         loss = module.loss_of(scores, y)
         if not self.algorithm.balance:

@@ -10,12 +10,14 @@ from helpers import TensorData, assert_same_bits, client_generator, run
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import CoMiGS, FedAvg
 from fedmoe_pl.algorithms.comigs import balance_loss
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LayerwiseAdapterMoE, LoRA, TokenGate
 from fedmoe_pl.seeds import derive_seed
 
@@ -188,6 +190,33 @@ def test_trainers_of_their_own_workers_and_a_resumed_run_have_the_same_bits(tmp_
         assert_same(dict(state.server), dict(expected.server))
         for client in (0, 1):
             assert_same(dict(state.clients[client]), dict(expected.clients[client]))
+
+
+def collated(samples):
+    """A dict for a batch, as those of Hugging Face's collators."""
+    x, y = (torch.stack(each) for each in zip(*samples, strict=True))
+    return {"input_ids": x, "attention_mask": (x != 0).long(), "labels": y}
+
+
+def labels_of(samples):
+    return [int(y) for _, y in samples]
+
+
+def test_batches_that_are_dicts_and_clients_with_loggers_have_the_bits_of_pairs_without(tmp_path):
+    pairs = data()
+    samples = [*zip(pairs.x[:23], pairs.y[:23], strict=True)]
+
+    def server_of(name, collate_fn, **trainer):
+        arguments = {"partitioner": pairs.partitioner, "batch_size": 4, "validation_fraction": 0.3}
+        datamodule = FromDatasets(samples, samples, targets=labels_of, collate_fn=collate_fn, **arguments)
+        trainer = {"max_epochs": EPOCHS, "accelerator": "cpu", **trainer}
+        own = federation(tmp_path / name, [phase(CoMiGS(5, 3))], trainer=trainer)
+        own.fit(model(), datamodule)
+        return dict(own.run.states["it"].server)
+
+    expected = server_of("pairs", None)
+    assert_same(server_of("dicts", collated, logger=CSVLogger(tmp_path / "logs")), expected)
+    assert [*(tmp_path / "logs").rglob("metrics.csv")]
 
 
 def test_steps_of_one_part_leave_the_bits_of_the_other(tmp_path):

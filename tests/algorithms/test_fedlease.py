@@ -1,6 +1,7 @@
 """FedLEASE against closed forms, a bare rewrite and plain averages of adapters."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +139,13 @@ def test_a_client_outside_of_the_clusters_has_the_largest_one():
     server = server_of(*(uploaded(i, [float(i), 0], POINTS[j].tolist()) for i, j in enumerate((0, 2, 3, 2))))
     sent = FedLEASE().server_send({name: each for name, each in server.items() if "clients/" not in name}, 1, {})
     assert sent[f"{OWN}layer.lora_A.weight"].tolist() == [2.0, 0]
+
+
+def test_what_the_server_sends_replaces_what_a_client_has_kept_since_it_missed_the_end_of_the_warm_up():
+    server = server_of(*(uploaded(i, [float(i), 0], [2.0, 1.0]) for i in (0, 2)))
+    client = SimpleNamespace(id=1, state={f"{OWN}layer.lora_A.weight": torch.ones(2), "head.bias": torch.ones(1)})
+    own = FedLEASE().personal_tensors(client, server)
+    assert own[f"{OWN}layer.lora_A.weight"].tolist() == [1.0, 0.0] and own["head.bias"] == 1
 
 
 def test_b_of_zeros_is_refused(tmp_path):
