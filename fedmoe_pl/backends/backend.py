@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -201,16 +201,22 @@ def fold(algorithm: Algorithm | Aggregation, updates: Sequence[Update]) -> Updat
     return combined
 
 
-def group_update(training: LocalTraining, clients: Sequence[int], updates: Sequence[Update | Failure]) -> GroupUpdate:
-    """The result of a group, from the updates of its clients, or why they failed, in their order."""
-    results = [*zip(clients, updates, strict=True)]
-    failed = {client: failure for client, failure in results if isinstance(failure, Failure)}
-    answered = {client: update for client, update in results if isinstance(update, Update)}
+def group_updates(
+    training: LocalTraining, groups: Iterable[Sequence[int]], updates: Mapping[int, Update | Failure]
+) -> list[GroupUpdate]:
+    """The results of groups, from the update of each client, or why it failed."""
+    groups = [*groups]
+    for copies in {training.of(client).copies for group in groups for client in group}:  # also of those that failed
+        copies.check(training.algorithm)
+    return [_group_update(training, {client: updates[client] for client in group}) for group in groups]
+
+
+def _group_update(training: LocalTraining, updates: Mapping[int, Update | Failure]) -> GroupUpdate:
+    failed = {client: failure for client, failure in updates.items() if isinstance(failure, Failure)}
+    answered = {client: update for client, update in updates.items() if isinstance(update, Update)}
     kept = {client: update.state for client, update in answered.items()}
     sent = sum((Traffic.of(update.sent) for update in answered.values()), Traffic())
     recorded = answered if training.record_transfers else {}
     transfers = [each for client, update in recorded.items() for each in updates_sent(client, update.sent)]
     folded = fold(training.aggregation or training.algorithm, [*answered.values()]) if answered else None
-    for copies in {training.of(client).copies for client in clients}:  # also of those that failed
-        copies.check(training.algorithm)
     return GroupUpdate(folded, kept, sent, transfers, failed)

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends.backend import GroupUpdate, Plan, group_update
+from fedmoe_pl.backends.backend import GroupUpdate, Plan, group_updates
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.local_client import begin_client, end_client, trainable_names
 from fedmoe_pl.backends.training import LocalTraining
@@ -37,8 +37,8 @@ class DryPlan(Plan):
     ) -> list[GroupUpdate]:
         """One client after another."""
         with one_thread():
-            updates = [[self._update(server, client, kept, round) for client in group] for group in groups]
-            return [group_update(self.training, *result) for result in zip(groups, updates, strict=True)]
+            updates = {client: self._update(server, client, kept, round) for group in groups for client in group}
+            return group_updates(self.training, groups, updates)
 
     def _update(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
         training = self.training.of(client_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import Algorithm, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides, received
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.failures import NotFiniteError, check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
@@ -29,9 +29,18 @@ _TRAINING, _BATCHES = 0, 3
 
 
 def begin_client(
-    training: LocalTraining, module: LightningModule, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
+    training: LocalTraining,
+    module: LightningModule,
+    server: Tree,
+    client_id: int,
+    kept: Mapping[int, Tree],
+    round: int,
+    load_initial: Callable[[Collection[str]], None] | None = None,
 ) -> tuple[Client, dict[str, Any], Tensor]:
-    """Seeds the client's random numbers and loads its state into a module."""
+    """Seeds the client's random numbers and loads its state into a module.
+
+    ``load_initial`` loads the phase's initial tensors into a used module, except for some that are loaded next.
+    """
     algorithm = training.algorithm
     seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
@@ -40,6 +49,8 @@ def begin_client(
     if training.aggregation is not None:
         client.loaded |= {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
     set_optimizer(module, training.learning_rates(round), client.state)
+    if load_initial is not None:
+        load_initial(() if overrides(algorithm, "client_init") else {**sent, **client.state})
     constants = algorithm.client_init(client, sent)
     return client, constants, algorithm.client_samples(client)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
-from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
+from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
 from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.client_loggers import client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
@@ -31,6 +31,7 @@ from fedmoe_pl.trees import Tree, is_borrowed
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
 _SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as to train a few hundred
+_BYTES_PER_TRAINER = 2**29  # of its clients' updates, which are in memory until the last of them is trained
 
 
 class TrainerBackend(Backend):
@@ -68,7 +69,10 @@ class TrainerPlan(Plan):
         """Neighbours whose clients are small, so that one Trainer serves them."""
         if not self.shares_trainer:
             return super().chunks(groups)
-        sizes = [self.training.max_epochs * group_size(self.training, group) for group in groups]
+        training = self.training
+        changing = sum(tensor.nbytes for name, tensor in training.initial.items() if name not in training.untrained)
+        least = -(-_SAMPLES_PER_TRAINER * changing // _BYTES_PER_TRAINER)  # of a client's size, to respect both limits
+        sizes = [max(training.max_epochs * group_size(training, group), least * len(group)) for group in groups]
         most = min(_SAMPLES_PER_TRAINER, sum(sizes) // at_least)
         chunks: list[Chunk] = []
         room = 0
@@ -93,7 +97,7 @@ class TrainerPlan(Plan):
             else:
                 train = partial(self._train_client, server, kept, round)
                 updates = {c: guarded(partial(train, c), self.training.client_timeout) for c in clients}
-        return [group_update(self.training, group, [updates[client] for client in group]) for group in groups]
+        return group_updates(self.training, groups, updates)
 
     def _train_client(self, server: Tree, kept: Mapping[int, Tree], round: int, client_id: int) -> Update:
         """One client's part of a round, in a Trainer of its own."""
@@ -230,8 +234,9 @@ class _Group:
         if architecture not in self.modules:
             self.modules[architecture] = _ReusedModule(training, self.round)
         reused = self.modules[architecture]
+        reused.reset()
         client, constants, samples = begin_client(
-            training, reused.fresh(), self.server, client_id, self.kept, self.round
+            training, reused.module, self.server, client_id, self.kept, self.round, reused.load_initial
         )
         optimizer: Tree = {}
         if len(samples) and reused.is_trained:
@@ -270,21 +275,24 @@ class _ReusedModule:
         self.freezing = Freezing(training, self.module, round)
         self.is_trained = bool(trainable_names(training, self.module, round))
         self._tensors = self._of_module()
-        self._fresh = {**dict(training.module.named_buffers()), **training.initial}
+        self._initial = {**dict(training.module.named_buffers()), **training.initial}
         self._modes = [(part, part.training) for part in self.module.modules()]
 
-    def fresh(self) -> LightningModule:
-        """The module as a new copy of the phase's module would be."""
+    def reset(self) -> None:
+        """Makes the module as a new copy of the phase's module would be, except for tensors that it has to itself."""
         self.freezing.reset()
         for part, mode in self._modes:
             part.training = mode
-        if self.training.device.type != "cpu":
-            self._tensors = self._of_module()  # others, since the module was on the device
-        self.training.copies.restore(self.module)
+        # others, if it was on another device, or had to itself what it shares now
+        if self.training.copies.restore(self.module) or self.training.device.type != "cpu":
+            self._tensors = self._of_module()
+
+    def load_initial(self, replaced: Collection[str]) -> None:
+        """Loads the initial tensors, but those that are replaced next."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                tensor.copy_(self._fresh[name])
-        return self.module
+                if name not in replaced:
+                    tensor.copy_(self._initial[name])
 
     def _of_module(self) -> Tree:
         """What a client may change."""

@@ -50,11 +50,13 @@ class Untrained:
         """A module for clients to train or to be evaluated with."""
         return copy_module(self.module, self.shared if self.is_tried else ())
 
-    def restore(self, module: LightningModule) -> None:
-        """Has a copy share again what a client had to itself."""
-        for name, parameter in module.named_parameters() if self.is_tried else ():
-            if name in self.shared and not same_memory(parameter, self.shared[name]):
-                borrow(parameter, self.shared[name].data)
+    def restore(self, module: LightningModule) -> bool:
+        """Has a copy share again what a client had to itself; returns whether there was anything."""
+        parameters = module.named_parameters() if self.is_tried and self.shared else ()
+        own = [(p, self.shared[n]) for n, p in parameters if n in self.shared and not same_memory(p, self.shared[n])]
+        for parameter, shared in own:
+            borrow(parameter, shared.data)
+        return bool(own)
 
     def try_out(self, client: Client) -> None:
         """Finds what others can share in the first client that was trained: what its training left as it was.

@@ -18,7 +18,7 @@ from fedmoe_pl.backends import (
     Plan,
     one_thread,
 )
-from fedmoe_pl.backends.backend import fold, group_update
+from fedmoe_pl.backends.backend import fold, group_updates
 from fedmoe_pl.deployment.answers import cannot_be_used, out_of_proportion, problem_of, update_of
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients, NoAnswer, files_of
@@ -119,7 +119,7 @@ class ClientsPlan(Plan):
         }
         updates |= out_of_proportion(trees, sent, self.clients.max_change)
         for client, update in self._combinable(server, updates).items():
-            yield group_update(self.training, [client], [update])
+            yield from group_updates(self.training, [[client]], {client: update})
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int

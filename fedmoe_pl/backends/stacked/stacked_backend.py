@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_updates
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.fitting import one_thread
@@ -71,14 +71,14 @@ class StackedPlan(Plan):
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """Trains each group in one Trainer."""
-        return [self._train_group(server, clients, kept, round) for clients in groups]
-
-    def _train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+        updates: dict[int, Update | Failure] = {}
         with one_thread():
-            updates, stopped = self._train(server, clients, kept, round)
-            for client in stopped:  # each by itself, to find those at fault
-                updates |= self._train(server, [client], kept, round)[0]
-        return group_update(self.training, clients, [updates[client] for client in clients])
+            for clients in groups:
+                of_group, stopped = self._train(server, clients, kept, round)
+                updates |= of_group
+                for client in stopped:  # each by itself, to find those at fault
+                    updates |= self._train(server, [client], kept, round)[0]
+        return group_updates(self.training, groups, updates)
 
     def _train(
         self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
