@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.checkpoints.files import DamagedFileError, plain, read_tensors, replacing, same_bits, write_tensors
+from fedmoe_pl.checkpoints.files import (
+    DamagedFileError,
+    names_in,
+    plain,
+    read_tensors,
+    replacing,
+    same_bits,
+    write_tensors,
+)
 from fedmoe_pl.trees import Tree
 
 EXCHANGED = 10**9
@@ -47,6 +55,14 @@ class ClientFiles:
             self._remember(path, read_tree(path, phase=phase, client=client, round=round))
         self._cached.move_to_end(path)
         return self._cached[path]
+
+    def names(self, phase: str, client: int, round: int) -> Collection[str]:
+        """The names of the tensors in a file; see :func:`names_in`."""
+        path = self.path(phase, client, round)
+        try:
+            return self._cached[path] if path in self._cached else names_in(path)
+        except DamagedFileError as error:
+            raise _unreadable(path, client) from error
 
     def path(self, phase: str, client: int, round: int) -> Path:
         """The file of what a client kept after a round."""
@@ -104,6 +120,15 @@ class StatesOnDisk(Mapping[int, Tree]):
 
     def __len__(self) -> int:
         return int((self.versions >= 0).any(1).sum())
+
+    def names(self, client: int) -> set[str]:
+        """The names of the tensors that a client keeps, of which none is read; damage is not noticed."""
+        names = set[str]()
+        for (phase, shown), round in zip(self.phases, self.versions[client].tolist(), strict=True):
+            if round >= 0:
+                kept = self.files.names(phase, client, round)
+                names.update(kept if shown is None else [name for name, old in shown.items() if old in kept])
+        return names
 
     def paths(self, client: int) -> list[Path]:
         """The files of the tensors that a client keeps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zlib
@@ -10,15 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from weakref import ref
 
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from safetensors import SafetensorError
-from safetensors.torch import load as tensors_of
 from torch import Tensor
 
 from fedmoe_pl.trees import Tree, bits_of, same_bits
@@ -31,6 +30,7 @@ _DTYPES = {
     **{torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
     **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"},
 }  # as safetensors names them
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class DamagedFileError(Exception):
@@ -118,15 +118,44 @@ def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
 
 
 def read_tensors(path: Path, **owner: object) -> Tree:
-    """Reads what :func:`write_tensors` wrote for the same owner."""
-    data = read_sealed(path)
+    """Reads what :func:`write_tensors` wrote for the same owner, each tensor into memory of its own."""
+    tensors, damaged = Tree(), DamagedFileError(f"'{path}' is not as it was written.")
     try:
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        if any(metadata.get(name) != str(value) for name, value in owner.items()):
-            raise DamagedFileError(f"'{path}' has the tensors of another owner.")
-        return tensors_of(data)
-    except (SafetensorError, ValueError, KeyError) as error:  # sealed by somebody else
-        raise DamagedFileError(f"'{path}' has no tensors.") from error
+        with path.open("rb") as file:
+            head, header = _head(file)
+            metadata, checksum = header.pop("__metadata__"), zlib.crc32(_SEAL.sub(b'"crc32":"00000000"', head, count=1))
+            sizes = [math.prod(each["shape"]) * _TYPES[each["dtype"]].itemsize for each in header.values()]
+            if len(head) + sum(sizes) != path.stat().st_size:
+                raise damaged
+            for name, each in header.items():
+                tensors[name] = torch.empty(each["shape"], dtype=_TYPES[each["dtype"]])
+                file.readinto(array := bits_of(tensors[name]).numpy())
+                checksum = zlib.crc32(array.data, checksum)
+        if metadata["crc32"] != f"{checksum:08x}":
+            raise damaged
+    except OSError as error:
+        raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # of other bytes
+        raise damaged from error
+    if any(metadata.get(name) != str(value) for name, value in owner.items()):
+        raise DamagedFileError(f"'{path}' has the tensors of another owner.")
+    return tensors
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of the tensors in a file. Only :func:`read_tensors` notices damage, but for what cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return [name for name in _head(file)[1] if name != "__metadata__"]
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedFileError(f"'{path}' cannot be read.") from error
+
+
+def _head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
+    """The head of a file of tensors, and what it says of each: the place, type and shape."""
+    size = file.read(8)
+    text = file.read(min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size))
+    return size + text, json.loads(text)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, needs_server_state, received
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
+from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.metrics import evaluate
@@ -42,7 +43,7 @@ def evaluate_clients(
     with_predictor = training.algorithm.predictor is not None
     differ = chooses_model(training.algorithm) or with_predictor
     alone = [
-        client for client in clients if differ or (client in keeping and has_own_model(kept[client], evaluation_point))
+        client for client in clients if differ or (client in keeping and _has_own_model(kept, client, evaluation_point))
     ]
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
@@ -85,8 +86,14 @@ def _evaluate_shared(
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
 
 
-def has_own_model(kept: Tree, evaluation_point: EvaluationPoint) -> bool:
-    """Whether a client that kept these tensors has a model of its own."""
+def _has_own_model(kept: Mapping[int, Tree], client: int, evaluation_point: EvaluationPoint) -> bool:
+    """The same of a client; a file is read here if it will not be read for an evaluation, which notices damage."""
+    names = kept.names(client) if isinstance(kept, StatesOnDisk) else ()
+    return has_own_model(names, evaluation_point) or has_own_model(kept[client], evaluation_point)
+
+
+def has_own_model(kept: Iterable[str], evaluation_point: EvaluationPoint) -> bool:
+    """Whether a client that kept tensors of these names has a model of its own."""
     return any("/" not in name or (evaluation_point == "local_training" and name.startswith(TRAINED)) for name in kept)
 
 
