@@ -87,15 +87,16 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
         module.requires_grad_(False)
 
 
-def share_memory(training: LocalTraining, state: PhaseState, model: LightningModule) -> None:
-    """Has neither the phase nor its server hold second copies of frozen parameters of the run's model.
+def share_memory(training: LocalTraining, model: LightningModule) -> None:
+    """Has a phase's module and initial tensors share the memory of frozen parameters of the run's model.
 
     From here on, only copies of the phase's module are called: a call may change parameters.
     """
+    initial, parameters = training.initial, dict(training.module.named_parameters())
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and name in state.initial and is_interchangeable(state.initial[name], parameter):
-            state.initial[name] = parameter.data
-    state.server = training.copies.known(state.server)
+        frozen = not parameter.requires_grad and name in parameters and name in initial
+        if frozen and is_interchangeable(initial[name], parameter):
+            initial[name] = parameters[name].data = parameter.data
 
 
 def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:

@@ -63,7 +63,8 @@ def run_phase(run: Run, phase: Phase) -> None:
             clients = first_clients(training, draw_cohort(run, phase, state), readable(state.clients))
             state.server = phase.algorithm.server_begin(state.server, clients)
         freeze_shared(training, state)
-        share_memory(training, state, run.initial_model(phase))
+        share_memory(training, run.initial_model(phase))
+        state.server = training.copies.known(state.server)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         if phase.evaluation.every_n_epochs is not None and state.server_learns:
             evaluate_epochs(run, phase, plan)

@@ -32,7 +32,7 @@ from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.phases.phase import INITIAL, Phase
-from fedmoe_pl.rounds.begin import freeze_shared, read_result, sized
+from fedmoe_pl.rounds.begin import freeze_shared, read_result, share_memory, sized
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.setup.check_run import check_run
@@ -160,6 +160,7 @@ def _plan_phases(run: Run) -> None:
         freeze_shared(training, state)
         with naming(phase):
             plan = run.backend.plan(training)
+        share_memory(training, run.initial_model(phase))  # until the phase begins
         run.plans[phase.name] = plan
         phases.setdefault(plan.description, []).append(phase.name)
     if phases:
