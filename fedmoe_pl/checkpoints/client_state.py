@@ -59,10 +59,7 @@ class ClientFiles:
     def names(self, phase: str, client: int, round: int) -> Collection[str]:
         """The names of the tensors in a file; see :func:`names_in`."""
         path = self.path(phase, client, round)
-        try:
-            return self._cached[path] if path in self._cached else names_in(path)
-        except DamagedFileError as error:
-            raise _unreadable(path, client) from error
+        return self._cached[path] if path in self._cached else names_in(path)
 
     def path(self, phase: str, client: int, round: int) -> Path:
         """The file of what a client kept after a round."""
@@ -122,12 +119,11 @@ class StatesOnDisk(Mapping[int, Tree]):
         return int((self.versions >= 0).any(1).sum())
 
     def names(self, client: int) -> set[str]:
-        """The names of the tensors that a client keeps, of which none is read; damage is not noticed."""
+        """The names of the tensors that a client keeps, without reading these; see :func:`names_in`."""
         names = set[str]()
         for (phase, shown), round in zip(self.phases, self.versions[client].tolist(), strict=True):
-            if round >= 0:
-                kept = self.files.names(phase, client, round)
-                names.update(kept if shown is None else [name for name, old in shown.items() if old in kept])
+            kept = self.files.names(phase, client, round) if round >= 0 else ()
+            names.update(kept if shown is None else [name for name, old in shown.items() if old in kept])
         return names
 
     def paths(self, client: int) -> list[Path]:

@@ -129,8 +129,9 @@ def read_tensors(path: Path, **owner: object) -> Tree:
                 raise damaged
             for name, each in header.items():
                 tensors[name] = torch.empty(each["shape"], dtype=_TYPES[each["dtype"]])
-                file.readinto(array := bits_of(tensors[name]).numpy())
-                checksum = zlib.crc32(array.data, checksum)
+                values = bits_of(tensors[name]).numpy().data
+                file.readinto(values)
+                checksum = zlib.crc32(values, checksum)
         if metadata["crc32"] != f"{checksum:08x}":
             raise damaged
     except OSError as error:
@@ -142,13 +143,11 @@ def read_tensors(path: Path, **owner: object) -> Tree:
     return tensors
 
 
-def names_in(path: Path) -> list[str]:
-    """The names of the tensors in a file. Only :func:`read_tensors` notices damage, but for what cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return [name for name in _head(file)[1] if name != "__metadata__"]
-    except (OSError, ValueError, TypeError) as error:
-        raise DamagedFileError(f"'{path}' cannot be read.") from error
+def names_in(path: Path) -> Collection[str]:
+    """The names of the tensors in a file, of which damage is not noticed; none if it cannot be read."""
+    with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
+        return _head(file)[1].keys() - {"__metadata__"}
+    return ()
 
 
 def _head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
