@@ -112,7 +112,7 @@ def in_layers(kind=LayerwiseAdapterMoE) -> LightningModule:
     pytest.importorskip("peft")
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    return kind(base, LoRA(["0"], r=2, modules_to_save=["2"]), optimizer=sgd).double()
+    return kind(base, LoRA(["0"], r=2, modules_to_save=["2"]), gate, optimizer=sgd).double()
 
 
 def phase(name, algorithm, **kwargs) -> Phase:
@@ -190,7 +190,7 @@ METHODS = {
     ),
     "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
     "FedRoD": Method(one(FedRoD, None)),
-    "FedALT": Method(one(FedALT, TokenGate), in_layers, ["base.*", "global_expert.*", "gate.*"]),
+    "FedALT": Method(one(FedALT, None), lambda: in_layers(TokenGate()), ["base.*", "global_expert.*", "gate.*"]),
     "CoMiGS": Method(one(lambda: CoMiGS(2, 1), TokenGate), in_layers, split={"validation_fraction": 0.2}, stacks=False),
     "FedLEASE": Method(
         one(lambda: FedLEASE(1), None, **everything(rounds=3)),
