@@ -107,7 +107,7 @@ class Method:
     stacks: bool = True
 
 
-def in_layers(kind=LayerwiseAdapterMoE) -> LightningModule:
+def in_layers(kind=LayerwiseAdapterMoE, gate=None) -> LightningModule:
     """Adapters in the first layer of a perceptron, with its last layer as the head."""
     pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -190,7 +190,7 @@ METHODS = {
     ),
     "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
     "FedRoD": Method(one(FedRoD, None)),
-    "FedALT": Method(one(FedALT, None), lambda: in_layers(TokenGate()), ["base.*", "global_expert.*", "gate.*"]),
+    "FedALT": Method(one(FedALT, None), lambda: in_layers(gate=TokenGate()), ["base.*", "global_expert.*", "gate.*"]),
     "CoMiGS": Method(one(lambda: CoMiGS(2, 1), TokenGate), in_layers, split={"validation_fraction": 0.2}, stacks=False),
     "FedLEASE": Method(
         one(lambda: FedLEASE(1), None, **everything(rounds=3)),
