@@ -92,6 +92,7 @@ class FedDPA(Algorithm):
             samples = client.shuffled_samples(_REFERENCES)[: len(gate.references)]
             batches = client.batches(samples)
             copied = evaluation_copy(client, batches)
+            assert isinstance(copied, LayerwiseAdapterMoE)
             with torch.no_grad():
                 inputs = (inputs_of(batch, module.target_key) for batch in batches)
                 features = torch.cat([copied.local_features(x) for x in inputs])

@@ -95,6 +95,12 @@ class FedKD(Algorithm):
         self.energy_end = energy_end
         self.hidden_states = hidden_states
 
+    def server_init(self, module: LightningModule) -> Tree:
+        """Refuses experts whose features cannot be computed, if the losses need them."""
+        for expert in ("local_expert", "global_expert") if self.hidden_states else ():
+            split_expert(module, expert)
+        return super().server_init(module)
+
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """Counts the rounds from here on."""
         return {**server, _ROUNDS: torch.tensor([0, next(iter(clients)).rounds])}

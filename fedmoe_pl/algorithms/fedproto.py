@@ -72,6 +72,11 @@ class FedProto(Algorithm):
         self.prediction = prediction
         self.predictor = self._nearest_prototype if prediction == "prototype" else None
 
+    def server_init(self, module: LightningModule) -> Tree:
+        """Refuses an expert whose features cannot be computed."""
+        split_expert(module, self.expert)
+        return super().server_init(module)
+
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the client's own model; returns the global prototypes."""
         super().client_init(client, sent)

@@ -82,6 +82,11 @@ class KNNPer(Algorithm):
         self.needed_parts = (expert,)
 
     @torch.no_grad()
+    def server_init(self, module: LightningModule) -> Tree:
+        """Refuses an expert whose features cannot be computed."""
+        split_expert(module, self.expert)
+        return super().server_init(module)
+
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Chooses lambda and keeps it; a client with one sample takes 0."""
         update = super().client_final(client, constants)

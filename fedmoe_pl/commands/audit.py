@@ -17,6 +17,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import Transfer
 from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT, Direction
+from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.participation import cohort_of
@@ -54,6 +55,7 @@ class PhaseAudit:
         transfers: what was sent in the first rounds, a list for each.
         stays: names of the tensors that stay with their client: those of the module that it does not receive from the
             server either, and those that the algorithm keeps.
+        frozen: names of the module's tensors that it freezes itself, so that they are the same everywhere for ever.
         may_leave: names of the module's tensors that the algorithm shares, too: it sends them depending on the clients'
             data, or something that it computes from them.
         before: what the server used before the first round without its being sent, in words.
@@ -68,6 +70,7 @@ class PhaseAudit:
     cohort: int
     transfers: list[list[Transfer]] = field(default_factory=list)
     stays: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
     may_leave: list[str] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     weight: str = ""
@@ -113,7 +116,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     drawn = cohort_of(phase, num_clients, dry.seed)
     audit = PhaseAudit(original, num_clients, len(drawn.participants), drawn.size, names=[*module.state_dict()])
     if state.round == phase.rounds:  # the result comes from a checkpoint
-        audit.stays = audit.names
+        _describe_stays(audit, training, set(), set())
         return audit
     plan, recorder.transfers = DryPlan(training), []
     if state.server_learns:
@@ -130,14 +133,14 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
             cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
             run_round(dry, phase, plan, None, cohort)
     audit.transfers = recorder.transfers
-    _describe(audit, plan, {name for tree in state.clients.values() for name in tree})
+    _describe(audit, training, plan, {name for tree in state.clients.values() for name in tree})
     if state.round < phase.rounds:
         state.server = algorithm.server_final(state.server, is_last=True) or state.server
     state.finished = True
     return audit
 
 
-def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
+def _describe(audit: PhaseAudit, training: LocalTraining, plan: DryPlan, kept: set[str]) -> None:
     """Says what stays, what may leave, and what the weights are."""
     phase, algorithm = audit.phase, audit.phase.algorithm
     sent = [each for transfers in audit.transfers for each in transfers if each.direction != "down"]
@@ -148,14 +151,31 @@ def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
         for name in audit.names
         if name not in leaving and (algorithm.is_shared(name) or without_numbers(name) in exchanged)
     ]
-    own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.train.keep_optimizer else [])
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
-    audit.stays = [name for name in audit.names + own if name not in {*leaving, *audit.may_leave, *received}]
+    _describe_stays(audit, training, kept, {*leaving, *audit.may_leave, *received})
     audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)
     if any(each.tensor == WEIGHT for each in sent):
         weights = plan.weights.values()
         counted = "its number of training samples" if all(n == size for n, size in weights) else "a number"
         audit.weight = "1, the same for all" if all(weight == 1 for weight, _ in weights) else counted
+
+
+def _describe_stays(audit: PhaseAudit, training: LocalTraining, kept: set[str], others: set[str]) -> None:
+    """Says what stays and what is frozen, given what clients keep, and the tensors that are on their way."""
+    frozen = {*_frozen_by(training)} - kept - others
+    audit.frozen = [name for name in audit.names if name in frozen]
+    own = sorted(kept - {*audit.names}) + (["optimizer/*"] if audit.phase.train.keep_optimizer else [])
+    audit.stays = [name for name in audit.names + own if name not in frozen | others]
+
+
+def _frozen_by(training: LocalTraining) -> Iterator[str]:
+    """Names of the parameters that the module has frozen, and of the buffers of such parts, which are in eval mode."""
+    module = training.module
+    yield from (name for name, parameter in module.named_parameters() if not parameter.requires_grad)
+    parts = {name: module.get_submodule(name) for name in training.frozen_modules}
+    for name, part in parts.items():
+        if not any(parameter.requires_grad for parameter in part.parameters()):
+            yield from (f"{name}.{buffer}" for buffer, _ in part.named_buffers())
 
 
 def _own_name(transfer: Transfer) -> str:
@@ -231,6 +251,9 @@ def _of_phase(audit: PhaseAudit) -> list[str]:
     if not audit.transfers:
         lines.append(_row("leaves a client", "nothing"))
     lines.append(_row("stays with its client", ", ".join(_patterns(audit.stays, audit.names)) or "nothing"))
+    if audit.frozen:
+        number = "1 tensor" if len(audit.frozen) == 1 else f"{len(audit.frozen)} tensors"
+        lines.append(_row("frozen by the model", f"{number}, which all clients have and nobody changes or sends"))
     if phase.monitor:
         samples = "validation" if phase.monitor.startswith("validation") else "test"
         lines.append(

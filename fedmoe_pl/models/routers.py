@@ -64,13 +64,17 @@ class TokenGate(Gate):
 
     def weights(self, path: str, x: Tensor) -> Tensor:
         """Weights (B, ..., experts) in a layer, given its path and its inputs (B, ..., features)."""
-        router: Any = self.routers.get_submodule(path)
-        logits = router(x.to(router.weight.dtype))
+        logits = self._logits(path, x)
         if self.top_k is None or self.top_k == logits.shape[-1]:
             return logits.softmax(-1)
         values, chosen = logits.topk(self.top_k, dim=-1)
         shares = logits.softmax(-1).gather(-1, chosen) if self.top_k == 1 else values.softmax(-1)
         return torch.zeros_like(logits).scatter(-1, chosen, shares)
+
+    def _logits(self, path: str, x: Tensor) -> Tensor:
+        router: Any = self.routers.get_submodule(path)
+        with torch.autocast(x.device.type, enabled=False):
+            return router(x.to(router.weight.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Raises an error, because there are no weights of whole samples."""
@@ -100,8 +104,7 @@ class AdaptiveTokenGate(TokenGate):
 
     def weights(self, path: str, x: Tensor) -> Tensor:
         """Weights (B, ..., M) in a layer, given its path and its inputs (B, ..., features)."""
-        router: Any = self.routers.get_submodule(path)
-        logits = router(x.to(router.weight.dtype))
+        logits = self._logits(path, x)
         experts = (logits.shape[-1] + 1) // 2
         places = torch.arange(logits.shape[-1], device=logits.device)
         is_used = torch.where(places < experts, places, places - experts + 1) < self.num_clusters

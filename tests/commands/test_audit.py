@@ -9,8 +9,9 @@ from functools import cache
 import pytest
 import torch
 from helpers import blobs, mixture, phase, run, sparse_mixture
+from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
-from helpers.methods import CHOOSING, METHODS, Messages, data, kind, ledger
+from helpers.methods import CHOOSING, METHODS, Messages, data, in_layers, kind, ledger
 from helpers.runs import assert_same
 
 from fedmoe_pl import Algorithm, Federation, Phase, Select, algorithms
@@ -18,7 +19,7 @@ from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
-from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.models import EqualWeights, GlobalOnly
 
 QUICK = {"FedAvg", "FedAPEN", "FedMix", "FedMoEDA", "FedPAC", "SpecialistMixture"}
 
@@ -37,8 +38,8 @@ def recorded(tmp_path_factory):
 
     @cache
     def of_method(name):
-        messages = Messages()
-        return fitted(name, tmp_path_factory.mktemp("method"), data(), messages), copy.deepcopy(messages.sent)
+        messages, datamodule = Messages(), data(**METHODS[name].split)
+        return fitted(name, tmp_path_factory.mktemp("method"), datamodule, messages), copy.deepcopy(messages.sent)
 
     return of_method
 
@@ -52,7 +53,7 @@ def audited(phases, model, datamodule, tmp_path, **kwargs):
 @cache
 def audit_of(name, tmp_path):
     method = METHODS[name]
-    return audited(method.phases(), method.model(), data(), tmp_path)
+    return audited(method.phases(), method.model(), data(**method.split), tmp_path)
 
 
 def test_these_are_all_methods_of_the_package():
@@ -116,7 +117,7 @@ def test_nothing_but_messages_of_the_round_s_clients_reaches_anyone(name, record
     everyone = range(before.run.datamodule.num_clients)
     changed = {*everyone} - present | {min(present)} if present else {0}
     messages = Messages(changed, copy.deepcopy(sent))
-    after = fitted(name, tmp_path, with_other_samples(data(), changed), messages)
+    after = fitted(name, tmp_path, with_other_samples(data(**METHODS[name].split), changed), messages)
     messages.replayed = ()
     for of_phase, state in before.run.states.items():
         assert_same(after.run.states[of_phase].server, state.server)
@@ -172,6 +173,22 @@ def test_the_text_says_who_gets_what(tmp_path, capsys):
         "selection of the round global_test, a number of each participant, on test samples",
     ):
         assert line in lines, line
+
+
+@pytest.mark.parametrize("kind", ["adapters", "normalized"])
+def test_what_the_model_freezes_is_counted_and_not_named(tmp_path, capsys, kind):
+    if kind == "adapters":
+        model, frozen, pattern = in_layers(), 4, "global_expert.*"
+    else:  # buffers of a frozen part are in eval mode; running statistics of the other change
+        model, frozen, pattern = mixture(expert=WithBatchNorm()), 9, "local_expert.*"
+        model.global_expert.requires_grad_(False)
+    audit = audited([phase("it", FedAvg(pattern), gate=EqualWeights())], model, blobs(), tmp_path)["it"]
+    assert len(audit.frozen) == frozen and not {*audit.frozen} & {*audit.stays}
+    start = "base." if kind == "adapters" else "global_expert."
+    assert all(name.startswith(start) for name in audit.frozen)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"frozen by the model {frozen} tensors, which all clients have and nobody changes or sends" in lines
+    assert not [line for line in lines if start in line]
 
 
 def test_aggregations_need_no_numbers_of_samples_and_their_own_tensors_are_named(tmp_path, capsys):
