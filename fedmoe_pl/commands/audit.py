@@ -18,6 +18,7 @@ from fedmoe_pl.backends import Transfer
 from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT, Direction
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.participation import cohort_of
@@ -116,7 +117,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     drawn = cohort_of(phase, num_clients, dry.seed)
     audit = PhaseAudit(original, num_clients, len(drawn.participants), drawn.size, names=[*module.state_dict()])
     if state.round == phase.rounds:  # the result comes from a checkpoint
-        _describe_stays(audit, training, set(), set())
+        _describe_stays(audit, training, _kept_by(state), set())
         return audit
     plan, recorder.transfers = DryPlan(training), []
     if state.server_learns:
@@ -133,7 +134,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
             cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
             run_round(dry, phase, plan, None, cohort)
     audit.transfers = recorder.transfers
-    _describe(audit, training, plan, {name for tree in state.clients.values() for name in tree})
+    _describe(audit, training, plan, _kept_by(state))
     if state.round < phase.rounds:
         state.server = algorithm.server_final(state.server, is_last=True) or state.server
     state.finished = True
@@ -153,6 +154,7 @@ def _describe(audit: PhaseAudit, training: LocalTraining, plan: DryPlan, kept: s
     ]
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
     _describe_stays(audit, training, kept, {*leaving, *audit.may_leave, *received})
+    audit.stays += ["optimizer/*"] if phase.train.keep_optimizer else []
     audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)
     if any(each.tensor == WEIGHT for each in sent):
         weights = plan.weights.values()
@@ -164,8 +166,11 @@ def _describe_stays(audit: PhaseAudit, training: LocalTraining, kept: set[str], 
     """Says what stays and what is frozen, given what clients keep, and the tensors that are on their way."""
     frozen = {*_frozen_by(training)} - kept - others
     audit.frozen = [name for name in audit.names if name in frozen]
-    own = sorted(kept - {*audit.names}) + (["optimizer/*"] if audit.phase.train.keep_optimizer else [])
-    audit.stays = [name for name in audit.names + own if name not in frozen | others]
+    audit.stays = [name for name in audit.names + sorted(kept - {*audit.names}) if name not in frozen | others]
+
+
+def _kept_by(state: PhaseState) -> set[str]:
+    return {name for tree in state.clients.values() for name in tree}
 
 
 def _frozen_by(training: LocalTraining) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.models import (
     AdapterMoE,
+    AdaptiveTokenGate,
     ClusteredAdapterMoE,
     ConstantGate,
     EqualWeights,
@@ -236,6 +237,17 @@ def test_top_k_weighs_the_chosen_experts_only():
         gate.fit_to_layers(gate, {"layer": 1}, 2)
         gate.routers.layer.weight.data = logits[0].T
         torch.testing.assert_close(gate.weights("layer", torch.ones(1, 1, 1)), torch.tensor([[expected]]))
+
+
+@pytest.mark.parametrize("kind", [TokenGate, AdaptiveTokenGate])
+def test_routers_keep_their_precision_in_mixed_precision(kind):
+    gate, x = kind(), torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    gate.fit_to_layers(gate, {"layer": 5}, 2)
+    if isinstance(gate, AdaptiveTokenGate):
+        gate.num_clusters.fill_(2)
+    expected = gate.weights("layer", x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate.weights("layer", x), expected)
 
 
 def test_an_adapted_embedding_and_convolution_change_by_the_scaled_product():
