@@ -20,6 +20,7 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _MOST_NAMED = 24  # layers
+_CHARACTER = 0.07  # inches that a character of a layer's label takes at most
 _LABEL = "0 local expert, 1 global expert"
 
 
@@ -105,12 +106,24 @@ def _words(datamodule: FederatedDataModule, ids: Tensor, shape: Sequence[int]) -
 def layer_figure(clients: Sequence[int], means: Sequence[Mapping[str, float]], title: str) -> Figure:
     """The mean weight of the global expert by client (row) and layer (column, in the order of the base)."""
     paths = [*means[0]]
+    start, labels = _without_common_start(paths)
     figure, (axes,) = beside_samples(clients, None, "", title)
-    image = draw_map(axes, np.array([[of_client[path] for path in paths] for of_client in means]), "layer")
+    figure.set_figheight(figure.get_figheight() + _CHARACTER * max(map(len, labels)))  # labels stand upright
+    values = np.array([[of_client[path] for path in paths] for of_client in means])
+    image = draw_map(axes, values, f"layer of {start}" if start else "layer")
     shown = range(0, len(paths), -(-len(paths) // _MOST_NAMED))
-    axes.set_xticks(shown, [paths[place] for place in shown], rotation=90)
+    axes.set_xticks(shown, [labels[place] for place in shown], rotation=90)
     add_colorbar(figure, image, [axes], _LABEL)
     return figure
+
+
+def _without_common_start(paths: Sequence[str]) -> tuple[str, list[str]]:
+    """The module that has all layers, and their paths in it."""
+    parts = [path.split(".") for path in paths]
+    common = 0
+    while all(len(path) > common + 1 and path[common] == parts[0][common] for path in parts):
+        common += 1
+    return ".".join(parts[0][:common]), [".".join(path[common:]) for path in parts]
 
 
 @styled

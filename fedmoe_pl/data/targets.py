@@ -80,7 +80,9 @@ def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.
         if isinstance(sample, dict) and values not in sample:
             allowed = f"an attribute of the dataset or a key of its samples ({', '.join(map(str, sample))})"
             raise InvalidArgumentError(owner, argument, values, allowed)
-        found = _read_all(owner, dataset, values)
+        found = _column(dataset, values)
+        if found is None:
+            found = _read_all(owner, dataset, values)
     array = _to_array(found)
     if array.shape[:1] != (len(dataset),):
         allowed, reason = f"a value for each of {len(dataset)} samples", f"it gives values of shape {array.shape}"
@@ -98,6 +100,14 @@ def _attribute(dataset: Any, name: str) -> Any | None:
         return None if any(part is None for part in parts) else np.concatenate([_to_array(part) for part in parts])
     values: Any = getattr(dataset, name, None)
     return values if hasattr(values, "__len__") and len(values) == len(dataset) else None
+
+
+def _column(dataset: Any, name: str) -> Any | None:
+    """A column of a Hugging Face ``Dataset``; None of others, and where a function of the user makes samples."""
+    layout = getattr(dataset, "format", None)
+    if not isinstance(layout, dict) or layout.get("type") == "custom" or name not in dataset.column_names:
+        return None
+    return dataset[name][:]
 
 
 def _transforms_targets(dataset: Any) -> bool:

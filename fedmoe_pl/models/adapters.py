@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of
 from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.layers import plant
 
@@ -363,7 +363,13 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
 
     for _ in range(num_experts):
         with silent_peft():
-            inject_adapter_in_model(copy.copy(config), base, adapter_name=_ADAPTER)
+            try:
+                inject_adapter_in_model(copy.copy(config), base, adapter_name=_ADAPTER)
+            except ValueError as error:
+                allowed = "names of layers of the base that peft can adapt"
+                raise InvalidArgumentError(
+                    "LoRA", "target_modules", lora.target_modules, allowed, f"peft says: {reason_of(error)}"
+                ) from error
         made = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
         for path, layer in made.items():  # the base as it was
             base.set_submodule(path, layer.get_base_layer())

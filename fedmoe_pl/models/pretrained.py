@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
 
 
 def pretrained(
@@ -25,7 +25,7 @@ def pretrained(
         arguments: further arguments, such as ``num_labels``.
 
     Raises:
-        MisconfigurationException: if transformers is not installed, or has no such class.
+        MisconfigurationException: if transformers is not installed, or has no such class or model.
     """
     try:
         import transformers
@@ -39,7 +39,8 @@ def pretrained(
     has_weights = not os.path.isdir(path) or any(
         name.endswith((".safetensors", ".bin", ".index.json")) for name in os.listdir(path)
     )
-    if has_weights:
-        return kind.from_pretrained(path, **(arguments or {}))
-    config = transformers.AutoConfig.from_pretrained(path, **(arguments or {}))
+    with tried(f"pretrained: path is {path!r}, of which transformers makes no model"):
+        if has_weights:
+            return kind.from_pretrained(path, **(arguments or {}))
+        config = transformers.AutoConfig.from_pretrained(path, **(arguments or {}))
     return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

@@ -78,7 +78,8 @@ class TokenGate(Gate):
 
     def forward(self, x: Tensor) -> Tensor:
         """Raises an error, because there are no weights of whole samples."""
-        raise InvalidArgumentError(self, "gate", type(self).__name__, "the gate of a LayerwiseAdapterMoE")
+        allowed, reason = "another one unless the model is a LayerwiseAdapterMoE", "it weighs tokens, not samples"
+        raise InvalidArgumentError("model", "gate", self, allowed, reason)
 
 
 class AdaptiveTokenGate(TokenGate):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import TensorData, run
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -66,3 +67,16 @@ def test_maps_have_a_cell_for_each_weight_and_words_where_they_are_known():
     figure = token_figure(weights, [["oil", "prices", ""], ["sport", "", ""]], "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["oil", "prices", "sport"]
     assert figure.axes[0].images[0].get_array().shape == (2, 2)
+
+
+def test_names_of_layers_have_their_place_above_the_colour_bar():
+    start = "bert.encoder.layer"
+    paths = [f"{start}.{layer}.attention.self.{name}" for layer in range(12) for name in ("query", "value")]
+    figure = layer_figure([0, 1], [dict.fromkeys(paths, 0.5)] * 2, "title")
+    FigureCanvasAgg(figure).draw()  # warns if there is too little room
+    axes, bar = figure.axes
+    labels = axes.get_xticklabels()
+    assert labels[-1].get_text() == "11.attention.self.value" and axes.get_xlabel() == f"layer of {start}"
+    lowest = min(label.get_window_extent().y0 for label in (*labels, axes.xaxis.label))
+    assert lowest > bar.get_window_extent().y1 and bar.get_tightbbox().y0 >= 0
+    assert axes.get_window_extent().height > figure.bbox.height / 4

@@ -5,6 +5,7 @@ from helpers.data import set_up
 from torch.utils.data import Dataset, Subset
 
 from fedmoe_pl.data import FromDatasets
+from fedmoe_pl.data.targets import classes_of, values_of
 
 
 class Dictionaries(Dataset):
@@ -50,3 +51,32 @@ def test_true_and_false_are_classes():
     for collate_fn in (None, lambda batch: torch.utils.data.default_collate(batch)):
         data = set_up(FromDatasets(samples, samples, num_clients=2, collate_fn=collate_fn))
         assert data.num_classes == 2 and data.y.tolist() == 6 * [0, 1]
+
+
+class Table(Dataset):
+    """Has columns as a Hugging Face dataset has them; a sample may also be what a function of the user's makes."""
+
+    column_names = ("x", "labels", "client")
+
+    def __init__(self, kind, read):
+        self.format, self.read = {"type": kind}, read
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, key):
+        columns = {"x": [[0.0]] * 4, "labels": [0, 1, 1, 0], "client": ["b", "a", "b", "a"]}
+        if isinstance(key, str):
+            return columns[key]
+        self.read.append(key)
+        sample = {name: values[key] for name, values in columns.items()}
+        return {**sample, "labels": 1 - sample["labels"]} if self.format["type"] == "custom" else sample
+
+
+def test_a_column_of_a_table_is_read_at_once_unless_a_function_makes_samples():
+    for kind, labels in ((None, [0, 1, 1, 0]), ("custom", [1, 0, 0, 1])):
+        read = []
+        classes = classes_of("data", Table(kind, read), "labels")
+        assert classes is not None and classes.tolist() == labels
+        assert values_of("data", "groups", Table(kind, read), "client").tolist() == ["b", "a", "b", "a"]
+        assert ({*read} == {0}) == (kind is None)  # the first sample shows the keys

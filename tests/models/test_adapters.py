@@ -29,7 +29,7 @@ from fedmoe_pl.models import (
 from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import copy_module
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 X = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
 LORA = LoRA(["layer"], r=1, lora_alpha=2)
 
@@ -395,6 +395,8 @@ def test_numbers_out_of_their_range_are_refused(arguments, message):
             {},
             "modules_to_save is 'clasifier'.*, mlp",
         ),
+        (AdapterMoE, LoRA(["q_proj"]), {}, r"target_modules is \['q_proj'\].* peft says: .*not found"),
+        (AdapterMoE, {"target_modules": ["mlp.0"]}, {}, "AdapterMoE: lora is {.*a fedmoe_pl.models.LoRA"),
         (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"blocks": ["mpl"]}, "blocks is 'mpl'"),
         (LayerwiseAdapterMoE, LoRA(["embedding"]), {"gate": TokenGate()}, "no linear layer"),
         (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"gate": TokenGate(3)}, "top_k is 3"),
@@ -410,10 +412,18 @@ def test_what_does_not_fit_is_refused(kind, lora, arguments, message):
         kind(Tokens(), lora, **arguments)
 
 
+def test_a_base_is_a_module_and_not_its_name_or_one_of_peft():
+    lora = LoRA(["mlp.0"])
+    with pytest.raises(MisconfigurationException, match="base is 'bert', but must be a module"):
+        AdapterMoE("bert", lora)
+    with pytest.raises(MisconfigurationException, match=r"base is a PeftModel, but .* without adapters of peft"):
+        LayerwiseAdapterMoE(peft.PeftModel(Tokens(), lora.config()), lora)
+
+
 def test_gates_that_need_what_is_missing_are_refused():
     with pytest.raises(MisconfigurationException, match="modules_to_save"):
         AdapterMoE(Tokens(), LoRA(["mlp.0"]), FeatureGate(6))(IDS)
-    with pytest.raises(MisconfigurationException, match="the gate of a LayerwiseAdapterMoE"):
+    with pytest.raises(MisconfigurationException, match=r"gate is a TokenGate.* unless the model is a Layerwise"):
         AdapterMoE(Tokens(), LoRA(["mlp.0"]), TokenGate())(IDS)
 
 

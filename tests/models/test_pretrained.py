@@ -44,3 +44,9 @@ def test_an_unknown_class_is_refused(tmp_path, config):
     config.save_pretrained(tmp_path)
     with pytest.raises(MisconfigurationException, match="auto_class is 'AutoModelForTexts'"):
         pretrained(str(tmp_path), "AutoModelForTexts")
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(MisconfigurationException, match=f"pretrained: path is '{tmp_path}', of which transformers"):
+        pretrained(str(tmp_path))

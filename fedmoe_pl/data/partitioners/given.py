@@ -29,7 +29,8 @@ class NaturalIds(Partitioner):
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
         if client_ids is None:
-            raise InvalidArgumentError("data", "partitioner", self, "another one", "these data have no client ids")
+            reason = "these data have no client ids; FromDatasets and FromDataModule get them by their argument groups"
+            raise InvalidArgumentError("data", "partitioner", self, "another one", reason)
         ids, owners = np.unique(client_ids, return_inverse=True)
         _check_number(self, num_clients, len(ids))
         return group_by(owners, len(ids))

@@ -67,6 +67,11 @@ class AdapterMoE(MixtureOfExperts):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if not isinstance(base, nn.Module) or hasattr(base, "peft_config"):
+            allowed = "a module without adapters of peft, such as one of fedmoe_pl.models.pretrained"
+            raise InvalidArgumentError(self, "base", base, allowed)
+        if not isinstance(lora, LoRA):
+            raise InvalidArgumentError(self, "lora", lora, "a fedmoe_pl.models.LoRA")
         check_choice(self, "pooling", pooling, get_args(Pooling))
         self.lora = lora
         self.pooling: Pooling = pooling
