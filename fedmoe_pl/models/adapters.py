@@ -201,7 +201,8 @@ class AdaptedBase:
         self.base = base.requires_grad_(False)
         self.head = nn.Module()
         self.prepare = prepare
-        self._saved = [*_matching(base, lora.modules_to_save, "modules_to_save")]
+        saved = [*dict.fromkeys(_matching(base, lora.modules_to_save, "modules_to_save"))]
+        self._saved = [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
         self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._blocks = [*_matching(base, blocks, "blocks")]
@@ -233,18 +234,24 @@ class AdaptedBase:
             logits = call(self.base, self.prepare(x) if self.prepare else x)
         finally:
             self._pass = None
-        if not self._is_checked and (missing := [path for path in self._paths if path not in current.called]):
-            allowed = "layers that the base calls, because adapters of others would change nothing"
-            raise InvalidArgumentError("LoRA", "target_modules", missing[0], allowed)
-        self._is_checked = True
+        if not self._is_checked:
+            self._check(current.called)
         return Output(logits, current.features, current.weights)
+
+    def _check(self, called: set[str]) -> None:
+        """Refuses layers that the base does not call, because what is trained of them would change nothing."""
+        for argument, paths in (("target_modules", self._paths), ("modules_to_save", self._saved)):
+            if missing := [path for path in paths if path not in called]:
+                allowed = "layers that the base calls, because what is trained of others would change nothing"
+                raise InvalidArgumentError("LoRA", argument, missing[0], allowed)
+        self._is_checked = True
 
     def plain_base(self) -> nn.Module:
         """A copy of the base that computes without experts, as it was before it had any."""
         base = copy.deepcopy(self.base, {id(self): self})
-        for path in self._paths:
+        for path in (*self._paths, *self._saved):
             hooks = base.get_submodule(path)._forward_hooks
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _AdaptedLayer)]:
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _AdaptedLayer) or hook is _pass_on]:
                 del hooks[key]
         for path in (*self._blocks, *self._saved):
             del vars(base.get_submodule(path))["forward"]
@@ -268,6 +275,8 @@ class AdaptedBase:
             self.base.get_submodule(path).forward = _MixedBlock(self, path)
         for path in self._saved:
             self.base.get_submodule(path).forward = _Saved(self, path)
+            # in eval mode, torch's encoder layers take weights past a part's forward, unless it has a hook
+            self.base.get_submodule(path).register_forward_hook(_pass_on)
 
 
 @dataclass
@@ -336,9 +345,14 @@ class _Saved:
         if current is None:
             layer = adapted.base.get_submodule(self.path)
             return type(layer).forward(layer, x, *others, **options)
+        current.called.add(self.path)
         if self.path == adapted._saved[0]:
             current.features = x
         return adapted._heads[current.experts[0]].get_submodule(self.path)(x, *others, **options)
+
+
+def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    """A hook that changes nothing."""
 
 
 def mixed(weights: Tensor, outputs: Sequence[Tensor]) -> Tensor:

@@ -250,6 +250,37 @@ def test_routers_keep_their_precision_in_mixed_precision(kind):
         assert torch.equal(gate.weights("layer", x), expected)
 
 
+class Encoder(nn.Module):
+    """Layers that torch computes in eval mode in a way of their own, past the ``forward`` of their parts."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.layers(x).mean(1)
+
+
+@pytest.mark.parametrize("part", ["linear2", "norm2"])
+def test_a_part_that_is_trained_as_a_whole_is_evaluated_in_encoder_layers_without_adapters(part):
+    torch.manual_seed(0)
+    module = LayerwiseAdapterMoE(Encoder(), LoRA(["layers.0.linear1"], r=1, modules_to_save=[f"layers.1.{part}"]))
+    for parameter in module.head.parameters():
+        parameter.data = torch.randn_like(parameter)
+    x = torch.randn(2, 3, 8)
+    expected = module(x).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), expected)
+        assert not torch.allclose(module.plain_base()(x), expected)
+
+
+def test_a_part_that_the_base_does_not_call_is_not_trained_as_a_whole():
+    module = LayerwiseAdapterMoE(Encoder(), LoRA(["linear1"], r=1, modules_to_save=["out_proj"]))
+    with pytest.raises(MisconfigurationException, match=r"modules_to_save is '.*out_proj', but must be layers"):
+        module(torch.zeros(2, 3, 8))
+
+
 def test_an_adapted_embedding_and_convolution_change_by_the_scaled_product():
     class Pictures(nn.Module):
         def __init__(self):
