@@ -110,16 +110,24 @@ class EmbeddingAdapter(nn.Module):
         lora_embedding_A: shape (r, rows of the embedding).
         lora_embedding_B: shape (width of the embedding, r).
         scaling: the scale s.
+        padding_idx: the id that the embedding does not train; None for none.
     """
 
-    def __init__(self, lora_embedding_A: nn.Parameter, lora_embedding_B: nn.Parameter, scaling: float) -> None:
+    def __init__(
+        self,
+        lora_embedding_A: nn.Parameter,
+        lora_embedding_B: nn.Parameter,
+        scaling: float,
+        padding_idx: int | None = None,
+    ) -> None:
         super().__init__()
+        self.padding_idx = padding_idx
         self.lora_embedding_A, self.lora_embedding_B = lora_embedding_A, lora_embedding_B
         self.scaling = scaling
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the embeddings of the ids x."""
-        return F.embedding(x, self.lora_embedding_A.T) @ self.lora_embedding_B.T * self.scaling
+        return F.embedding(x, self.lora_embedding_A.T, self.padding_idx) @ self.lora_embedding_B.T * self.scaling
 
 
 Weigh = Callable[[str, Tensor], Tensor]
@@ -413,7 +421,9 @@ def _adapter(path: str, layer: Any) -> nn.Module:
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
             allowed = "embeddings without max_norm, scale_grad_by_freq and sparse"
             raise InvalidArgumentError("LoRA", "target_modules", path, allowed)
-        return EmbeddingAdapter(layer.lora_embedding_A[_ADAPTER], layer.lora_embedding_B[_ADAPTER], scaling)
+        return EmbeddingAdapter(
+            layer.lora_embedding_A[_ADAPTER], layer.lora_embedding_B[_ADAPTER], scaling, embedding.padding_idx
+        )
     if _ADAPTER not in layer.lora_A or isinstance(layer.get_base_layer(), nn.MultiheadAttention):
         allowed = "linear layers, convolutions and embeddings"
         raise InvalidArgumentError(

@@ -300,6 +300,14 @@ def test_an_adapted_embedding_and_convolution_change_by_the_scaled_product():
     torch.testing.assert_close(module(IDS), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_adapted_embedding_does_not_train_padding():
+    base = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten())
+    module = drawn(LayerwiseAdapterMoE(base, LoRA(["0"], r=2), GlobalOnly()))
+    module(IDS).sum().backward()
+    gradient = getattr(module.global_expert, "0").lora_embedding_A.grad
+    assert not gradient[:, 0].any() and gradient[:, 1:7].any()
+
+
 # --- features, padding ---
 
 

@@ -186,6 +186,20 @@ def numbers():
 MISSING = [
     ("all_clients", "clients_per_round", {"clients_per_round": 2}, mixture, blobs),
     ("validation_samples", "validation_fraction", {}, mixture, blobs),
+    (
+        "validation_samples_of_each",
+        "validation_fraction",
+        {},
+        mixture,
+        partial(blobs, (13, 1), validation_fraction=0.2),
+    ),
+    (
+        "step_of_each_batch",
+        "trainer.accumulate_grad_batches",
+        {"train": Train(trainer={"accumulate_grad_batches": 2})},
+        mixture,
+        blobs,
+    ),
     ("classes", "algorithm", {}, Regression, numbers),
     ("loss_of_outputs", "algorithm", {}, Regression, numbers),
     (
