@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pretrain_ag_news import tokens_of_texts
@@ -22,8 +23,8 @@ CLASSES = 4
 
 def classifier(path: str) -> nn.Module:
     """The pretrained model with a new last layer, which has a bias, as a label prior needs it."""
-    model = pretrained(path, arguments={"num_labels": CLASSES})
-    model.score = nn.Linear(model.config.hidden_size, CLASSES)  # pyright: ignore[reportAttributeAccessIssue]
+    model: Any = pretrained(path, arguments={"num_labels": CLASSES})
+    model.score = nn.Linear(model.config.hidden_size, CLASSES)
     return model
 
 

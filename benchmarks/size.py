@@ -73,9 +73,10 @@ class TwoLoRALinear(nn.Module):
     def __init__(self, width: int, rank: int = RANK) -> None:
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)
-        for expert in ("global", "local"):
-            setattr(self, f"lora_a_{expert}", nn.Parameter(torch.randn(rank, width) / width**0.5))
-            setattr(self, f"lora_b_{expert}", nn.Parameter(torch.zeros(width, rank)))
+        self.lora_a_global = nn.Parameter(torch.randn(rank, width) / width**0.5)
+        self.lora_b_global = nn.Parameter(torch.zeros(width, rank))
+        self.lora_a_local = nn.Parameter(torch.randn(rank, width) / width**0.5)
+        self.lora_b_local = nn.Parameter(torch.zeros(width, rank))
         self.lora_router = nn.Linear(width, 2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
