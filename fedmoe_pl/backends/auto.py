@@ -7,6 +7,8 @@ from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 
+_MOST_OPERATIONS = 5 * 10**8  # of a client's step: a core takes some 20 ms, and calls into PyTorch a tenth of that
+
 
 class AutoBackend(Backend):
     """Stacks clients if that gives the same result as a ``Trainer`` per client, only faster; else uses such Trainers.
@@ -24,6 +26,8 @@ class AutoBackend(Backend):
             trial = try_to_stack(training)
             if on_cpu and trial.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
+            if on_cpu and trial.operations > _MOST_OPERATIONS:
+                raise NotStackable("a step takes much longer than the calls that stacking saves on a CPU")
         except NotStackable as reason:
             return TrainerPlan(training, f"a Trainer per client ({reason})")
         most = trial.clients_per_stack

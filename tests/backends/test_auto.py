@@ -19,7 +19,7 @@ from fedmoe_pl.backends.stacked import StackedPlan
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import Gate, LeNet5, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import Gate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase
 
 
@@ -174,6 +174,15 @@ def test_auto_stacks_where_that_gives_what_an_ordinary_trainer_gives(name):
     plans = [begin(backend, training) for backend in (TrainerBackend(), AutoBackend())]
     assert isinstance(plans[1], StackedPlan)
     assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **arguments)
+
+
+@pytest.mark.parametrize(("width", "stacks"), [(32, True), (1024, False)])
+def test_auto_does_not_stack_where_a_frozen_layer_takes_longer_than_calls(width, stacks):
+    """A step of 512 samples has 2 * 512 * width ** 2 operations in it forward, and as many backward."""
+    expert = nn.Sequential(nn.Linear(5, width), nn.Linear(width, width).requires_grad_(False), nn.Linear(width, 3))
+    data = blobs((600, 600), dtype=torch.float32, batch_size=512)
+    training = local_training(PersonalizedMoE(expert, gate=GlobalOnly()), FedAvg("global_expert.*"), data)
+    assert isinstance(AutoBackend().plan(training), StackedPlan) is stacks
 
 
 def test_the_trial_of_stacking_runs_once_for_a_phase(monkeypatch):

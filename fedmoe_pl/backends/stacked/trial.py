@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends.features import FeatureCache
@@ -43,6 +44,7 @@ class Trial:
 
     clients_per_stack: int  # as many as fit into a quarter of the memory
     convolves: bool = False  # whether a step computes a convolution
+    operations: int = 0  # of a client's step, forward and backward: those of matrix products and attention
 
 
 def try_to_stack(training: LocalTraining) -> Trial:
@@ -116,20 +118,24 @@ def _try_stack(trial: Trial, stack: Stack) -> None:
         trial.convolves |= isinstance(part, _ConvNd)
 
     with register_module_forward_pre_hook(note):
-        for client in range(len(stack.members)):
-            _try_member(stack, client, names, saved)
+        operations = [_try_member(stack, client, names, saved) for client in range(len(stack.members))]
     device, batch_size = stack.training.device, stack.data.batch_size
+    tried = min(batch_size, TRIED_SAMPLES)
+    trial.operations = max(trial.operations, max(operations) * batch_size // tried)
     per_client = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.stacked.values())
     # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
-    batch = 2 * sum(saved) // len(stack.members) * batch_size // min(batch_size, TRIED_SAMPLES)
+    batch = 2 * sum(saved) // len(stack.members) * batch_size // tried
     limit = _memory(device) // 4 // (5 * per_client + batch + 1)
     if device.type == "cpu":
         limit = min(limit, max(CPU_CACHE // (per_client + 1), 8))
     trial.clients_per_stack = max(1, min(limit, trial.clients_per_stack))
 
 
-def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int]) -> None:
-    """Compares a step of one member; appends the bytes of each tensor that its backward pass needs."""
+def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int]) -> int:
+    """Compares a step of one member; appends the bytes of each tensor that its backward pass needs.
+
+    Returns the number of the step's operations.
+    """
     module, share = stack.module, stack.data.first_share(client)
 
     def remember(tensor: Tensor) -> Tensor:
@@ -141,8 +147,9 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
             if isinstance(leaf, Tensor):
                 remember(leaf)
 
+    counter = FlopCounterMode(display=False)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        with counter, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
         saved.clear()
@@ -159,6 +166,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
     for name in stack.buffers:
         if not is_close(stack.stacked[name][client], buffers[name]):
             raise NotStackable(f"stacking changes the buffer '{name}'")
+    return counter.get_total_flops()
 
 
 def _memory(device: torch.device) -> int:
