@@ -1,0 +1,341 @@
+"""The sum is exact whoever drops out, nobody else can know a summand, and what is altered is noticed."""
+
+import itertools
+import secrets
+from fractions import Fraction
+
+import pytest
+import torch
+from helpers.secrets import held
+
+pytest.importorskip("cryptography")
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedmoe_pl.deployment import masking
+from fedmoe_pl.deployment.masking import (
+    ENCRYPTED,
+    ClientHalf,
+    MaskingError,
+    PublicKeys,
+    ServerHalf,
+    agreed,
+    derived,
+    joined,
+    split,
+)
+
+CLIENTS, STEPS = range(5), ("keys", "shares", "masked", "unmasked")
+PRIME = 2**521 - 1
+
+
+def summand(client):
+    """Integers of 64 bits, also the least and the largest, in two tensors."""
+    generator = torch.Generator().manual_seed(client)
+    edges = torch.tensor([-(2**63), 2**63 - 1, -1, 0, 1])
+    random = torch.randint(-(2**62), 2**62, (3, 7), generator=generator)
+    return {"b.weight": random, "a": edges.roll(client)}
+
+
+def encoded(tree):
+    return [tensor.numpy().tobytes() for tensor in tree.values() if tensor.numel() > 5]
+
+
+def without(answers, dropped):
+    return {client: answer for client, answer in answers.items() if client not in dropped}
+
+
+class Round:
+    """A round in memory, in which clients drop out before a step, and messages may be changed on their way.
+
+    Attributes:
+        sent: all that clients have sent, and all that the server has sent them.
+    """
+
+    def __init__(self, threshold=4, dropped=None, change=None):
+        self.dropped = {step: set() for step in STEPS} | (dropped or {})
+        self.change = change or (lambda step, answers: answers)
+        self.clients = {client: ClientHalf(client, threshold, "a round") for client in CLIENTS}
+        self.server = ServerHalf(threshold, "a round")
+        self.sent = []
+
+    def answers(self, step, of_client, clients):
+        """What the clients that are left answer; the others are gone for good."""
+        left = [client for client in clients if client not in self.dropped[step]]
+        answers = self.change(step, {client: of_client(client) for client in left})
+        self.sent.append(answers)
+        return answers
+
+    def run(self):
+        clients, server = self.clients, self.server
+        keys = server.keys(self.answers("keys", lambda client: clients[client].keys, CLIENTS))
+        self.sent.append(keys)
+        shares = server.shares(self.answers("shares", lambda client: clients[client].share(keys), keys))
+        self.sent.append(shares)
+        masked = self.answers("masked", lambda client: clients[client].mask(shares[client], summand(client)), shares)
+        survivors = server.add(masked)
+        return server.unmasked(self.answers("unmasked", lambda client: clients[client].unmask(survivors), survivors))
+
+
+def integer_sum(clients):
+    """The sum modulo 2^64 by Python's integers, as those of 64 bits."""
+    total = {}
+    for name, tensor in summand(0).items():
+        columns = zip(*(summand(client)[name].flatten().tolist() for client in clients), strict=True)
+        values = [(sum(column) + 2**63) % 2**64 - 2**63 for column in columns]
+        total[name] = torch.tensor(values).reshape(tensor.shape)
+    return total
+
+
+@pytest.mark.parametrize("threshold", [3, 4])
+@pytest.mark.parametrize("step", STEPS)
+def test_the_sum_is_exact_whoever_drops_out(step, threshold):
+    """All patterns of five clients: the survivors' sum, or none if fewer than the threshold are left."""
+    for number in range(len(CLIENTS) + 1):
+        for dropped in itertools.combinations(CLIENTS, number):
+            it = Round(threshold, {step: set(dropped)})
+            if len(CLIENTS) - number < threshold:
+                sentence = f"{len(CLIENTS) - number} clients are left, but secure aggregation needs {threshold}"
+                with pytest.raises(MaskingError, match=f"^{sentence}$"):
+                    it.run()
+                continue
+            summed = [client for client in CLIENTS if step == "unmasked" or client not in dropped]
+            total, expected = it.run(), integer_sum(summed)
+            assert all(torch.equal(total[name], expected[name]) for name in expected), dropped
+
+
+def test_the_sum_is_exact_if_clients_drop_out_in_every_step():
+    for order in itertools.permutations(range(4), 2):
+        first, second = (STEPS[step] for step in order)
+        total = Round(3, {first: {1}, second: {4}}).run()
+        gone = {client for step, client in ((first, 1), (second, 4)) if step != "unmasked"}
+        expected = integer_sum([client for client in CLIENTS if client not in gone])
+        assert all(torch.equal(total[name], expected[name]) for name in expected), (first, second)
+
+
+@pytest.mark.parametrize("dropped", [{}, {"masked": {2}}])
+@pytest.mark.parametrize("masks", [True, False])
+def test_the_server_holds_and_hears_no_summand(masks, dropped, monkeypatch):
+    """It is looked for in every byte; without masks, it is found."""
+    if not masks:
+        monkeypatch.setattr(masking, "_add_mask", lambda tensors, key, sign: None)
+    it = Round(4, dropped)
+    it.run()
+    clients = [client for client in CLIENTS if client not in dropped.get("masked", ())]
+    of_each = {client: encoded(summand(client)) for client in clients}
+    found = [client for client, content in of_each.items() if held(content, it.server, it.sent)]
+    assert found == ([] if masks else clients)
+    total = [tensor.numpy().tobytes() for tensor in it.server._sum.values()]
+    assert held(total, it.server) == total, "what it holds is looked through"
+    keys = [half._mask.private_bytes_raw() for half in it.clients.values()]
+    assert not held([*keys, *(half._seed for half in it.clients.values())], it.server, it.sent)
+
+
+def test_what_a_client_sends_looks_random_and_differs_in_every_round():
+    first, second = Round(), Round()
+    for it in (first, second):
+        it.run()
+    of_rounds = [it.sent[4][0]["b.weight"] for it in (first, second)]
+    assert not torch.equal(*of_rounds) and not any(torch.equal(each, summand(0)["b.weight"]) for each in of_rounds)
+    half = ClientHalf(0, 1, "alone")
+    half.share({0: half.keys})
+    bits = half.mask({}, {"zeros": torch.zeros(10_000, dtype=torch.int64)})["zeros"].numpy().view("uint8")
+    ones = int(torch.from_numpy(bits).bitwise_and(1).sum())
+    assert abs(ones - 40_000) < 5 * 80_000**0.5 / 2
+
+
+def altered(content):
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def change_of(step, client, change):
+    """Changes one client's answer in a step."""
+
+    def change_one(of_step, answers):
+        return answers | {client: change(answers[client])} if of_step == step else answers
+
+    return change_one
+
+
+def test_an_altered_share_is_noticed_by_who_gets_it():
+    def alter(answer):
+        encrypted, commitment = answer
+        return encrypted | {3: altered(encrypted[3])}, commitment
+
+    with pytest.raises(MaskingError, match="the shares from client 1 are not what it has sent in this round"):
+        Round(change=change_of("shares", 1, alter)).run()
+
+
+def test_a_share_that_is_withheld_makes_the_client_s_masked_tensors_useless_only_to_itself():
+    """A client whose shares reach nobody is gone, as any other that drops out."""
+    total = Round(change=lambda step, answers: without(answers, [1]) if step == "shares" else answers).run()
+    expected = integer_sum([0, 2, 3, 4])
+    assert all(torch.equal(total[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("context", ["a round", "another"])
+def test_a_share_of_another_round_is_noticed(context):
+    earlier = Round()
+    earlier.clients = {client: ClientHalf(client, 4, context) for client in CLIENTS}
+    earlier.server.context = context
+    earlier.run()
+    replayed = earlier.sent[2][1]
+    with pytest.raises(MaskingError, match="are not what it has sent in this round"):
+        Round(change=change_of("shares", 1, lambda answer: replayed)).run()
+
+
+@pytest.mark.parametrize("of", [0, 4])
+def test_an_altered_share_at_the_end_is_noticed_by_the_server(of):
+    change = change_of("unmasked", 1, lambda shares: shares | {of: altered(shares[of])[:-1] + b"\0"})
+    sentence = "the shares (give no key|of client 0's own mask do not fit|of client 4's key do not fit)"
+    it = Round(4, {"masked": {4}}, change)
+    with pytest.raises(MaskingError, match=sentence):
+        it.run()
+
+
+def test_a_share_within_the_field_that_is_wrong_is_noticed():
+    """Two shares are changed so that they still give a key: only commitment and public key tell."""
+    for of, sentence in ((0, "own mask do not fit its commitment"), (4, "key do not fit its public key")):
+
+        def change(step, answers, of=of):
+            if step != "unmasked":
+                return answers
+            other = split(secrets.token_bytes(32), 4, CLIENTS)
+            return {client: shares | {of: other[client]} for client, shares in answers.items()}
+
+        with pytest.raises(MaskingError, match=sentence):
+            Round(4, {"masked": {4}}, change).run()
+
+
+def test_a_client_gives_its_shares_once_and_never_both_of_a_client():
+    it = Round(4, {"masked": {4}})
+    it.run()
+    for half in (it.clients[client] for client in range(4)):
+        with pytest.raises(MaskingError, match="each step of a round is taken once"):
+            half.unmask([*CLIENTS])
+    of_clients = {of: {giver: shares[of] for giver, shares in it.sent[-1].items()} for of in CLIENTS}
+    for client, half in it.clients.items():
+        secret, other = half._seed, half._mask.private_bytes_raw()
+        assert joined(of_clients[client]) == (other if client == 4 else secret)
+
+
+def test_tensors_that_come_after_a_client_counted_as_gone_stay_masked():
+    """The server knows its key then, and takes off the masks of all pairs: its own is left, which nobody gives away."""
+    it, late = Round(4, {"masked": {4}}), {}
+    mask = it.clients[4].mask
+
+    def keep(step, answers):
+        if step == "masked":
+            late.update(mask(it.sent[3][4], summand(4)))
+        return answers
+
+    it.change = keep
+    it.run()
+    key = X25519PrivateKey.from_private_bytes(joined({giver: shares[4] for giver, shares in it.sent[-1].items()}))
+    for other in range(4):
+        mask_of_pair = agreed(key, it.server._keys[other].mask, "mask", "a round", other, 4)
+        masking._add_pair_mask(late, 4, other, mask_of_pair, -1)
+    assert not any(torch.equal(late[name], tensor) for name, tensor in summand(4).items())
+    masking._add_mask(late, derived(it.clients[4]._seed, "own mask", "a round", 4), -1)
+    assert all(torch.equal(late[name], tensor) for name, tensor in summand(4).items())
+
+
+@pytest.mark.parametrize(
+    ("survivors", "sentence"),
+    [
+        ([0, 1, 2], "3 clients are left, but secure aggregation needs 4"),
+        ([0, 0, 1, 2], "3 clients are left"),
+        ([1, 2, 3, 4], "is not among the survivors"),
+        ([0, 1, 2, 3, 9], "client 9 took no part"),
+    ],
+)
+def test_a_client_unmasks_no_smaller_sum_and_none_without_itself(survivors, sentence):
+    it = Round()
+    keys = it.server.keys({client: half.keys for client, half in it.clients.items()})
+    shares = it.server.shares({client: half.share(keys) for client, half in it.clients.items()})
+    it.clients[0].mask(shares[0], summand(0))
+    with pytest.raises(MaskingError, match=sentence):
+        it.clients[0].unmask(survivors)
+    with pytest.raises(MaskingError, match="each step of a round is taken once"):
+        it.clients[0].unmask([*CLIENTS])
+
+
+def test_a_client_refuses_keys_and_steps_that_do_not_fit():
+    def shared(change=lambda keys: keys, client=0):
+        it = Round()
+        return it.clients[client].share(change({other: half.keys for other, half in it.clients.items()}))
+
+    other = PublicKeys(b"\2" * 32, b"\3" * 32)
+    for change, sentence in (
+        (lambda keys: keys | {0: other}, "its own public keys are not those"),
+        (lambda keys: without(keys, [0]), "its own public keys are not those"),
+        (lambda keys: without(keys, [1, 2]), "3 clients are left"),
+        (lambda keys: keys | {1: keys[2]}, "two clients have the same public key"),
+        (lambda keys: keys | {1: PublicKeys(bytes(32), bytes([1, *bytes(31)]))}, "a public key is none"),
+    ):
+        with pytest.raises(MaskingError, match=sentence):
+            shared(change)
+    with pytest.raises(MaskingError, match="in order"):
+        ClientHalf(0, 4, "a round").mask({}, {})
+    with pytest.raises(MaskingError, match="in order"):
+        ClientHalf(0, 4, "a round").unmask([0])
+
+
+def interpolated(shares):
+    """The polynomial through the shares at 0, with fractions of integers, modulo the prime only at the end."""
+    points = [(client + 1, int.from_bytes(share, "big")) for client, share in shares.items()]
+    value = Fraction(0)
+    for i, (x, y) in enumerate(points):
+        term = Fraction(y)
+        for j, (other, _) in enumerate(points):
+            term *= Fraction(-other, x - other) if i != j else 1
+        value += term
+    return value.numerator * pow(value.denominator, PRIME - 2, PRIME) % PRIME
+
+
+@pytest.mark.parametrize(("threshold", "number"), [(1, 1), (2, 3), (4, 5), (7, 10)])
+def test_shares_give_the_secret_as_an_interpolation_with_fractions_does(threshold, number):
+    secret = secrets.token_bytes(32)
+    shares = split(secret, threshold, range(number))
+    for chosen in itertools.islice(itertools.combinations(range(number), threshold), 40):
+        some = {client: shares[client] for client in chosen}
+        assert joined(some) == secret == interpolated(some).to_bytes(32, "big")
+    if threshold > 1:
+        fewer = {client: shares[client] for client in range(threshold - 1)}
+        assert interpolated(fewer) != int.from_bytes(secret, "big")
+        again = split(secret, threshold, range(number))
+        assert not {*shares.values()} & {*again.values()}
+
+
+def test_keys_and_masks_are_those_of_the_standards():
+    private, public, secret = (  # RFC 7748, 6.1: Alice's private key, Bob's public one, their secret
+        bytes.fromhex(text)
+        for text in (
+            "77076d0a7318a57d3c16c17251b26645df4c2f87ebc0992ab177fba51db92c2a",
+            "de9edb7d7b7dc1b4d35b61c2ece435373f8343c85b78674dadfc7e146f882b4f",
+            "4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742",
+        )
+    )
+    assert agreed(X25519PrivateKey.from_private_bytes(private), public, "x") == derived(secret, "x")
+    # RFC 5869, A.3, without salt and purpose
+    assert derived(b"\x0b" * 22).hex() == "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
+    zeros = {"a": torch.zeros(3, dtype=torch.int64), "b": torch.zeros(5, dtype=torch.int64)}
+    masking._add_mask(zeros, bytes(32), 1)  # RFC 8439, A.1, test vector 1
+    assert b"".join(tensor.numpy().tobytes() for tensor in zeros.values()).hex() == (
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
+    )
+
+
+def test_a_mask_in_parts_is_the_whole_mask(monkeypatch):
+    whole, parts = ({"a": torch.zeros(1000, dtype=torch.int64)} for _ in range(2))
+    masking._add_mask(whole, b"\5" * 32, 1)
+    monkeypatch.setattr(masking, "_CHUNK", 7)
+    masking._add_mask(parts, b"\5" * 32, 1)
+    assert torch.equal(whole["a"], parts["a"]) and whole["a"].count_nonzero() == 1000
+
+
+def test_sizes_are_those_that_messages_are_checked_by():
+    it = Round()
+    it.run()
+    sizes = {len(content) for encrypted, _ in it.sent[2].values() for content in encrypted.values()}
+    assert sizes == {ENCRYPTED}
