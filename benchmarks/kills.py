@@ -60,8 +60,8 @@ class Rounds(FederationCallback):
         self.on_round_start(run, phase, 0)
 
 
-def train(folder: Path, workers: int) -> None:
-    """Begins the run in a folder, or continues it."""
+def parts(folder: Path, workers: int = 1) -> tuple[Federation, PersonalizedMoE, Digits]:
+    """The settings of a run in a folder, its model and data."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mixed = {"gate": ConstantGate(0.5), "clients_per_round": 4}
@@ -79,9 +79,14 @@ def train(folder: Path, workers: int) -> None:
         name=NAME,
         enable_progress_bar=False,
     )
-    begun = any(folder.rglob("*.ckpt"))
     model = PersonalizedMoE(SmallMLP(hidden_features=16), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
-    federation.fit(model, Digits(num_clients=8, partitioner=Dirichlet(0.5)), "last" if begun else None)
+    return federation, model, Digits(num_clients=8, partitioner=Dirichlet(0.5))
+
+
+def train(folder: Path, workers: int) -> None:
+    """Begins the run in a folder, or continues it."""
+    federation, model, data = parts(folder, workers)
+    federation.fit(model, data, "last" if any(folder.rglob("*.ckpt")) else None)
 
 
 def forked(function: Callable[..., None], *arguments: Any) -> int:

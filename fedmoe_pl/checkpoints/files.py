@@ -98,6 +98,13 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode())
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads what :func:`write_json` wrote."""
+    content = json.loads(read_sealed(path))
+    del content["crc32"]
+    return content
+
+
 def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
     """Writes tensors as safetensors; the metadata has a checksum of the file, and says whose they are.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fedmoe_pl.checkpoints.configuration import changes
 from fedmoe_pl.checkpoints.configuration import configuration as configuration_of
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.deployment.messages import Message, one_line, problem_of_answer
@@ -111,14 +110,14 @@ def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence
 def write_descriptions(folder: Path, descriptions: Mapping[int, Description]) -> None:
     """Writes what clients say of themselves into a run's folder, for a server that continues the run."""
     with replacing(folder / _FILE) as temporary:
-        temporary.write_text(json.dumps({str(client): each for client, each in descriptions.items()}))
+        write_json(temporary, {str(client): each for client, each in descriptions.items()})
 
 
 def read_descriptions(folder: Path) -> dict[int, Description]:
     """Reads what :func:`write_descriptions` wrote; nothing if the file is missing or damaged."""
     try:
-        return {int(client): each for client, each in json.loads((folder / _FILE).read_text()).items()}
-    except (OSError, ValueError, AttributeError):
+        return {int(client): each for client, each in read_json(folder / _FILE).items()}
+    except DamagedFileError:
         return {}
 
 

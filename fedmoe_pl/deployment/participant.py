@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -44,6 +45,8 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.data import OwnClient
 from fedmoe_pl.trees import Tree
+
+_SIZE = 4  # bytes of a checksum
 
 
 class Participant:
@@ -137,16 +140,24 @@ class Participant:
 
     def _remember(self, key: str, message: Message) -> None:
         """Writes the message that led into a run or a phase, for a process that takes this one's place."""
+        content = message.to_bytes()
         with replacing(self.folder / f"{key}.message") as temporary:
-            temporary.write_bytes(message.to_bytes())
+            temporary.write_bytes(_checksum(content) + content)
 
     def _recall(self, key: str, values: dict[str, Any]) -> None:
-        """Goes into the run or the phase of the last such message, if it is the one that is asked for."""
+        """Goes into the run or the phase of the last such message, if it is the one that is asked for.
+
+        If its file is damaged, the server sends it again.
+        """
         path = self.folder / f"{key}.message"
         if not path.is_file():
             return
+        content = path.read_bytes()
+        checksum, content = content[:_SIZE], content[_SIZE:]
+        if checksum != _checksum(content):
+            return
         with suppress(BadMessageError):
-            message = Message.from_bytes(path.read_bytes())
+            message = Message.from_bytes(content)
             if all(message.values[name] == values[name] for name in {"run", key}):
                 (self._prepare if key == "run" else self._begin)(message)
 
@@ -287,6 +298,10 @@ class Participant:
     def _check_exchanges(self) -> None:
         if not self._plan.training.algorithm.exchanged:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_SIZE, "little")
 
 
 def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:

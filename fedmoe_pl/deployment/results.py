@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.messages import Message
@@ -77,8 +77,8 @@ class HandOver(FederationCallback):
 
     def on_fit_end(self, run: Run) -> None:
         """Sends all results to clients that have come back since, also after a run that had ended before."""
-        path = run.folder / _FILE
-        self._had_last = {*json.loads(path.read_text())} if path.is_file() else set()
+        with suppress(DamagedFileError):  # they say it again
+            self._had_last = {*read_json(run.folder / _FILE)["clients"]}
         self._hand_over(run, run.phases[-1], [each for each in self.clients if each not in self._have_last])
 
     def _hand_over(self, run: Run, phase: Phase, clients: Sequence[int]) -> None:
@@ -86,7 +86,7 @@ class HandOver(FederationCallback):
         if phase is run.phases[-1]:
             self._have_last |= {*held}
             with replacing(run.folder / _FILE) as temporary:
-                temporary.write_text(json.dumps(sorted(self._had_last | self._have_last)))
+                write_json(temporary, {"clients": sorted(self._had_last | self._have_last)})
         for earlier in run.phases:
             if earlier.name in run.states and run.states[earlier.name].finished and earlier is not phase:
                 self._send(run, earlier, [client for client, phases in held.items() if earlier.name not in phases])

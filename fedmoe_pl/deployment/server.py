@@ -25,7 +25,7 @@ from fedmoe_pl.callbacks import (
 )
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.configuration import configuration
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
@@ -170,10 +170,15 @@ def _existing(ckpt_path: str | None, runs: Path) -> str | None:
 
 def _make_store(clients: Clients, run: Run) -> ClientsStore:
     """The store of a run; a resumed run has its old name, by which clients find what they keep of it."""
-    path = run.folder / "deployment.txt"
+    path = run.folder / "deployment.json"
     if not path.is_file():
         with replacing(path) as temporary:
-            temporary.write_text(uuid.uuid4().hex)
-    clients.name, clients.states = path.read_text(), run.states
+            write_json(temporary, {"run": uuid.uuid4().hex})
+    try:
+        clients.name, clients.states = read_json(path)["run"], run.states
+    except DamagedFileError as error:
+        raise MisconfigurationException(
+            f"'{path}', which has the run's name among its clients, is damaged; it must be as the run wrote it."
+        ) from error
     write_descriptions(run.folder, clients.descriptions)
     return ClientsStore()

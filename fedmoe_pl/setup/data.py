@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedmoe_pl.checkpoints.checkpoint import is_of_run
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
@@ -90,7 +89,7 @@ class OwnClient:
     def write(self, folder: Path) -> None:
         """Writes it into the folder of the client's run."""
         with replacing(folder / _OWN_CLIENT) as temporary:
-            temporary.write_text(json.dumps(asdict(self)))
+            write_json(temporary, asdict(self))
 
     @classmethod
     def read(cls, checkpoint: Path) -> OwnClient | None:
@@ -99,8 +98,8 @@ class OwnClient:
         if not (is_of_run(checkpoint) and path.is_file()):
             return None
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, TypeError, ValueError) as error:
+            return cls(**read_json(path))
+        except DamagedFileError as error:
             raise MisconfigurationException(
                 f"ckpt_path is '{checkpoint}', a client's, but '{path}' is damaged; it must be as the run wrote it."
             ) from error

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import blobs
-from helpers.deployed import deploy, federation, of_client, split
+from helpers.deployed import deploy, federation, name_of, of_client, split
 from helpers.methods import METHODS, data
 from helpers.reports import csv_rows
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -29,7 +29,7 @@ def deployed(request, tmp_path_factory):
     simulation = federation(method.phases(), folder / "simulation", backend=TrainerBackend())
     simulation.fit(method.model(), data(**SPLIT))
     server = deploy(method, data(**SPLIT), folder, backend=TrainerBackend())
-    return method, folder, simulation, folder / f"client {CLIENT}" / (server.run_dir / "deployment.txt").read_text()
+    return method, folder, simulation, folder / f"client {CLIENT}" / name_of(server)
 
 
 def alone(method, folder):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -117,24 +118,19 @@ def deployment(tmp_path):
         each.end()
 
 
-def assert_same_as_simulation(deployed: Deployment) -> None:
-    simulation = deployed.start(
-        "simulation", "fit", "--config", str(deployed.config), "--federation.default_root_dir", "simulation"
-    )
+def assert_same_as_simulation(deployed: Deployment, *arguments: str, tolerance: float = 0.0) -> None:
+    own = ["--config", deployed.config, "--federation.default_root_dir", "simulation"]
+    simulation = deployed.start("simulation", "fit", *own, *arguments)
     assert simulation.wait(timeout=WITHIN) == 0, deployed.log("simulation")
-    there = deployed.states("runs")
+    there, same = deployed.states("runs"), partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     for phase, simulated in deployed.states("simulation").items():
-        assert simulated.server.keys() == there[phase].server.keys()
-        for name, tensor in simulated.server.items():
-            assert torch.equal(tensor, there[phase].server[name]), (phase, name)
+        same(there[phase].server, simulated.server)
         for client in range(deployed.clients):
-            expected = simulated.clients.get(client, {})
             (folder,) = deployed.folder.glob(f"client {client}/*/client_{client}/*/{CLIENT_STATES}")
             kept = {}
             for of_phase, number, names in there[phase].clients.files.get(client, []):
                 kept |= read_own(folder, of_phase, client, number, names)
-            assert kept.keys() == expected.keys(), (phase, client)
-            assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items()), (phase, client)
+            same(kept, dict(simulated.clients.get(client, {})))
 
 
 def test_five_methods_end_with_the_bits_of_a_simulation(deployment):
@@ -144,6 +140,25 @@ def test_five_methods_end_with_the_bits_of_a_simulation(deployment):
     assert server.wait(timeout=2 * WITHIN) == 0, deployed.log("server")
     assert [process.wait(timeout=WITHIN) for process in joined] == [0] * CLIENTS
     assert_same_as_simulation(deployed)
+
+
+def test_a_client_trains_in_two_processes_as_in_one_and_logs_once(deployment, tmp_path):
+    config = tmp_path / "two_rounds.yaml"
+    config.write_text((HERE / "killed.yaml").read_text().replace("rounds: 500", "rounds: 2"))
+    deployed = deployment(2, config)
+    server = deployed.serve()
+    logged = ["--trainer.log_every_n_steps", "1", "--trainer.logger", "CSVLogger", "--trainer.logger.save_dir"]
+    together = ["--trainer.strategy", "ddp", "--trainer.devices", "2", *logged, "two"]
+    joined = [deployed.join(0), deployed.join(1, "--keys", "keys/client_1", *together)]
+    assert server.wait(timeout=WITHIN) == 0, deployed.log("server")
+    assert [process.wait(timeout=WITHIN) for process in joined] == [0, 0], deployed.log("client 1")
+    assert_same_as_simulation(deployed, *logged, "one", tolerance=1e-5)
+    for round in (1, 2):
+        files = [[*(tmp_path / name).rglob(f"client_001/round_{round:04}/metrics.csv")] for name in ("one", "two")]
+        one, two = (np.genfromtxt(file, delimiter=",", names=True) for (file,) in files)
+        assert one.dtype.names == two.dtype.names and len(two) > 60
+        for name in one.dtype.names:
+            np.testing.assert_allclose(two[name], one[name], rtol=1e-4, atol=1e-4)
 
 
 def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(deployment):

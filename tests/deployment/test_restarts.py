@@ -6,7 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import Passing, assert_ends_as, deploy, federation, kept_by, killed, participant, participants
+from helpers.deployed import (
+    Passing,
+    assert_ends_as,
+    deploy,
+    federation,
+    kept_by,
+    killed,
+    name_of,
+    participant,
+    participants,
+)
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -50,6 +60,36 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, tmp_path)
     checkpoint = "last" if [*tmp_path.glob("server/**/last.ckpt")] else None
     deployed = deploy(METHOD, data(), tmp_path, transport, checkpoint, **OF_TRAINER)
     assert_ends_as(simulated(tmp_path), deployed, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "bit"), [("run.message", 1), ("phase.message", 128)])
+def test_a_client_that_restarts_with_a_damaged_message_gets_it_again(name, bit, tmp_path):
+    method, damaged = METHODS["FedPer"], []
+
+    def restart(client, message):
+        path = tmp_path / f"client {client}" / name
+        if message.kind == "train" and path.with_name("phase.message").is_file() and not damaged:
+            damaged.append(path)
+            content = bytearray(path.read_bytes())
+            content[-9] ^= bit  # a letter of the description, the sign of an initial weight
+            path.write_bytes(content)
+            transport.participants[client] = participant(method, data(), tmp_path, client, **OF_TRAINER)
+
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), restart)
+    deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    simulation = federation(method.phases(), tmp_path / "simulation", **OF_TRAINER)
+    simulation.fit(method.model(), data())
+    assert damaged and not deployed.run.states["FedPer"].failed
+    assert_ends_as(simulation, deployed, tmp_path)
+
+
+def test_a_run_whose_name_among_clients_is_damaged_does_not_go_on(tmp_path):
+    killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
+    (path,) = tmp_path.glob("server/**/deployment.json")
+    content = path.read_text()
+    path.write_text(content[:-3] + ("0" if content[-3] != "0" else "1") + content[-2:])
+    with pytest.raises(MisconfigurationException, match=r"deployment\.json', which has the run's name among its clien"):
+        deploy(METHOD, data(), tmp_path, None, "last", **OF_TRAINER)
 
 
 def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp_path):
@@ -119,8 +159,7 @@ def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
     with pytest.warns(UserWarning, match="'FedAvg': client 2 has not confirmed that it has the result"):
         deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    run = (deployed.run_dir / "deployment.txt").read_text()
-    states = [load_federation(tmp_path / f"client {client}" / run / FILE)["phases"] for client in (2, 3)]
+    states = [load_federation(tmp_path / f"client {client}" / name_of(deployed) / FILE)["phases"] for client in (2, 3)]
     assert [*states[0]] == [*states[1]] == ["FedAvg", "tuned", "MF", "interleaved"]
     assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
 

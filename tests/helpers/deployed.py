@@ -10,6 +10,7 @@ import torch
 from fedmoe_pl import Federation
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES
+from fedmoe_pl.checkpoints.files import read_json
 from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
 from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each, answers_in
 from fedmoe_pl.deployment.own_files import read_own
@@ -192,10 +193,14 @@ def killed(method, data, folder, messages, **kwargs) -> Passing:
     return transport
 
 
+def name_of(server) -> str:
+    """The name of a run, which is that of its clients' folders."""
+    return read_json(server.run_dir / "deployment.json")["run"]
+
+
 def kept_by(folder, server, phase, client) -> dict:
     """What a client keeps of a phase, read from its own disk."""
-    name = (server.run_dir / "deployment.txt").read_text()
-    kept, tree = folder / f"client {client}" / name / CLIENT_STATES, {}
+    kept, tree = folder / f"client {client}" / name_of(server) / CLIENT_STATES, {}
     for of_phase, number, names in server.run.states[phase].clients.files.get(client, []):
         tree |= read_own(kept, of_phase, client, number, names)
     return tree
