@@ -201,10 +201,11 @@ def cases(folder: Path) -> dict[str, Case]:
     }
 
 
-def measure(folder: Path, flips: int, rng: random.Random) -> None:
+def measure(folder: Path, flips: int, only: str, rng: random.Random) -> None:
     """Flips so many bits; prints what is silent or crashes, and how many ended how for each kind of file."""
     made = cases(folder)
     kinds = [(name, kind) for name, each in made.items() for kind in each.files if not kind.endswith((".npz", ".yaml"))]
+    kinds = [(name, kind) for name, kind in kinds if re.search(only, f"{name}: {kind}")]
     found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for number in range(flips):
         name, kind = kinds[number % len(kinds)]
@@ -235,10 +236,11 @@ def main() -> None:
     """Flip, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=150)
+    parser.add_argument("--only", default="", help="kinds of files, as the table names them: a regular expression")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure(Path(folder), options.flips, random.Random(options.seed))
+        measure(Path(folder), options.flips, options.only, random.Random(options.seed))
 
 
 if __name__ == "__main__":
