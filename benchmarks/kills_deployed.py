@@ -32,8 +32,8 @@ from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federatio
 from fedmoe_pl.checkpoints.client_state import RemoteStates
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment.connection import free_port
+from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.own_files import read_own
-from fedmoe_pl.deployment.serve_and_join import module_of_flower
 from fedmoe_pl.models import LocalOnly, SmallMLP
 
 CLIENTS, NAME, PHASE = 2, "killed", "FedPer"

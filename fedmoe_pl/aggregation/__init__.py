@@ -1,4 +1,4 @@
-"""Aggregations: robust ones, differential privacy, and attacks for experiments."""
+"""Aggregations: robust ones, differential privacy, secure aggregation, and attacks for experiments."""
 
 from fedmoe_pl.aggregation.aggregation import Aggregation
 from fedmoe_pl.aggregation.attacks import (
@@ -19,6 +19,7 @@ from fedmoe_pl.aggregation.robust_rules import (
     NearestNeighborMixing,
     TrimmedMean,
 )
+from fedmoe_pl.aggregation.secure import OutOfRangeError, SecureAggregation
 
 __all__ = [
     "ALittleIsEnough",
@@ -34,7 +35,9 @@ __all__ = [
     "InnerProductManipulation",
     "MultiKrum",
     "NearestNeighborMixing",
+    "OutOfRangeError",
     "RobustAggregation",
+    "SecureAggregation",
     "TrimmedMean",
     "UnderAttack",
 ]

@@ -39,11 +39,14 @@ class Aggregation(ABC):
             and may be 0; otherwise, all cohorts have one size.
         is_uniform: whether every client weighs 1, whatever the algorithm says; numbers of samples need not leave them.
         min_clients: how many updates it needs; a round that fewer clients answer is tried again.
+        averages_changes: whether ``combine`` is the weighted mean of what clients send, and this the change of each
+            tensor, so that secure aggregation can hide single updates.
     """
 
     poisson_sampling: bool = False
     is_uniform: bool = False
     min_clients: int = 1
+    averages_changes: bool = False
 
     def check(  # noqa: B027  (most aggregations take all tensors)
         self, shared: Tree, parameters: set[str], cohort: Cohort

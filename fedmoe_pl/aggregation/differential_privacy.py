@@ -57,6 +57,7 @@ class DifferentialPrivacy(Aggregation):
 
     poisson_sampling = True
     is_uniform = True
+    averages_changes = True
 
     def __init__(
         self,

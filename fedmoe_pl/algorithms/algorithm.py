@@ -146,6 +146,7 @@ class Algorithm:
               an algorithm whose ``expert`` is empty, so that it trains the whole module, takes any.
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
+        sends_changes: whether clients send the changes of the module's tensors, not their new values.
         own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
         needed_parts: the parts of the module that must come from an earlier phase, see ``missing_start``.
         copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
@@ -177,6 +178,7 @@ class Algorithm:
     needs: tuple[Need, ...] = ()
     predicts_with_local_expert: bool = False
     message_period: int = 1
+    sends_changes: bool = False
     own_weights: tuple[str, ...] = ()
     needed_parts: Sequence[str] = ()
     copied_parts: Mapping[str, str] = MappingProxyType({})
@@ -427,6 +429,17 @@ def asks_clients(algorithm: Algorithm, server: Tree) -> bool:
 def overrides(algorithm: Algorithm, hook: str) -> bool:
     """Whether the algorithm has a hook of its own in place of the default."""
     return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
+
+
+def averages(algorithm: Algorithm) -> bool:
+    """Whether the server needs no more than the weighted mean of what clients send after their training."""
+    return algorithm.federated and not overrides(algorithm, "combine")
+
+
+def sends_more(algorithm: Algorithm, server: Tree) -> list[str]:
+    """What has clients send more than their updates; ``server`` is the server's state before the first round."""
+    hooks = [declared for declared in ("request", "exchanged") if getattr(algorithm, declared)]
+    return hooks + (["server_begin"] if asks_clients(algorithm, server) else [])
 
 
 def chooses_model(algorithm: Algorithm) -> bool:

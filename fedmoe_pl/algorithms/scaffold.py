@@ -31,6 +31,7 @@ class Scaffold(Algorithm):
     """
 
     needs = ("plain_steps",)
+    sends_changes = True
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
         check_number(self, "server_lr", server_lr, above=0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, request_of
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.failures import Failure
@@ -192,7 +192,7 @@ def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
     return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
-def fold(algorithm: Algorithm | Aggregation, updates: Sequence[Update]) -> Update:
+def fold(algorithm: Algorithm | Aggregation | SecureAggregation, updates: Sequence[Update]) -> Update:
     """Folds updates with the ``combine`` of an algorithm or aggregation, in their order."""
     combined = updates[0]
     with one_thread():
@@ -217,6 +217,7 @@ def _group_update(training: LocalTraining, updates: Mapping[int, Update | Failur
     kept = {client: update.state for client, update in answered.items()}
     sent = sum((Traffic.of(update.sent) for update in answered.values()), Traffic())
     recorded = answered if training.record_transfers else {}
-    transfers = [each for client, update in recorded.items() for each in updates_sent(client, update.sent)]
-    folded = fold(training.aggregation or training.algorithm, [*answered.values()]) if answered else None
+    masked = training.secure_aggregation is not None
+    transfers = [each for client, update in recorded.items() for each in updates_sent(client, update.sent, masked)]
+    folded = fold(training.combining, [*answered.values()]) if answered else None
     return GroupUpdate(folded, kept, sent, transfers, failed)

@@ -16,6 +16,7 @@ import cloudpickle
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.aggregation import OutOfRangeError
 from fedmoe_pl.trees import Tree
 
 Result = TypeVar("Result")
@@ -70,7 +71,7 @@ def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failu
         return _call_within(seconds, call) if limited and seconds is not None else call()
     except MisconfigurationException:
         raise
-    except NotFiniteError as error:
+    except (NotFiniteError, OutOfRangeError) as error:
         return Failure(str(error))
     except Exception as error:
         clear_frames(error.__traceback__)  # their local variables hold models and batches

@@ -74,7 +74,10 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
 def end_client(
     training: LocalTraining, client: Client, constants: dict[str, Any], optimizer: Tree | None = None
 ) -> Update:
-    """The client's update after its training, all of it finite, with the state of its optimizer that it keeps."""
+    """The client's update after its training, all of it finite, with the state of its optimizer that it keeps.
+
+    It is what an aggregation has the client send, and encoded if only the sum of updates is to be seen.
+    """
     algorithm = training.algorithm
     update = algorithm.client_final(client, constants)
     # before copies are made, since the first client has a whole module to itself
@@ -90,8 +93,10 @@ def end_client(
     check_finite((sent, new), update.weight, training.initial)
     if client.losses is not None and not client.losses.isfinite():
         raise NotFiniteError("a loss of its training is not finite")
-    update = Update(sent, update.weight, kept)
-    return update if training.aggregation is None else training.aggregation.of_client(client, update)
+    update, secure = Update(sent, update.weight, kept), training.secure_aggregation
+    update = update if training.aggregation is None else training.aggregation.of_client(client, update)
+    start = training.start_of_changes(client.loaded)
+    return update if secure is None else secure.encoded(update, start, training.datamodule.num_clients)
 
 
 def copied_views(tree: Tree, module: LightningModule) -> Tree:

@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
         client: the client that sent it to the server, or that received it.
         tensor: its name. One from another client begins with that client's id and a dot.
         shape: its shape.
-        dtype: its data type, such as ``float32``.
+        dtype: its data type, such as ``float32``; ``masked int64`` if the receiver learns only a sum over clients.
         bytes: its size; 0 for a client's weight, which is no tensor.
     """
 
@@ -84,6 +84,9 @@ class TransferLog:
             self.transfers += transfers(direction, client, tree)
 
 
-def updates_sent(client: int, tree: Tree) -> list[Transfer]:
+def updates_sent(client: int, tree: Tree, masked: bool = False) -> list[Transfer]:
     """What a client sends after its training: the tensors of its update and, if there are any, its weight."""
-    return [*transfers("up", client, tree), Transfer("up", client, WEIGHT, (), "float", 0)] if tree else []
+    sent = transfers("up", client, tree)
+    if masked:
+        sent = [each._replace(dtype=f"masked {each.dtype}") for each in sent]
+    return [*sent, Transfer("up", client, WEIGHT, (), "float", 0)] if tree else []

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch.nn.modules.conv import _ConvNd
 from torchmetrics import Metric
 
-from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.backends.shared_parts import SharedParts
@@ -24,7 +24,7 @@ from fedmoe_pl.backends.untrained import Untrained
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
-from fedmoe_pl.trees import Tree, copy_module
+from fedmoe_pl.trees import Tree, copy_module, of_module
 
 _MOST_EPOCHS = 100_000  # looking at so many takes about a second
 
@@ -67,6 +67,7 @@ class LocalTraining:
         keep_optimizer: whether clients keep the state of their optimizer for their next round.
         keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
         aggregation: combines the clients' updates; None for the algorithm itself.
+        secure_aggregation: how clients encode what they send; None if the server sees it as it is.
         record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
         devices: those of the processes that train each client together, this one's among them; empty if a client is
@@ -90,6 +91,7 @@ class LocalTraining:
     keep_optimizer: bool = False
     keep_trained: bool = False
     aggregation: Aggregation | None = None
+    secure_aggregation: SecureAggregation | None = None
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: Sequence[torch.device] = ()
@@ -107,6 +109,16 @@ class LocalTraining:
     def in_half_precision(self) -> bool:
         """Whether steps compute in bfloat16."""
         return self.trainer.get("precision") in ("bf16", "bf16-mixed")
+
+    @property
+    def combining(self) -> Algorithm | Aggregation | SecureAggregation:
+        """What folds updates with its ``combine``."""
+        return self.secure_aggregation or self.aggregation or self.algorithm
+
+    def start_of_changes(self, tensors: Tree) -> Tree:
+        """Those of the tensors that every client has at the start of a round from which its encoded ones differ."""
+        by_aggregation = self.aggregation is not None and self.aggregation.averages_changes
+        return {} if by_aggregation or self.algorithm.sends_changes else of_module(tensors)
 
     def learning_rates(self, round: int) -> list[float] | None:
         """The learning rate of each parameter group in a round, counted from 0; None without a schedule over rounds."""

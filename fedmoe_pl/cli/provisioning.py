@@ -10,7 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import MOST_COUNTED, check_at_least
 from fedmoe_pl.cli.catalogue import parser_of
-from fedmoe_pl.deployment.serve_and_join import module_of_flower, private
+from fedmoe_pl.deployment.extra import module_of_flower
+from fedmoe_pl.deployment.serve_and_join import private
 
 
 def provision_parser() -> ArgumentParser:

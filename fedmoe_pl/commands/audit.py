@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from fedmoe_pl.aggregation import CollectingAggregation
-from fedmoe_pl.algorithms.algorithm import overrides
+from fedmoe_pl.algorithms.algorithm import averages
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import Transfer
 from fedmoe_pl.backends.dry import DryPlan
@@ -155,7 +155,7 @@ def _describe(audit: PhaseAudit, training: LocalTraining, plan: DryPlan, kept: s
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
     _describe_stays(audit, training, kept, {*leaving, *audit.may_leave, *received})
     audit.stays += ["optimizer/*"] if phase.train.keep_optimizer else []
-    audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)
+    audit.only_mean = averages(algorithm) and not isinstance(phase.aggregation, CollectingAggregation)
     if any(each.tensor == WEIGHT for each in sent):
         weights = plan.weights.values()
         counted = "its number of training samples" if all(n == size for n, size in weights) else "a number"
@@ -277,6 +277,9 @@ def _of_updates(audit: PhaseAudit) -> list[str]:
         aggregation = audit.phase.aggregation
         way = "in its own way" if aggregation is None else f"with {type(aggregation).__name__}, one by one"
         needs = "needs only their weighted mean" if audit.only_mean else f"combines them {way}"
+        if audit.phase.secure is not None:
+            least = audit.phase.secure.needed(audit.cohort)
+            needs = f"sees only the sum of at least {least}, because each is masked; it sees the weights"
         lines.append(_row("of the updates, the server", needs))
     return lines
 

@@ -32,9 +32,7 @@ def cannot_be_used(what: str, error: Exception) -> Failure:
 def update_of(answer: Message, training: LocalTraining, client: int) -> Update | Failure:
     """A client's update."""
     weight, aggregation, initial = answer.values["weight"], training.aggregation, training.of(client).initial
-    if weight != (expected := _weight_of(training, client)):
-        return Failure(f"its weight is {weight}, but must be {expected}, as its samples say")
-    if reason := problem_of(answer.tensors, weight, initial):
+    if reason := problem_of_weight(weight, training, client) or problem_of(answer.tensors, weight, initial):
         return Failure(reason)
     update = Update(answer.tensors, weight, AtClient(answer.values["keeps"]))
     by_algorithm = update
@@ -44,6 +42,12 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
     if problem := training.algorithm.problem_of_update(client, by_algorithm, initial, training.datamodule):
         return Failure(f"its update {problem}")
     return update if aggregation is None else aggregation.of_remote_client(client, update)
+
+
+def problem_of_weight(weight: float, training: LocalTraining, client: int) -> str:
+    """Why a client's update cannot have this weight; empty if it has it. Other arguments as above."""
+    expected = _weight_of(training, client)
+    return "" if weight == expected else f"its weight is {weight}, but must be {expected}, as its samples say"
 
 
 def _weight_of(training: LocalTraining, client: int) -> float:

@@ -26,6 +26,7 @@ from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same, described, own_data
+from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import (
     FAILED,
     LEAVES,
@@ -77,6 +78,7 @@ class Participant:
         self._phase = ""
         self._said_phase, self._said = "", set[str]()
         self._initial_server: Tree = {}  # what the server need not send to clients that train alone
+        self._masked: Any = None  # what was trained last, if it leaves only masked
 
     def answer(self, message: Message) -> Message:
         """Answers a message, and tells whoever runs the client what goes on, each thing once."""
@@ -109,6 +111,8 @@ class Participant:
             "begin": self._begin,
             "request": self._request,
             "train": self._train,
+            "train masked": self._train,
+            **dict.fromkeys(("share", "mask", "unmask"), self._take_step),
             "evaluate": self._evaluate,
             "read": self._read,
             "exchange": self._exchange,
@@ -204,7 +208,7 @@ class Participant:
             algorithm=_receiving(phase.algorithm, training.aggregation is not None),
             rounds_before=message.values["rounds_before"],
         )
-        self._own = OwnFiles(self.run, phase, self.client)
+        self._own, self._masked = OwnFiles(self.run, phase, self.client), None
         self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
         self._remember("phase", message)
@@ -234,12 +238,26 @@ class Participant:
         return Message("requested", tensors=request_of(self._plan.training.algorithm, self._own.read(message)))
 
     def _train(self, message: Message) -> Message:
+        secure, self._masked = self._plan.training.secure_aggregation, None
+        if (message.kind == "train") != (secure is None):
+            needs = "only masked" if secure is not None else "as they are"
+            raise BadMessageError(f"its own configuration says that updates of phase '{self._phase}' leave it {needs}")
         kept = {self.client: self._own.read(message)}
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
             return Message(FAILED, {"reason": group.failed[self.client].reason})
-        keeps = self._own.write(message, group.clients[self.client])
-        return Message("update", {"weight": group.update.weight, "keeps": keeps}, group.update.sent)
+        values = {"weight": group.update.weight, "keeps": self._own.write(message, group.clients[self.client])}
+        if secure is None:
+            return Message("update", values, group.update.sent)
+        kind = module_of_flower("join", "secure.client").MaskedUpdate
+        self._masked = kind.of(self.client, secure.threshold, message, group.update.sent)
+        return Message("trained", values, self._masked.keys)
+
+    def _take_step(self, message: Message) -> Message:
+        """A step of secure aggregation with what was trained last, which only this process has."""
+        if self._masked is None:
+            raise BadMessageError("it has trained nothing since it was started")
+        return self._masked.answer(message)
 
     def _evaluate(self, message: Message) -> Message:
         values, kept = message.values, self._own.read(message)

@@ -20,6 +20,7 @@ from fedmoe_pl.backends import (
 )
 from fedmoe_pl.backends.backend import fold, group_updates
 from fedmoe_pl.deployment.answers import cannot_be_used, out_of_proportion, problem_of, update_of
+from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients, NoAnswer, files_of
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
@@ -32,12 +33,20 @@ class ClientsBackend(Backend):
         self.clients = clients
 
     def plan(self, training: LocalTraining) -> ClientsPlan:
-        """Decides nothing: each client plans for itself."""
+        """Decides nothing but whether updates are masked: each client plans for itself."""
+        if training.secure_aggregation is not None:
+            return module_of_flower("serve", "secure.plan").MaskedPlan(training, self.clients)
         return ClientsPlan(training, self.clients)
 
 
 class ClientsPlan(Plan):
-    """Asks clients to train, and folds their updates in the order of the cohort, as a simulation does."""
+    """Asks clients to train, and folds their updates in the order of the cohort, as a simulation does.
+
+    Attributes:
+        trains: the kind of the messages that do so.
+    """
+
+    trains = "train"
 
     def __init__(self, training: LocalTraining, clients: Clients) -> None:
         super().__init__(training, "on the clients' machines")
@@ -72,7 +81,7 @@ class ClientsPlan(Plan):
         algorithm = self.training.algorithm
         exchanges_with_others = algorithm.exchanged and "all_clients" not in algorithm.needs
         if not algorithm.request and not exchanges_with_others:
-            self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
+            self._announced = self._messages(self.trains, self.sent(server, clients, kept, round), kept, round)
 
     def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
         """Asks clients, and has those train that are trained next, all in one message each.
@@ -97,19 +106,10 @@ class ClientsPlan(Plan):
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
         sent = self.sent(server, cohort, kept, round)
-        messages, ahead = self._messages("train", sent, kept, round), self._ahead
-        self._ahead = {}
-        answers = {client: answer for client, (message, answer) in ahead.items() if is_same(message, messages[client])}
-        answers |= self.clients.ask(
-            self.training, {client: message for client, message in messages.items() if client not in answers}
-        )
-        for client in self._unanswered:
-            if isinstance(answer := answers.get(client), Failure):  # it has gone since
-                answers[client] = replace(answer, is_absent=False)
-        self._unanswered = set()
+        answers = self.trained(sent, kept, round)
         updates = {
-            client: answer if isinstance(answer := answers[client], Failure) else self._update(client, answer)
-            for client in messages
+            client: answer if isinstance(answer, Failure) else self._update(client, answer)
+            for client, answer in answers.items()
         }
         weights = self.training.algorithm.own_weights
         trees = {
@@ -120,6 +120,20 @@ class ClientsPlan(Plan):
         updates |= out_of_proportion(trees, sent, self.clients.max_change)
         for client, update in self._combinable(server, updates).items():
             yield from group_updates(self.training, [[client]], {client: update})
+
+    def trained(self, sent: Mapping[int, Tree], kept: Mapping[int, Tree], round: int) -> dict[int, Message | Failure]:
+        """The answers of clients that train with what they are sent, also of those that have done so ahead."""
+        messages, ahead = self._messages(self.trains, sent, kept, round), self._ahead
+        self._ahead = {}
+        answers = {client: answer for client, (message, answer) in ahead.items() if is_same(message, messages[client])}
+        answers |= self.clients.ask(
+            self.training, {client: message for client, message in messages.items() if client not in answers}
+        )
+        for client in self._unanswered:
+            if isinstance(answer := answers.get(client), Failure):  # it has gone since
+                answers[client] = replace(answer, is_absent=False)
+        self._unanswered = set()
+        return {client: answers[client] for client in messages}
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int

@@ -161,6 +161,7 @@ _EVALUATION = {
 }
 _OF_RUN = {"run": _name}
 _OF_PHASE = {**_OF_RUN, "phase": _name, "round": _ROUND}
+_OF_STEP = {**_OF_PHASE, "clients": _list(_CLIENT)}
 _OF_PHASE |= {"kept": _list(_row(_name, _FILE, _or_nothing(_by_name(_name))), _MOST_FILES)}
 _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     # a message of the server, the client's answer, and the values of both
@@ -178,6 +179,11 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     "begin": ({**_OF_RUN, "phase": _name, "rounds_before": _ROUND}, "begun", {}),
     "request": (_OF_PHASE, "requested", {}),
     "train": (_OF_PHASE, "update", {"weight": _number, "keeps": _FILE}),
+    # with secure aggregation: training, of which only public keys come back, and three steps about what was trained
+    "train masked": (_OF_PHASE, "trained", {"weight": _number, "keeps": _FILE}),
+    "share": (_OF_STEP, "shared", {}),
+    "mask": (_OF_STEP, "masked", {}),
+    "unmask": (_OF_STEP, "unmasked", {}),
     "exchange": (_OF_PHASE, "kept", {"keeps": _FILE}),
     "read": ({**_OF_PHASE, "parts": _list(_name)}, "given", {}),
     "evaluate": (
@@ -196,9 +202,9 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     ),
     # stand for several messages, or the answers to them; the values of these are checked, too
     "several": (
-        {"parts": _list(_row(_one_of("evaluate", "train"), _dict, _or_nothing(_list(_name))), 3)},
+        {"parts": _list(_row(_one_of("evaluate", "train", "train masked"), _dict, _or_nothing(_list(_name))), 3)},
         "answers",
-        {"parts": _list(_row(_one_of("evaluation", "update", "failed"), _dict), 3)},
+        {"parts": _list(_row(_one_of("evaluation", "update", "trained", "failed"), _dict), 3)},
     ),
     "note": ({"text": _text}, "noted", {}),
     "end": ({}, "ended", {}),

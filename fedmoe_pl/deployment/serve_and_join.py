@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import warnings
@@ -19,6 +18,7 @@ from fedmoe_pl.checkpoints.files import cannot_be_made, exclusive, unwritable
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.connection import Security, check_is_free
+from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
@@ -121,14 +121,3 @@ def plain_warnings(command: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = say
         yield
-
-
-def module_of_flower(command: str, name: str) -> Any:
-    """A module of this part that uses Flower, or what comes with it."""
-    try:
-        return importlib.import_module(f"fedmoe_pl.deployment.{name}")
-    except ImportError as error:
-        raise MisconfigurationException(
-            f"{command}: Flower is missing ({error}); install it into an environment of its own, with "
-            'pip install "fedmoe-pl[flower]" and Python 3.11 or newer.'
-        ) from error

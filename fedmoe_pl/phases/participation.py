@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.backends import Failure
@@ -164,9 +164,13 @@ class ClientFailures:
             draws[draws.argmax()] = 1
         return [client for client, draw in zip(cohort, draws, strict=True) if draw < self.dropout]
 
-    def needed(self, aggregation: Aggregation | None) -> tuple[int, str]:
-        """How many clients of a round must answer, and why."""
+    def needed(
+        self, aggregation: Aggregation | None, secure: SecureAggregation | None, cohort_size: int = 0
+    ) -> tuple[int, str]:
+        """How many clients of a cohort must answer, and why; its size counts where ``secure`` has no threshold yet."""
         least = self.min_clients or 1
+        if secure is not None:  # it refuses a higher min_clients
+            return secure.needed(cohort_size), f"secure aggregation needs {secure.needed(cohort_size)}"
         if aggregation is not None and aggregation.min_clients > least:
             return aggregation.min_clients, f"{type(aggregation).__name__} needs {aggregation.min_clients}"
         return least, f"min_clients is {least}"

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
 from fedmoe_pl.checks import (
     InvalidArgumentError,
@@ -127,6 +127,9 @@ class Phase:
             (``TrimmedMean``) or with differential privacy (``DifferentialPrivacy``); see ``fedmoe_pl.aggregation``. The
             algorithm must be one that averages parameters. A ``server_optimizer`` takes the step to its result. None
             means the algorithm's own.
+        secure_aggregation: whether the server learns only the sum of a round's updates, and no single one; a
+            :class:`SecureAggregation` says how. The algorithm must be one whose server needs only their mean. A
+            simulation does the same arithmetic, but hides nothing: it is one process.
         select: selects the round that is the phase's result, and may end the phase early; None takes the last round.
         evaluate: when the phase is evaluated; False if it is only a start for others, without a row in the table.
         ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
@@ -145,6 +148,7 @@ class Phase:
     train: Train = field(default_factory=Train)
     server_optimizer: OptimizerCallable | None = None
     aggregation: Aggregation | None = None
+    secure_aggregation: SecureAggregation | bool = False
     select: Select | None = None
     evaluate: Evaluate | bool = True
     ckpt_path: str | None = None
@@ -152,10 +156,12 @@ class Phase:
     def __post_init__(self) -> None:
         """Checks the arguments, in which numbers of NumPy become those of Python."""
         kinds = {"train": (Train, "a Train"), "select": (Select | None, "a Select or None")}
-        for name, (kind, allowed) in {**kinds, "evaluate": (Evaluate | bool, "an Evaluate, True or False")}.items():
+        kinds |= {"evaluate": (Evaluate | bool, "an Evaluate, True or False")}
+        kinds |= {"secure_aggregation": (SecureAggregation | bool, "a SecureAggregation, True or False")}
+        for name, (kind, allowed) in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise InvalidArgumentError(str(self), name, getattr(self, name), allowed)
-        for settings in (self, self.train, self.select, self.evaluate):
+        for settings in (self, self.train, self.select, self.evaluate, self.secure_aggregation):
             for each in [] if settings is None or isinstance(settings, bool) else fields(settings):
                 setattr(settings, each.name, plain(getattr(settings, each.name)))
         trainer = self.train.trainer
@@ -175,6 +181,13 @@ class Phase:
     def monitor(self) -> str | None:
         """The metric that selects the phase's result; None for the last round."""
         return self.select and self.select.monitor
+
+    @property
+    def secure(self) -> SecureAggregation | None:
+        """How the server learns only the sum of updates; None if it sees each."""
+        if isinstance(self.secure_aggregation, SecureAggregation):
+            return self.secure_aggregation
+        return SecureAggregation() if self.secure_aggregation else None
 
     @property
     def evaluation(self) -> Evaluate:

@@ -120,7 +120,9 @@ def run_round(
 
 def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Trained) -> None:
     """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one."""
-    state, combined = run.states[phase.name], trained.update
+    state, combined, secure = run.states[phase.name], trained.update, training.secure_aggregation
+    if secure is not None and combined is not None:
+        combined = secure.decoded(combined, state.server, training.start_of_changes(state.server))
     if phase.aggregation is not None:
         combined = aggregated(run, phase, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
-from fedmoe_pl.phases.participation import ClientFailures, evaluated_clients
+from fedmoe_pl.phases.participation import ClientFailures, cohort_of, evaluated_clients
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
@@ -270,6 +270,11 @@ class Run:
         """The local training of a phase, into whose module the initial tensors are loaded."""
         load_tree(module, initial)
         state = self.states.get(phase.name)
+        server_learns = state is None or state.server_learns
+        secure = phase.secure if server_learns else None
+        if secure is not None:
+            cohort = cohort_of(phase, self.datamodule.num_clients, self.seed)
+            secure = replace(secure, threshold=secure.needed(cohort.size))
         return LocalTraining(
             module=module,
             initial=initial,
@@ -282,7 +287,8 @@ class Run:
             rounds_before=self.rounds_before(phase),
             round_lr_scheduler=phase.train.round_lr_scheduler,
             keep_optimizer=phase.train.keep_optimizer,
-            aggregation=phase.aggregation if state is None or state.server_learns else None,
+            aggregation=phase.aggregation if server_learns else None,
+            secure_aggregation=secure,
             keep_trained=phase.aggregates and phase.evaluate and "local_training" in phase.evaluation_points,
             record_transfers=self.records_transfers,
             device=self.devices[0],

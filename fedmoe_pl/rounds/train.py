@@ -50,7 +50,7 @@ def train_round(
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
     poisson = aggregation is not None and aggregation.poisson_sampling
-    needed, why = failures.needed(aggregation)
+    needed, why = failures.needed(aggregation, plan.training.secure_aggregation)
     while True:
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
         dropped = _dropped(run, phase, drawn, attempt)
@@ -169,13 +169,11 @@ def _train_clients(
     combined: Update | None = None
     written: dict[int, Any] = {}
     failed: dict[int, Failure] = {}
-    aggregation = plan.training.aggregation
-    combine = phase.algorithm.combine if aggregation is None else aggregation.combine
     for group in plan.train({**state.server, **added}, clients, state.clients, state.round) if clients else ():
         failures.stop(phase, state.round + 1, group.failed)
         if group.update is not None:
             with one_thread():
-                combined = group.update if combined is None else combine(combined, group.update)
+                combined = group.update if combined is None else plan.training.combining.combine(combined, group.update)
         written.update(run.store.write(phase.name, state.round + 1, group.clients))
         failed |= group.failed
         if state.server_learns:

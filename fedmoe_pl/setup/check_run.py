@@ -16,13 +16,13 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
-from fedmoe_pl.algorithms.algorithm import Need, asks_clients, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm, Need, averages, overrides, sends_more
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed, overridden_hooks, quiet
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
@@ -40,7 +40,7 @@ from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.fit import server_parameters, shared_by
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.data import check_metric, check_monitor, check_task
-from fedmoe_pl.trees import copy_module, names_of_same_tensors, of_algorithm
+from fedmoe_pl.trees import Tree, copy_module, names_of_same_tensors, of_algorithm, same_memory
 
 _NEEDS: dict[Need, str] = {
     "all_clients": "all clients in every round",
@@ -87,6 +87,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
         _check_cohort(run, phase, cohort)
         check_aggregation(phase, module, cohort, run.phases_before(phase))
+        _check_secure_aggregation(run, phase, module, cohort)
         _check_early_stopping(phase, trainer, run.datamodule)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
@@ -111,7 +112,7 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
     size = phase.clients_per_round
     if cohort.size > (most := len(cohort.participants)):
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"at most {most}, the clients that take part")
-    needed, because = run.failures.needed(phase.aggregation)
+    needed, because = run.failures.needed(phase.aggregation, phase.secure, cohort.size)
     if needed > cohort.size and phase.ckpt_path is None:
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"a cohort of at least {needed}", because)
 
@@ -294,9 +295,7 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
     if phase.ckpt_path is None:  # a given result is not aggregated
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
-        only_averages = algorithm.federated and not (overrides(algorithm, "combine") or of_algorithm(server))
-        hooks = [declared for declared in ("request", "exchanged") if getattr(algorithm, declared)]
-        hooks += ["server_begin"] if asks_clients(algorithm, server) else []
+        only_averages, hooks = averages(algorithm) and not of_algorithm(server), sends_more(algorithm, server)
         if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
             because = f"what {name} combines is not the mean of parameters"
         elif is_private and hooks:
@@ -311,6 +310,49 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
             because = "its model tells about clients' data"
     if because:
         raise InvalidArgumentError(str(phase), "aggregation", aggregation, allowed, because)
+
+
+def _check_secure_aggregation(run: Run, phase: Phase, module: LightningModule, cohort: Cohort) -> None:
+    """Refuses secure aggregation where the server needs more than a sum, and where it would hide nothing."""
+    secure, aggregation, algorithm = phase.secure, phase.aggregation, phase.algorithm
+    if secure is None or phase.ckpt_path is not None:
+        return
+    name, because = type(algorithm).__name__, ""
+    server = algorithm.server_init(module) if algorithm.federated else {}
+    if not averages(algorithm):
+        because = f"the server of {name} needs each client's update" if algorithm.federated else f"{name} sends nothing"
+    elif hooks := sends_more(algorithm, server):
+        because = f"clients of {name} send more than their updates ({', '.join(hooks)})"
+    elif wrong := [each for each, tensor in shared_by(algorithm, server).items() if not _is_summable(tensor)]:
+        because = f"the shared '{wrong[0]}' is no mean, or not finite; use FedBN, GroupNorm, or another `shared`"
+    elif not _receives_all(algorithm, server, cohort):
+        because = f"clients of {name} receive others than the server's shared tensors, and send their changes"
+    if because:
+        raise InvalidArgumentError(str(phase), "secure_aggregation", phase.secure_aggregation, "left out", because)
+    if aggregation is not None and not aggregation.averages_changes:
+        allowed, because = "left out", "it needs each client's update, which secure_aggregation hides"
+        raise InvalidArgumentError(str(phase), "aggregation", aggregation, allowed, because)
+    size, needed = cohort.size, secure.needed(cohort.size)
+    if aggregation is not None and aggregation.poisson_sampling and size < len(cohort.participants):
+        because = "with secure_aggregation, cohorts of different sizes may be too small to be unmasked"
+        raise InvalidArgumentError(str(phase), "clients_per_round", phase.clients_per_round, "left out", because)
+    if needed <= size / 2:
+        allowed = f"more than half of the cohort of {size}"
+        raise InvalidArgumentError(str(phase), "secure_aggregation.threshold", secure.threshold, allowed)
+    if (least := run.failures.min_clients) is not None and least > needed:
+        because = f"the server of '{phase.name}' would see sums that it discards; raise secure_aggregation.threshold"
+        raise InvalidArgumentError(run.failures, "min_clients", least, f"at most {needed}", because)
+
+
+def _is_summable(tensor: Tensor) -> bool:
+    """Whether the server takes the mean of clients' tensors, and integers can express their changes."""
+    return tensor.is_floating_point() and bool(tensor.isfinite().all())
+
+
+def _receives_all(algorithm: Algorithm, server: Tree, cohort: Cohort) -> bool:
+    """Whether a client receives the server's shared tensors as they are."""
+    sent, shared = algorithm.server_send(server, cohort.participants[0], {}), shared_by(algorithm, server)
+    return all(name in sent and same_memory(sent[name], tensor) for name, tensor in shared.items())
 
 
 def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set[str]:

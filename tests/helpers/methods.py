@@ -177,6 +177,7 @@ METHODS = {
     "FedAvg of everything": Method(one(FedAvg), private=["gate.*"]),
     "TrimmedMean": Method(lambda: [fedavg(aggregation=TrimmedMean(1), clients_per_round=4)]),
     "DifferentialPrivacy": Method(lambda: [fedavg(aggregation=DifferentialPrivacy(0.0, 1.0, 0.1, quantile=0.5))]),
+    "SecureAggregation": Method(lambda: [fedavg(secure_aggregation=True, clients_per_round=4)]),
     "FedProx": Method(one(lambda: FedProx(0.1, "global_expert.*"))),
     "Scaffold": Method(one(lambda: Scaffold("global_expert.*")), lambda: mixture(optimizer=sgd)),
     "FedPer": Method(lambda: [fedper()], private=["global_expert.*", "local_expert.classifier.*", "gate.*"]),

@@ -100,7 +100,7 @@ def _of_values(content: bytes, rng: random.Random) -> bytes:
     changed, number, begin = b"", rng.choice(ODD_NUMBERS), 0
     for _, dtype, shape in header["tensors"]:
         form = {"float64": "d", "float32": "f"}.get(dtype)
-        size = math.prod(shape) * {"float64": 8, "float32": 4, "int64": 8, "bool": 1}[dtype]
+        size = math.prod(shape) * {"float64": 8, "float32": 4, "int64": 8, "bool": 1, "uint8": 1}[dtype]
         replaced = form and rng.random() < 0.5
         changed += struct.pack(f"<{form}", number) * math.prod(shape) if replaced else tensors[begin : begin + size]
         begin += size

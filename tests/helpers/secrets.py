@@ -9,9 +9,9 @@ import torch
 _LEFT_OUT = (type, type(gc), type(lambda: None))  # classes, modules and functions lead to the whole process
 
 
-def contents(*roots: object) -> Iterator[bytes]:
-    """The bytes of all tensors, arrays, texts and numbers that can be reached from objects."""
-    seen, todo = set[int](), [*roots]
+def contents(*roots: object, beyond: Iterable[object] = ()) -> Iterator[bytes]:
+    """The bytes of all tensors, arrays and texts that can be reached from objects, but not through those ``beyond``."""
+    seen, todo = {id(each) for each in beyond}, [*roots]
     while todo:
         each = todo.pop()
         if id(each) in seen or isinstance(each, _LEFT_OUT):
@@ -23,16 +23,11 @@ def contents(*roots: object) -> Iterator[bytes]:
             yield each.tobytes()
         elif isinstance(each, bytes | bytearray):
             yield bytes(each)
-        elif isinstance(each, str):
-            yield each.encode(errors="replace")
         todo += gc.get_referents(each)
         todo += [vars(each)] if hasattr(each, "__dict__") else []
 
 
-def held(secrets: Iterable[bytes], *roots: object) -> list[bytes]:
+def held(secrets: Iterable[bytes], *roots: object, beyond: Iterable[object] = ()) -> list[bytes]:
     """Those of the secrets that stand anywhere in what can be reached."""
-    found, everything = [], [*contents(*roots)]
-    for secret in secrets:
-        if any(secret in content for content in everything):
-            found.append(secret)
-    return found
+    everything = [*contents(*roots, beyond=beyond)]
+    return [secret for secret in secrets if any(secret in content for content in everything)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 # pyright: reportMissingImports=false
 # cryptography comes with Flower, which is not installed where types are checked.
+import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
@@ -87,12 +88,12 @@ def joined(shares: Mapping[int, bytes]) -> bytes:
     return secret.to_bytes(KEY, "big")
 
 
-def derived(secret: bytes, *purpose: object) -> bytes:
+def derived(secret: bytes, *purpose: str | int) -> bytes:
     """A key for one purpose."""
-    return HKDF(SHA256(), KEY, None, "|".join(map(str, purpose)).encode()).derive(secret)
+    return HKDF(SHA256(), KEY, None, json.dumps(purpose).encode() if purpose else b"").derive(secret)
 
 
-def agreed(private: X25519PrivateKey, public: bytes, *purpose: object) -> bytes:
+def agreed(private: X25519PrivateKey, public: bytes, *purpose: str | int) -> bytes:
     """The key for one purpose that only the owners of both keys know."""
     try:
         return derived(private.exchange(X25519PublicKey.from_public_bytes(public)), *purpose)

@@ -11,8 +11,8 @@ from helpers.secrets import held
 pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedmoe_pl.deployment import masking
-from fedmoe_pl.deployment.masking import (
+from fedmoe_pl.deployment.secure import protocol
+from fedmoe_pl.deployment.secure.protocol import (
     ENCRYPTED,
     ClientHalf,
     MaskingError,
@@ -117,7 +117,7 @@ def test_the_sum_is_exact_if_clients_drop_out_in_every_step():
 def test_the_server_holds_and_hears_no_summand(masks, dropped, monkeypatch):
     """It is looked for in every byte; without masks, it is found."""
     if not masks:
-        monkeypatch.setattr(masking, "_add_mask", lambda tensors, key, sign: None)
+        monkeypatch.setattr(protocol, "_add_mask", lambda tensors, key, sign: None)
     it = Round(4, dropped)
     it.run()
     clients = [client for client in CLIENTS if client not in dropped.get("masked", ())]
@@ -233,9 +233,9 @@ def test_tensors_that_come_after_a_client_counted_as_gone_stay_masked():
     key = X25519PrivateKey.from_private_bytes(joined({giver: shares[4] for giver, shares in it.sent[-1].items()}))
     for other in range(4):
         mask_of_pair = agreed(key, it.server._keys[other].mask, "mask", "a round", other, 4)
-        masking._add_pair_mask(late, 4, other, mask_of_pair, -1)
+        protocol._add_pair_mask(late, 4, other, mask_of_pair, -1)
     assert not any(torch.equal(late[name], tensor) for name, tensor in summand(4).items())
-    masking._add_mask(late, derived(it.clients[4]._seed, "own mask", "a round", 4), -1)
+    protocol._add_mask(late, derived(it.clients[4]._seed, "own mask", "a round", 4), -1)
     assert all(torch.equal(late[name], tensor) for name, tensor in summand(4).items())
 
 
@@ -319,7 +319,7 @@ def test_keys_and_masks_are_those_of_the_standards():
     # RFC 5869, A.3, without salt and purpose
     assert derived(b"\x0b" * 22).hex() == "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"
     zeros = {"a": torch.zeros(3, dtype=torch.int64), "b": torch.zeros(5, dtype=torch.int64)}
-    masking._add_mask(zeros, bytes(32), 1)  # RFC 8439, A.1, test vector 1
+    protocol._add_mask(zeros, bytes(32), 1)  # RFC 8439, A.1, test vector 1
     assert b"".join(tensor.numpy().tobytes() for tensor in zeros.values()).hex() == (
         "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
         "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
@@ -328,9 +328,9 @@ def test_keys_and_masks_are_those_of_the_standards():
 
 def test_a_mask_in_parts_is_the_whole_mask(monkeypatch):
     whole, parts = ({"a": torch.zeros(1000, dtype=torch.int64)} for _ in range(2))
-    masking._add_mask(whole, b"\5" * 32, 1)
-    monkeypatch.setattr(masking, "_CHUNK", 7)
-    masking._add_mask(parts, b"\5" * 32, 1)
+    protocol._add_mask(whole, b"\5" * 32, 1)
+    monkeypatch.setattr(protocol, "_CHUNK", 7)
+    protocol._add_mask(parts, b"\5" * 32, 1)
     assert torch.equal(whole["a"], parts["a"]) and whole["a"].count_nonzero() == 1000
 
 

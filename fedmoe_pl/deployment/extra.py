@@ -1,0 +1,19 @@
+"""Modules that need Flower, or what comes with it, imported only where they are used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def module_of_flower(command: str, name: str) -> Any:
+    """A module of this part that uses Flower, or what comes with it."""
+    try:
+        return importlib.import_module(f"fedmoe_pl.deployment.{name}")
+    except ImportError as error:
+        raise MisconfigurationException(
+            f"{command}: Flower is missing ({error}); install it into an environment of its own, with "
+            'pip install "fedmoe-pl[flower]" and Python 3.11 or newer.'
+        ) from error

@@ -1,0 +1,142 @@
+"""A phase with secure aggregation whose clients train on their own machines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import Failure, GroupUpdate
+from fedmoe_pl.backends.traffic import Traffic, updates_sent
+from fedmoe_pl.deployment.answers import cannot_be_used, problem_of_weight, update_of
+from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.plan import ClientsPlan
+from fedmoe_pl.deployment.remote_clients import AtClient
+from fedmoe_pl.deployment.secure.client import COMMITMENT, KEYS, SHARES, as_rows, context_of, keys_in, rows_of
+from fedmoe_pl.deployment.secure.protocol import ENCRYPTED, KEY, SHARE, MaskingError, PublicKeys, ServerHalf
+from fedmoe_pl.trees import Tree
+
+Found = TypeVar("Found")
+
+
+class MaskedPlan(ClientsPlan):
+    """Asks clients to train, and learns the sum of their updates alone.
+
+    A client that has trained answers with its public keys. Three more messages to each client follow: the keys of all,
+    the shares of all, and who has sent masked tensors. One that fails before it has sent them is left out of the sum;
+    later, its update counts.
+    """
+
+    trains = "train masked"
+
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+        """Yields the survivors as one group, with the sum of their updates; no sum if too few are left."""
+        answers = self.trained(self.sent(server, cohort, kept, round), kept, round)
+        failed = dict[int, Failure]()
+        try:
+            update, keeps = self._sum(answers, failed, round)
+        except MaskingError as error:
+            reason = Failure(f"the sum of updates is not unmasked: {error}")
+            yield GroupUpdate(None, {}, Traffic(), failed={client: failed.get(client, reason) for client in answers})
+            return
+        traffic = sum((Traffic.of(update.sent) for _ in keeps), Traffic())
+        recorded = keeps if self.training.record_transfers else []
+        transfers = [each for client in recorded for each in updates_sent(client, update.sent, masked=True)]
+        yield GroupUpdate(update, keeps, traffic, transfers, failed)
+
+    def _sum(
+        self, answers: Mapping[int, Message | Failure], failed: dict[int, Failure], round: int
+    ) -> tuple[Update, dict[int, Tree]]:
+        """The sum of the updates of those clients that do not fail, and what these keep; notes why others fail."""
+        secure = self.training.secure_aggregation
+        assert secure is not None and secure.threshold is not None
+        half = ServerHalf(secure.threshold, context_of(self.clients.name, self.training.phase, round))
+        trained = _found(answers, self._trained_by, failed)
+        keys = half.keys({client: keys for client, (keys, _, _) in trained.items()})
+
+        of_all = {KEYS: as_rows([key for each in keys.values() for key in each], KEY)}
+        answers = self._step("share", dict.fromkeys(keys, of_all), [*keys], round)
+        shares = half.shares(_found(answers, partial(_shares, [*keys]), failed))
+
+        of_senders = {
+            client: {SHARES: as_rows([*encrypted.values()], ENCRYPTED)} for client, encrypted in shares.items()
+        }
+        answers = self._step("mask", of_senders, [*shares], round)
+        weights = {client: weight for client, (_, weight, _) in trained.items()}
+        survivors = half.add(_same_layout(_found(answers, partial(self._masked, weights), failed), failed))
+
+        answers = self._step("unmask", {client: {} for client in survivors}, survivors, round)
+        sent = half.unmasked(_found(answers, partial(_given, [*shares]), {}))
+        keeps: dict[int, Tree] = {client: AtClient(trained[client][2]) for client in survivors}
+        return Update(sent, sum(weights[client] for client in survivors)), keeps
+
+    def _step(
+        self, kind: str, tensors: Mapping[int, Tree], clients: list[int], round: int
+    ) -> dict[int, Message | Failure]:
+        """Clients' answers to the messages of a step."""
+        values = {"phase": self.training.phase, "round": round, "clients": clients}
+        return self.clients.ask(self.training, {each: Message(kind, values, tree) for each, tree in tensors.items()})
+
+    def _trained_by(self, client: int, answer: Message) -> tuple[PublicKeys, float, int] | Failure:
+        """The public keys of a client that has trained, its weight, and the number of the file with what it keeps."""
+        weight, keeps = answer.values["weight"], answer.values["keeps"]
+        if problem := problem_of_weight(weight, self.training, client):
+            return Failure(problem)
+        return keys_in(rows_of(answer, KEYS, 2, KEY)), weight, keeps
+
+    def _masked(self, weights: Mapping[int, float], client: int, answer: Message) -> Tree | Failure:
+        """A client's masked tensors, whose values cannot be checked: names and shapes are those of its update."""
+        initial, shown = self.training.of(client).initial, {}
+        for name, tensor in answer.tensors.items():
+            if tensor.dtype != torch.int64:
+                return Failure(f"its {name[:100]} is not masked")
+            known = initial.get(name)
+            dtype = torch.float64 if known is None else known.dtype
+            shown[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
+        update = update_of(Message("update", {"weight": weights[client], "keeps": 0}, shown), self.training, client)
+        return update if isinstance(update, Failure) else answer.tensors
+
+
+def _found(
+    answers: Mapping[int, Message | Failure],
+    read: Callable[[int, Message], Found | Failure],
+    failed: dict[int, Failure],
+) -> dict[int, Found]:
+    """What answers say; notes why others are none."""
+    found = dict[int, Found]()
+    for client, answer in answers.items():
+        try:
+            said = answer if isinstance(answer, Failure) else read(client, answer)
+        except Exception as error:  # whatever a client has sent
+            said = Failure(str(error)) if isinstance(error, MaskingError) else cannot_be_used("answer", error)
+        if isinstance(said, Failure):
+            failed[client] = said
+        else:
+            found[client] = said
+    return found
+
+
+def _shares(clients: Sequence[int], client: int, answer: Message) -> tuple[dict[int, bytes], bytes]:
+    """A client's encrypted shares for the others, and its commitment."""
+    others = [other for other in clients if other != client]
+    rows = rows_of(answer, SHARES, len(others), ENCRYPTED)
+    return dict(zip(others, rows, strict=True)), rows_of(answer, COMMITMENT, 1, KEY)[0]
+
+
+def _given(clients: Sequence[int], client: int, answer: Message) -> dict[int, bytes]:
+    """The shares that a client gives for every client."""
+    return dict(zip(clients, rows_of(answer, SHARES, len(clients), SHARE), strict=True))
+
+
+def _same_layout(masked: dict[int, Tree], failed: dict[int, Failure]) -> dict[int, Tree]:
+    """The masked tensors of those clients that have sent the same names and shapes as most."""
+    layouts = {client: tuple((name, tree[name].shape) for name in sorted(tree)) for client, tree in masked.items()}
+    usual = Counter(layouts.values()).most_common(1)
+    for client in [client for client, layout in layouts.items() if layout != usual[0][0]]:
+        failed[client] = Failure("its tensors are not those of most clients")
+        del masked[client]
+    return masked

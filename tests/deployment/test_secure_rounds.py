@@ -1,0 +1,246 @@
+"""Rounds with secure aggregation between machines: exact sums, no update at the server, and who is at fault."""
+
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.deployed import Changing, Passing, deploy, participant, participants, tensors
+from helpers.methods import METHODS, SIZES, data
+from helpers.odd_messages import odd
+from helpers.secrets import held
+
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import BadMessageError, Message
+from fedmoe_pl.deployment.messages import FAILED, SEVERAL
+from fedmoe_pl.deployment.secure import client as of_client
+from fedmoe_pl.deployment.secure import plan as of_server
+from fedmoe_pl.deployment.secure import protocol
+from fedmoe_pl.phases.participation import ClientError
+
+OF_TRAINER = {"backend": TrainerBackend()}
+CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "unmask")
+NAME = "global_expert.extractor.1.weight"
+
+
+def method(**of_phase):
+    (phase,) = METHODS["SecureAggregation"].phases()
+    changed = replace(phase, **{"clients_per_round": 1.0, "rounds": 1, "evaluate": False, **of_phase})
+    return replace(METHODS["SecureAggregation"], phases=lambda: [changed])
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """What each client has trained last, as integers, by client."""
+    found = {}
+    of = of_client.MaskedUpdate.of
+
+    def note(client, threshold, message, sent):
+        found[client] = {name: tensor.clone() for name, tensor in sent.items()}
+        return of(client, threshold, message, sent)
+
+    monkeypatch.setattr(of_client.MaskedUpdate, "of", note)
+    return found
+
+
+class Leaving(Passing):
+    """A transport in which clients are gone from a step of the round to its end."""
+
+    def __init__(self, participants, step, leaving):
+        super().__init__(participants)
+        self.step, self.leaving, self.all, self.unmasked = step, leaving, participants, []
+
+    def ask(self, messages, seconds):
+        kinds = {message.kind for message in messages.values()}
+        if self.step in kinds:
+            self.participants = {c: each for c, each in self.all.items() if c not in self.leaving}
+        elif "finish" in kinds:
+            self.participants = self.all
+        answers = super().ask(messages, seconds)
+        self.unmasked += [client for client, answer in answers.items() if answer.kind == "unmasked"]
+        return answers
+
+
+def server_after(deployed):
+    (state,) = deployed.run.states.values()
+    return state.server
+
+
+def expected_after(trained, clients):
+    """The server's tensor after the round, by Python's integers."""
+    start = METHODS["SecureAggregation"].model().state_dict()[NAME]
+    total = [sum(values) for values in zip(*(trained[each][NAME].flatten().tolist() for each in clients), strict=True)]
+    mean = torch.tensor([value / 2**32 / sum(SIZES[each] for each in clients) for value in total], dtype=start.dtype)
+    return start + mean.reshape(start.shape)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tmp_path, trained):
+    transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {2})
+    if step != "unmask":
+        with pytest.warns(UserWarning, match=r"round 1: client 2 is left out: it is not connected"):
+            deployed = deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
+    else:
+        deployed = deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
+    clients = [client for client in CLIENTS if client != 2 or step == "unmask"]
+    expected = expected_after(trained, clients)
+    torch.testing.assert_close(server_after(deployed)[NAME], expected, rtol=0, atol=1e-15)
+    (state,) = deployed.run.states.values()
+    assert state.failed == len(CLIENTS) - len(clients)
+    assert [*transport.unmasked] == [client for client in CLIENTS if client != 2]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
+    transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {1, 2})
+    with pytest.warns(UserWarning) as warned, pytest.raises(ClientError) as error:
+        deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
+    sentence = r"clients answered, but secure aggregation needs 4"
+    assert sentence in str(error.value) and sum(sentence in str(each.message) for each in warned) == 3
+    assert "3 of 5" in str(error.value) or "0 of 5" in str(error.value)
+    kinds = Counter(message.kind for _, message in transport.heard)
+    if step != "unmask":
+        assert not kinds["unmask"]
+
+
+def with_changed(change, kind, tmp_path, client=1):
+    everyone = participants(method(), data(), tmp_path, **OF_TRAINER)
+    everyone[client] = Changing(everyone[client], kind, change)
+    return deploy(method(), data(), tmp_path, Passing(everyone), **OF_TRAINER)
+
+
+def flipped(name):
+    return tensors(lambda tree: {**tree, name: tree[name] ^ 1})
+
+
+NOT_MASKED = [
+    (
+        "train masked",
+        lambda answer: Message("trained", {**answer.values, "weight": 9}, answer.tensors),
+        "its weight is",
+    ),
+    ("train masked", tensors(lambda tree: {}), "its keys have not 2 times 32 bytes"),
+    ("train masked", lambda answer: Message("update", answer.values), "its answer to 'train masked' is 'update'"),
+    ("share", tensors(lambda tree: {**tree, "shares": tree["shares"][1:]}), "its shares have not 4 times 148 bytes"),
+    ("share", tensors(lambda tree: {"shares": tree["shares"]}), "its commitment have not 1 times 32 bytes"),
+    ("mask", tensors(lambda tree: {**tree, NAME: tree[NAME].double()}), f"its {NAME} is not masked"),
+    ("mask", tensors(lambda tree: {**tree, NAME: tree[NAME][1:]}), f"its {NAME} is not as in the server's model"),
+    ("mask", tensors(lambda tree: {}), "its update has no global_expert"),
+    ("mask", tensors(lambda tree: {**tree, "own/x": tree[NAME]}), "its update has own/x, which no client sends"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "reason"), NOT_MASKED)
+def test_an_answer_that_is_none_is_the_failure_of_who_sent_it(kind, change, reason, tmp_path):
+    with pytest.warns(UserWarning, match=f"round 1: client 1 is left out: {reason}"):
+        deployed = with_changed(change, kind, tmp_path)
+    (state,) = deployed.run.states.values()
+    assert state.failed == 1 and state.round == 1
+
+
+ALTERED = [
+    ("share", flipped("shares"), "the shares from client 1 are not what it has sent in this round"),
+    ("share", flipped("commitment"), "the shares of client 1's own mask do not fit its commitment"),
+    ("unmask", flipped("shares"), "(the shares give no key|own mask do not fit its commitment)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "reason"), ALTERED)
+def test_what_is_altered_is_noticed_and_the_round_is_refused(kind, change, reason, tmp_path):
+    with pytest.warns(UserWarning), pytest.raises(ClientError, match=reason):
+        with_changed(change, kind, tmp_path)
+
+
+def test_a_client_lets_its_update_leave_only_as_its_own_configuration_says(tmp_path):
+    """Whatever the server's plan is."""
+    for name, kind, needs in (("SecureAggregation", "train", "only masked"), ("FedAvg", "train masked", "as they are")):
+        transport = Passing(participants(METHODS[name], data(), tmp_path / name, **OF_TRAINER))
+        deploy(METHODS[name], data(), tmp_path / name, transport, **OF_TRAINER)
+        client = transport.participants[0]
+        usual = next(message for _, message in transport.heard if message.kind in ("train", "train masked"))
+        answer = client.answer(replace(usual, kind=kind))
+        assert answer.kind == FAILED and not answer.tensors
+        assert re.search(
+            f"its own configuration says that updates of phase .* leave it {needs}", answer.values["reason"]
+        )
+
+
+def test_a_client_that_is_started_again_has_lost_what_it_had_trained(tmp_path):
+    everyone = participants(method(), data(), tmp_path, **OF_TRAINER)
+
+    class Restarted(Passing):
+        def ask(self, messages, seconds):
+            if any(message.kind == "mask" for message in messages.values()):
+                self.participants[3] = participant(method(), data(), tmp_path, 3, **OF_TRAINER)
+            return super().ask(messages, seconds)
+
+    with pytest.warns(UserWarning, match="client 3 is left out: .*it has trained nothing since it was started"):
+        deployed = deploy(method(), data(), tmp_path, Restarted(everyone), **OF_TRAINER)
+    (state,) = deployed.run.states.values()
+    assert state.failed == 1
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, trained, monkeypatch):
+    """Looked for in every byte, before each message and at the end; without masks, all are found."""
+    if not masks:
+        monkeypatch.setattr(protocol, "_add_mask", lambda tensors, key, sign: None)
+    halves, found = [], set()
+
+    class Noted(protocol.ServerHalf):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            halves.append(self)
+
+    monkeypatch.setattr(of_server, "ServerHalf", Noted)
+
+    def look(*roots):
+        for client, tree in trained.items():
+            as_integers = tree[NAME].numpy().tobytes()
+            if held([as_integers], *roots, beyond=transport.participants.values()):
+                found.add(client)
+
+    transport = Passing(
+        participants(method(rounds=2), data(), tmp_path, **OF_TRAINER), lambda *_: look(halves, transport.answers)
+    )
+    deployed = deploy(method(rounds=2), data(), tmp_path, transport, **OF_TRAINER)
+    files = [path.read_bytes() for path in (tmp_path / "server").rglob("*") if path.is_file()]
+    look(deployed, files, [message for _, message in transport.passed], transport.answers)
+    assert len(halves) == 2 and len(trained) == 5 and len(files) > 3
+    assert found == (set() if masks else {*CLIENTS})
+    total = halves[-1]._sum[NAME].numpy().tobytes()
+    assert held([total], halves), "what it holds is looked through"
+
+
+def test_training_goes_with_the_evaluation_before_it_and_three_messages_follow(tmp_path):
+    of_method = method(rounds=3, evaluate=True)
+    settings = {**OF_TRAINER, "evaluate_every_n_rounds": 1}
+    transport = Passing(participants(of_method, data(), tmp_path, **settings))
+    deploy(of_method, data(), tmp_path, transport, **settings)
+    kinds = [message.kind for client, message in transport.passed if client == 0]
+    steps = ["share", "mask", "unmask"]
+    expected = ["train masked", *steps, SEVERAL, *steps, SEVERAL, *steps, "evaluate", "finish"]
+    assert kinds[kinds.index("begin") + 1 :] == expected
+
+
+def test_odd_messages_end_no_client_and_get_no_update_out_of_it(tmp_path, trained):
+    first = Passing(participants(method(), data(), tmp_path / "run", **OF_TRAINER))
+    deploy(method(), data(), tmp_path / "run", first, **OF_TRAINER)
+    messages = [message for client, message in first.passed if client == 0]
+    client, rng = participant(method(), data(), tmp_path, 0, **OF_TRAINER), random.Random(0)
+    until_begun = messages[: [message.kind for message in messages].index("begin") + 1]
+    for message in until_begun:
+        client.answer(message)
+    answers = []
+    for message in [each for each in messages if each.kind in STEPS] * 25:
+        try:
+            answers.append(client.answer(Message.from_bytes(odd(message.to_bytes(), rng))))
+        except BadMessageError:
+            continue
+    assert {answer.kind for answer in answers} >= {"trained", FAILED}
+    assert not held([trained[0][NAME].numpy().tobytes()], answers)
+    for message in until_begun[1:]:
+        client.answer(message)
+    assert client.answer(messages[len(until_begun)]).kind == "trained"
