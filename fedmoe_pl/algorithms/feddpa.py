@@ -26,10 +26,10 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_loss
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_loss, pair_of
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.models import LayerwiseAdapterMoE, SimilarityGate
-from fedmoe_pl.models.inputs import batch_size_of, first_tensor, inputs_and_targets, inputs_of
+from fedmoe_pl.models.inputs import batch_size_of, first_tensor, inputs_of
 from fedmoe_pl.trees import Tree, of_parts
 
 _REFERENCES = 10  # separates the draw of a client's references from its other random numbers
@@ -78,7 +78,7 @@ class FedDPA(Algorithm):
         loss = expert_loss(module, "global_expert", batch)
         if received := constants["received"]:
             assert isinstance(module, LayerwiseAdapterMoE)
-            x, y = inputs_and_targets(batch, module.target_key)
+            x, y = pair_of(module, batch)
             weight = first_tensor(x).new_tensor([1 - self.local_weight, self.local_weight], dtype=loss.dtype)
             scores = functional_call(module, received, (x, weight.expand(batch_size_of(x), -1)))
             loss = loss + module.loss_of(scores, y)

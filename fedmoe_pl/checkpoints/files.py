@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -62,6 +63,30 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink()  # a full disk needs the space
         if isinstance(error, OSError):
             raise unwritable(path, error) from error
+        raise
+
+
+@contextmanager
+def replacing_files(folder: Path) -> Iterator[Path]:
+    """Gives a temporary folder to write files to, which then becomes ``folder``; a kill leaves no half of it.
+
+    If the folder exists, the new files replace those of the same names, each of them whole, and its other files stay.
+    """
+    temporary = folder.with_name(folder.name + ".tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # what a kill has left
+        temporary.mkdir(parents=True)
+        yield temporary
+        if folder.exists():
+            for path in temporary.iterdir():
+                os.replace(path, folder / path.name)
+            temporary.rmdir()
+        else:
+            os.replace(temporary, folder)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise unwritable(folder, error) from error
         raise
 
 

@@ -27,7 +27,7 @@ from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.catalogue import configs, configs_parser, list_classes, list_parser, with_files
 from fedmoe_pl.cli.completion import completion_parser, script
-from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.errors import cause_of, refusal_behind, with_key
 from fedmoe_pl.cli.parsing import (
     ConfigFile,
     Constructor,
@@ -214,7 +214,7 @@ class FederationCLI(LightningCLI):
             if failure is not None and (isinstance(error, ValueError) or _is_of_library(failure.class_type)):
                 raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
             if isinstance(error, ValueError):
-                raise MisconfigurationException(cause_of(error)) from error
+                raise refusal_behind(error) or MisconfigurationException(cause_of(error)) from error
             raise  # a user's own class, whose author needs the traceback
         finally:
             self.config = configuration

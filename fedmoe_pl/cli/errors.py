@@ -25,10 +25,16 @@ PHASES = "federation.phases"
 
 def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:
     """The message of the ``MisconfigurationException`` behind an exception, else the exception's, condensed."""
+    refusal = refusal_behind(error)
+    return " ".join(str(refusal).split()) if refusal is not None else condensed(error, parser)
+
+
+def refusal_behind(error: BaseException) -> MisconfigurationException | None:
+    """The ``MisconfigurationException`` behind an exception, or the exception if it is one; None if there is none."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MisconfigurationException):
         cause = cause.__cause__ or cause.__context__
-    return " ".join(str(cause).split()) if cause is not None else condensed(error, parser)
+    return cause
 
 
 def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str:

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import nn
 
-from fedmoe_pl.checkpoints.files import unwritable
+from fedmoe_pl.checkpoints.files import replacing_files
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
@@ -38,11 +38,9 @@ def write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator
         model = peft_model(module.plain_base(), adapter)
         expected = module if part == "mixture" else module.get_submodule(part)
         difference = _difference(module, expected, model, x)
-        try:
+        with replacing_files(folder / part) as temporary:
             # the base's embedding is no part of an adapter, also where it has one
-            model.save_pretrained(str(folder / part), save_embedding_layers=False)
-        except OSError as error:
-            raise unwritable(folder / part, error) from error
+            model.save_pretrained(str(temporary), save_embedding_layers=False)
         yield f"Client {client} of {method}: {folder / part} ({difference})"
 
 
@@ -55,10 +53,8 @@ def write_merged(run: Run, method: str, client: int, folder: Path) -> Iterator[s
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
     base = merged(module.plain_base(), adapter)
     difference = _difference(module, module, base, _inputs(run, client, module))
-    try:
-        save_base(base, folder)
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    with replacing_files(folder) as temporary:
+        save_base(base, temporary)
     yield f"Client {client} of {method}: {folder} ({difference})"
 
 

@@ -72,7 +72,7 @@ def peft_model(base: nn.Module, adapter: Adapter) -> Any:
     from peft import get_peft_model, set_peft_model_state_dict
 
     config = adapter.lora.config()
-    config.modules_to_save = [*adapter.lora.modules_to_save] or None
+    config.modules_to_save = [*(adapter.lora.modules_to_save or ())] or None
     config.task_type = _task_type(base, adapter)
     with silent_peft():
         model = get_peft_model(base, config)
@@ -101,11 +101,10 @@ def merged(base: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def save_base(base: nn.Module, folder: Path) -> None:
-    """Writes a base with ``save_pretrained`` if it has this method, otherwise as ``model.safetensors``."""
+    """Writes a base to a folder, with ``save_pretrained`` if it has this method, otherwise as ``model.safetensors``."""
     if callable(save := getattr(base, "save_pretrained", None)):
         save(folder)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
         save_model(base, str(folder / "model.safetensors"))
 
 

@@ -41,7 +41,7 @@ class LoRA:
         use_rslora: whether the scale is ``lora_alpha / sqrt(r)``.
         exclude_modules: layers that get none, in the words of ``target_modules``.
         modules_to_save: layers that are trained as a whole, such as a ``classifier``: each expert has a copy of its
-            own, or all of them one together.
+            own, or all of them one together. None for none.
 
     Raises:
         MisconfigurationException: if a number is out of its range.
@@ -53,7 +53,7 @@ class LoRA:
     lora_dropout: float = 0.0
     use_rslora: bool = False
     exclude_modules: str | list[str] | None = None
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: list[str] | None = None
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -142,7 +142,8 @@ class Output:
     Attributes:
         logits: its output.
         features: what the first of ``modules_to_save`` read, shape (B, ..., F); None if there is none.
-        weights: the weights of the experts by the path of the layer that mixed them.
+        weights: the weights of the experts by the path of the layer that mixed them, in the order of the calls. Of a
+            layer that the base calls again, those of its second call have the name ``<path>, call 2``, and so on.
     """
 
     logits: Tensor
@@ -159,6 +160,25 @@ class _Pass:
     called: set[str] = field(default_factory=set)
     features: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def mixed(self, argument: str, path: str, x: Tensor, outputs: Sequence[Tensor]) -> Tensor:
+        """The weighted sum of the experts' outputs (B, ..., F) of a layer or block, whose weights it notes.
+
+        Weights of shape (B, experts) are those of whole samples.
+        """
+        assert self.weigh is not None
+        weights = self.weigh(path, x)
+        name, calls = path, 1
+        while name in self.weights:
+            calls += 1
+            name = f"{path}, call {calls}"
+        self.weights[name] = weights
+        if weights.shape[:-1] != outputs[0].shape[: weights.dim() - 1]:
+            reason = f"its outputs have shape {tuple(outputs[0].shape)}, the weights {tuple(weights.shape)}"
+            raise InvalidArgumentError("LoRA", argument, path, "a layer that keeps the samples apart", reason)
+        shape = (*weights.shape[:-1], *[1] * (outputs[0].dim() - weights.dim() + 1))
+        terms = [weights[..., index].reshape(shape) * output for index, output in enumerate(outputs)]
+        return sum(terms[1:], terms[0])
 
 
 class Expert(nn.Module):
@@ -209,7 +229,7 @@ class AdaptedBase:
         self.base = base.requires_grad_(False)
         self.head = nn.Module()
         self.prepare = prepare
-        saved = [*dict.fromkeys(_matching(base, lora.modules_to_save, "modules_to_save"))]
+        saved = [*dict.fromkeys(_matching(base, lora.modules_to_save or (), "modules_to_save"))]
         self._saved = [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
         self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
@@ -315,9 +335,8 @@ class _AdaptedLayer:
         x = inputs[0]
         if len(adapters) == 1 or not self.mixes:
             return output + adapters[0](x).to(output.dtype)
-        assert current.weigh is not None
-        weights = current.weights[self.path] = current.weigh(self.path, x)
-        return output + mixed(weights, [adapter(x) for adapter in adapters]).to(output.dtype)
+        mixed = current.mixed("target_modules", self.path, x, [adapter(x) for adapter in adapters])
+        return output + mixed.to(output.dtype)
 
 
 @dataclass
@@ -332,13 +351,11 @@ class _MixedBlock:
         compute = type(block).forward
         if current is None or len(current.experts) == 1:
             return compute(block, x, *others, **options)
-        assert current.weigh is not None
         outputs = []
         for expert in current.experts:
             with self.adapted._only(expert):
                 outputs.append(compute(block, x, *others, **options))
-        weights = current.weights[self.path] = current.weigh(self.path, x)
-        return mixed(weights, outputs).to(outputs[0].dtype)
+        return current.mixed("blocks", self.path, x, outputs).to(outputs[0].dtype)
 
 
 @dataclass
@@ -361,17 +378,6 @@ class _Saved:
 
 def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     """A hook that changes nothing."""
-
-
-def mixed(weights: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """The weighted sum of outputs (B, ..., F), given weights (B, ..., experts), or (B, experts) of whole samples."""
-    ones = [1] * (outputs[0].dim() - weights.dim() + 1)
-    shape = (*weights.shape[:-1], *ones)
-    if weights.shape[:-1] != outputs[0].shape[: weights.dim() - 1]:
-        reason = f"the layer's outputs have shape {tuple(outputs[0].shape)}, the weights {tuple(weights.shape)}"
-        raise InvalidArgumentError("LoRA", "target_modules", None, "layers that keep the samples apart", reason)
-    terms = [weights[..., index].reshape(shape) * output for index, output in enumerate(outputs)]
-    return sum(terms[1:], terms[0])
 
 
 _ADAPTERS = (LinearAdapter, EmbeddingAdapter)

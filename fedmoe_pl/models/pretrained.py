@@ -8,7 +8,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.checks import InvalidArgumentError, tried
+from fedmoe_pl.checks import InvalidArgumentError, reason_of
 
 
 def pretrained(
@@ -39,8 +39,11 @@ def pretrained(
     has_weights = not os.path.isdir(path) or any(
         name.endswith((".safetensors", ".bin", ".index.json")) for name in os.listdir(path)
     )
-    with tried(f"pretrained: path is {path!r}, of which transformers makes no model"):
+    try:
         if has_weights:
             return kind.from_pretrained(path, **(arguments or {}))
         config = transformers.AutoConfig.from_pretrained(path, **(arguments or {}))
+    except Exception as error:  # whatever transformers and the hub raise
+        allowed = "a folder or name of which transformers makes a model"
+        raise InvalidArgumentError("pretrained", "path", path, allowed, f"that says: {reason_of(error)}") from error
     return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

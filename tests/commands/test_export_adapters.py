@@ -1,6 +1,7 @@
 """Export of clients' adapters, and a federation that starts from one."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,6 +75,27 @@ def test_a_constant_mixture_is_an_adapter_too_or_the_weights_of_a_base(fed, tmp_
     torch.testing.assert_close(merged(X), expected)
     torch.testing.assert_close(loaded(tmp_path / "adapters" / "mixture")(X), expected)
     assert not torch.allclose(base()(X), expected)
+
+
+def test_an_export_that_is_cut_short_leaves_no_folder_and_a_repeated_one_leaves_other_files(fed, tmp_path, monkeypatch):
+    folder = tmp_path / "adapters" / "global_expert"
+    choices = {"method": "gate", "format": "peft", "output": str(folder.parent)}
+
+    def full(model, path, **kwargs):
+        Path(path, "adapter_config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(MisconfigurationException, match=r"cannot be written: No space"):
+        patch.setattr(peft.PeftModel, "save_pretrained", full)
+        fed.export(mixture(), data(), **choices)
+    assert [*folder.parent.iterdir()] == []
+    fed.export(mixture(), data(), **choices)
+    written = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "notes.txt").write_text("mine")
+    (folder / "adapter_model.safetensors").write_bytes(b"damaged")
+    fed.export(mixture(), data(), **choices)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {**written, "notes.txt": b"mine"}
+    assert {path.name for path in folder.parent.iterdir()} == {"global_expert", "local_expert"}
 
 
 def test_what_has_no_adapters_or_no_merged_weights_is_refused(fed, tmp_path):

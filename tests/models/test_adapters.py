@@ -341,6 +341,26 @@ def test_the_mean_weights_of_a_token_gate_leave_padding_out():
     torch.testing.assert_close(weights, expected.reshape(2, 2, 2).mean(1))
 
 
+def test_a_layer_that_the_base_calls_twice_has_weights_of_both_calls():
+    class Twice(Identity):
+        def forward(self, x):
+            return self.layer(self.layer(x).tanh())
+
+    gate = TokenGate()
+    module = set_factors(LayerwiseAdapterMoE(Twice(), LORA, gate).double())
+    router = gate.routers.layer.weight
+    weights = module.mix_layers(X)[1]
+    first = (X @ router.T).softmax(-1)
+    # s B A x of the two adapters
+    of_experts = 2 * X[:, :1] * X.new_tensor([1, 0]), 2 * X[:, 1:] * X.new_tensor([1, 2])
+    x = (X + first[:, :1] * of_experts[0] + first[:, 1:] * of_experts[1]).tanh()
+    second = (x @ router.T).softmax(-1)
+    assert [*weights] == ["layer", "layer, call 2"]
+    torch.testing.assert_close(weights["layer"], first)
+    torch.testing.assert_close(weights["layer, call 2"], second)
+    torch.testing.assert_close(module.mix(X)[1], (first + second) / 2)
+
+
 # --- names, copies, files ---
 
 
@@ -451,6 +471,11 @@ def test_what_does_not_fit_is_refused(kind, lora, arguments, message):
         kind(Tokens(), lora, **arguments)
 
 
+def test_none_of_the_layers_is_trained_as_a_whole_unless_named():
+    module = tokens(AdapterMoE, lora=LoRA(["mlp.0"], modules_to_save=None))
+    assert all(".lora_" in name for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
 def test_a_base_is_a_module_and_not_its_name_or_one_of_peft():
     lora = LoRA(["mlp.0"])
     with pytest.raises(MisconfigurationException, match="base is 'bert', but must be a module"):
@@ -476,7 +501,7 @@ def test_weights_of_samples_need_layers_that_keep_samples_apart():
             return self.layer(x.flatten(0, 1)).reshape(x.shape).mean(1)
 
     module = LayerwiseAdapterMoE(Flat(), LORA, LinearGate(6))
-    with pytest.raises(MisconfigurationException, match="keep the samples apart"):
+    with pytest.raises(MisconfigurationException, match=r"target_modules is 'layer', but .* keeps the samples apart"):
         module(torch.zeros(4, 3, 2))
 
 

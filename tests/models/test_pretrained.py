@@ -1,5 +1,8 @@
 """Models of transformers by name."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import assert_same_bits
@@ -7,6 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from fedmoe_pl.cli.command_line import configured
 from fedmoe_pl.models import pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -46,7 +50,18 @@ def test_an_unknown_class_is_refused(tmp_path, config):
         pretrained(str(tmp_path), "AutoModelForTexts")
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(MisconfigurationException, match=f"pretrained: path is '{tmp_path}', of which transformers"):
-        pretrained(str(tmp_path))
+@pytest.mark.parametrize("path", ["nowhere", "nowhere/at/all"])
+def test_what_is_no_model_is_refused_with_its_key(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("nowhere").mkdir()
+    Path("nowhere/model.safetensors").touch()
+    base = {"class_path": "fedmoe_pl.models.pretrained", "init_args": {"path": path}}
+    run = {
+        "model": {"class_path": "AdapterMoE", "init_args": {"base": base, "lora": {"target_modules": ["query"]}}},
+        "data": {"class_path": "Digits"},
+        "federation": {"phases": [{"name": "FedIT", "algorithm": {"class_path": "FedAvg"}}]},
+    }
+    Path("run.yaml").write_text(json.dumps(run))
+    sentence = f"model.init_args.base.init_args.path is '{path}', but must be a folder or name of which transformers"
+    with pytest.raises(MisconfigurationException, match=f"^{sentence}"):
+        configured(["--config", "run.yaml"], False)
