@@ -46,11 +46,11 @@ def main() -> None:
     if args.newcomers:
         files["newcomers"] = rng.choice(np.setdiff1d(unseen, train), args.newcomers, replace=False)
     for name, texts in files.items():
-        np.savez(args.base / f"{name}.npz", **_arrays(data, "train", texts), **test)
+        np.savez(args.base / f"{name}.npz", **{**_arrays(data, "train", texts), **test})
         print(f"{len(texts)} training and {args.test} test texts: {args.base / name}.npz")
 
 
-def _arrays(data: Any, part: str, texts: np.ndarray) -> dict[str, np.ndarray]:
+def _arrays(data: Any, part: str, texts: np.ndarray) -> dict[str, Any]:
     """Tokens and classes of some of the training or test texts, by their names in the file."""
     tokens = tokens_of_texts(data[f"{part}_tokens"], data[f"{part}_offsets"])
     return {f"x_{part}": tokens[texts].numpy(), f"y_{part}": data[f"y_{part}"][texts].astype(np.int64)}

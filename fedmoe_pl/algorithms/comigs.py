@@ -27,23 +27,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import pair_of, pairs_of
+from fedmoe_pl.algorithms.shared.parts import computed_with, pair_of, pairs_of
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import LayerwiseAdapterMoE, TokenGate
+from fedmoe_pl.models.routers import balance_loss
 from fedmoe_pl.trees import Tree
 
-_STEPS = "comigs/steps"  # name of the number of steps that a client's experts have taken in all rounds
+_STEPS = "comigs/steps"  # name of the number of steps that a client's experts and routers have taken in all rounds
 _ROUTERS = 76  # separates the random numbers of the validation batches from others
 
 
@@ -104,24 +104,33 @@ class CoMiGS(Algorithm):
         validation = client.datamodule.batches(samples, size, generator, device=batches.device)
         pairs = pairs_of(client.module, chain.from_iterable(repeat(validation)))
         of_routers = (_OfRouters(*pair) for pair in pairs)
-        return _Turns(batches, of_routers, self.router_every, self.router_steps, _steps(client))
+        return _Turns(batches, of_routers, self.router_every, self.router_every + self.router_steps, _steps(client))
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The model's loss and the balance loss; only experts, or only routers, have gradients."""
         trains_routers = isinstance(batch, _OfRouters)
-        constant = {
-            f"module.{name}": parameter.detach()
-            for name, parameter in module.named_parameters()
-            if name.startswith("gate.") != trains_routers
-        }
-        return functional_call(_Loss(module, self), constant, (batch,))
+        named = module.named_parameters(remove_duplicate=False)
+        constant = {name: each.detach() for name, each in named if name.startswith("gate.") != trains_routers}
+        return computed_with(module, constant, self._loss, batch)
+
+    def _loss(self, module: Any, batch: Any) -> Tensor:
+        x, y = pair_of(module, batch)
+        scores, weights = module.mix_layers(x)
+        loss = module.loss_of(scores, y)
+        if not self.balance:
+            return loss
+        of_layers = [
+            balance_loss(tokens, mask, module.gate.top_k, self.importance)
+            for tokens, mask in module.tokens_of(weights, x)
+        ]
+        return loss + self.balance * torch.stack(of_layers).mean()
 
     def client_final(self, client: Client, constants: Constants) -> Update:
-        """Sends what is shared; keeps the rest, and the number of steps that its experts have taken."""
+        """Sends what is shared; keeps the rest, and the number of its steps."""
         update = super().client_final(client, constants)
-        before, cycle = _steps(client), self.router_every + self.router_steps
-        all_steps = before + before // self.router_every * self.router_steps + client.steps
-        steps = all_steps // cycle * self.router_every + min(all_steps % cycle, self.router_every)
+        steps, turns = _steps(client) + client.steps, self.router_every + self.router_steps
+        if steps % turns >= self.router_every:
+            steps += -steps % turns  # routers that were cut short have had their turn
         update.state[_STEPS] = torch.tensor(steps)
         return update
 
@@ -135,60 +144,21 @@ class _OfRouters(NamedTuple):
 
 @dataclass
 class _Turns:
-    """The batches of an epoch: after every ``every``-th, ``number`` of the routers'; ``steps`` counts the experts'."""
+    """The batches of an epoch: of ``turns`` steps, the first ``of_experts`` train experts, and the others routers."""
 
     batches: SampleBatches
     of_routers: Iterator[Any]
-    every: int
-    number: int
+    of_experts: int
+    turns: int
     steps: int
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
             yield batch
             self.steps += 1
-            if self.steps % self.every == 0:
-                yield from islice(self.of_routers, self.number)
-
-
-class _Loss(nn.Module):
-    """The loss as a module, so that tensors can take the place of the model's."""
-
-    def __init__(self, module: LightningModule, algorithm: CoMiGS) -> None:
-        super().__init__()
-        self.module = module
-        self.algorithm = algorithm
-
-    def forward(self, batch: Any) -> Tensor:
-        module: Any = self.module
-        x, y = pair_of(module, batch)
-        scores, weights = module.mix_layers(x)
-        loss = module.loss_of(scores, y)
-        if not self.algorithm.balance:
-            return loss
-        of_layers = [
-            balance_loss(tokens, mask, module.gate.top_k, self.algorithm.importance)
-            for tokens, mask in module.tokens_of(weights, x)
-        ]
-        return loss + self.algorithm.balance * torch.stack(of_layers).mean()
-
-
-def balance_loss(weights: Tensor, mask: Tensor, top_k: int | None, importance: float) -> Tensor:
-    """The balance loss of a layer, of shape ().
-
-    Args:
-        weights: the experts' weights for each token (B, T, E), 0 for those that it does not use.
-        mask: which tokens are no padding, shape (B, T).
-        top_k: number of experts that a token uses; None for all.
-        importance: the importance of the first expert.
-    """
-    number = weights.shape[-1]
-    k = number if top_k is None else top_k
-    chosen = torch.zeros_like(weights).scatter(-1, weights.topk(k).indices, 1 / k)
-    share = mask.to(weights.dtype)[..., None] / mask.sum().clamp_min(1)
-    factors = weights.new_full((number,), (number - 1) / ((1 - importance) * number))
-    factors[0] = 1 / (importance * number)
-    return number * ((share * weights).sum((0, 1)) * (share * chosen).sum((0, 1)) * factors).sum()
+            while self.steps % self.turns >= self.of_experts:
+                yield next(self.of_routers)
+                self.steps += 1
 
 
 def _steps(client: Client) -> int:

@@ -17,13 +17,11 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, check_copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.trees import Tree, mean_of_two, of_algorithm, of_module, problem_of_shapes, subtree, with_prefix
+from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 
-_UPLOADS = "uploads/"  # the last expert of each client, stacked in the order of the ids, which are among them
-_EXPERTS = "uploads/experts/"
-_SUM, _MEAN = "uploads/sum/", "mean/"  # of these experts; the sum in double precision
-_IDS = "uploads/ids"
+_SUM, _MEAN = "uploads/sum/", "mean/"  # of the clients' last experts; the sum in double precision
 
 
 class FedALT(Algorithm):
@@ -39,7 +37,7 @@ class FedALT(Algorithm):
             none.
     """
 
-    per_client = (_UPLOADS,)
+    per_client = ("uploads/",)
     computed_parts = ("global_expert",)
     needs = ("own_server_step",)
 
@@ -58,8 +56,8 @@ class FedALT(Algorithm):
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """What is averaged and, as the global expert, the uniform mean of the other clients' experts."""
         sent, mean = of_module(server), subtree(server, _MEAN)
-        ids = server.get(_IDS, torch.empty(0, dtype=torch.int64))
-        own = subtree(server, _EXPERTS)
+        ids = server.get(IDS, torch.empty(0, dtype=torch.int64))
+        own = subtree(server, TENSORS)
         row = (ids == client_id).nonzero().flatten().tolist()
         if row and len(ids) == 1:
             return sent  # there is no rest of the world
@@ -72,33 +70,27 @@ class FedALT(Algorithm):
         """Sends a copy of its expert and what is averaged; keeps its expert and gate."""
         update = super().client_final(client, constants)
         expert = client.module.get_submodule("local_expert").state_dict()
-        copies = {name: tensor.detach().cpu()[None].clone() for name, tensor in expert.items()}
-        uploads = with_prefix(copies, _EXPERTS) | {_IDS: torch.tensor([client.id])}
-        return Update(update.sent | uploads, update.weight, update.state)
+        return Update(update.sent | upload(client.id, expert), update.weight, update.state)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """What is averaged, and the client's own expert."""
-        expert = subtree(initial, "local_expert.").items()
-        shapes = {f"{_EXPERTS}{name}": (1, *tensor.shape) for name, tensor in expert} | {_IDS: (1,)}
-        if problem := problem_of_shapes(update.sent, shapes | shapes_of_shared(self, initial)):
-            return problem
-        return "" if update.sent[_IDS].item() == client_id else "has the expert of another client"
+        expert, others = subtree(initial, "local_expert."), shapes_of_shared(self, initial)
+        return problem_of_upload(update.sent, client_id, expert, others)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean of what is averaged, and the experts of all clients."""
         mean = mean_of_two(of_module(a.sent), a.weight, of_module(b.sent), b.weight)
-        uploads = {name: torch.cat((a.sent[name], b.sent[name])) for name in of_algorithm(a.sent)}
-        return Update({**mean, **uploads}, a.weight + b.weight)
+        return Update(mean | joined(a.sent, b.sent), a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """The newest expert of each client, their sum and their mean."""
         new = {**server, **combined.sent}
-        ids, before = combined.sent[_IDS], server.get(_IDS, torch.empty(0, dtype=torch.int64))
+        ids, before = combined.sent[IDS], server.get(IDS, torch.empty(0, dtype=torch.int64))
         kept = ~torch.isin(before, ids)
-        new[_IDS], order = torch.cat((before[kept], ids)).sort()
-        for name, experts in subtree(combined.sent, _EXPERTS).items():
-            earlier = server.get(_EXPERTS + name, experts[:0])[kept]
-            new[_EXPERTS + name] = stacked = torch.cat((earlier, experts))[order]
+        new[IDS], order = torch.cat((before[kept], ids)).sort()
+        for name, experts in subtree(combined.sent, TENSORS).items():
+            earlier = server.get(TENSORS + name, experts[:0])[kept]
+            new[TENSORS + name] = stacked = torch.cat((earlier, experts))[order]
             new[_SUM + name] = total = stacked.double().sum(0)
             new[_MEAN + name] = (total / len(order)).to(stacked)
         return new

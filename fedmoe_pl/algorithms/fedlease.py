@@ -15,25 +15,26 @@ the client's expert  trained                names are replaced by ``replace('0',
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, private_tensors, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, copies, private_tensors, received
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.clusters import cluster_of, moved
+from fedmoe_pl.algorithms.shared.clusters import cluster_of, clusters_of, moved
+from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import AdaptiveTokenGate, ClusteredAdapterMoE
-from fedmoe_pl.trees import Tree, load_tree, of_module, problem_of_shapes, subtree, with_prefix
+from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
 _IDS, _CLUSTERS = "clients/ids", "clients/clusters"  # of the clients that are in a cluster, shape (clients,)
 _SIZES = "clusters/sizes"  # numbers of clients, shape (K,)
 _ROUTERS = "routers/"  # prefix of a cluster's number: its routers, which the server keeps
-_UPLOADS, _UPLOADED_IDS = "uploads/tensors/", "uploads/ids"  # what single clients send, stacked in the same order
 _OWN = ("global_experts.0.", "gate.routers.")  # what a client trains of the mixture
-_SAME = 1e-6  # the largest distance between clients in a single cluster
 
 
 class FedLEASE(Algorithm):
@@ -77,13 +78,10 @@ class FedLEASE(Algorithm):
         """Nothing in the warm-up; then the experts, the client's own first, its routers and the number of clusters."""
         if _SIZES not in server:
             return {}
-        sizes = server[_SIZES]
-        known = (server[_IDS] == client_id).nonzero().flatten().tolist() if _IDS in server else []
-        own = int(server[_CLUSTERS][known[0]] if known else sizes.argmax())
-        sent = {"gate.num_clusters": torch.tensor(len(sizes)), **subtree(server, f"{_ROUTERS}{own}/")}
-        for cluster in range(len(sizes)):
-            place = {own: 0, 0: own}.get(cluster, cluster)
-            sent |= moved(server, cluster, place)
+        number, own = len(server[_SIZES]), _cluster_of_client(server, client_id)
+        sent = {"gate.num_clusters": torch.tensor(number), **subtree(server, f"{_ROUTERS}{own}/")}
+        for cluster in range(number):
+            sent |= moved(server, cluster, {own: 0, 0: own}.get(cluster, cluster))
         return sent
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
@@ -96,42 +94,31 @@ class FedLEASE(Algorithm):
 
         In the last round of the warm-up, it sends them for the first time.
         """
-        state, kept = client.module.state_dict(), private_tensors(self, client)
-        own = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if name.startswith(_OWN)}
+        own, kept = _of_own(client.module.state_dict()), private_tensors(self, client)
         if client.round + 1 < self.warmup_rounds:
-            return Update({}, 1, kept | {name: own[name] for name in own if name.startswith(_OWN[0])})
-        sent = {f"{_UPLOADS}{name}": tensor[None] for name, tensor in own.items()}
-        return Update(sent | {_UPLOADED_IDS: torch.tensor([client.id])}, 1, kept)
+            return Update({}, 1, kept | copies(client, (name for name in own if not name.startswith("gate."))))
+        return Update(upload(client.id, own), 1, kept)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """Nothing, as in the warm-up, or the client's own expert and routers."""
-        if not update.sent:
-            return ""
-        own = {f"{_UPLOADS}{name}": (1, *initial[name].shape) for name in initial if name.startswith(_OWN)}
-        if problem := problem_of_shapes(update.sent, own | {_UPLOADED_IDS: (1,)}):
-            return problem
-        return "" if update.sent[_UPLOADED_IDS].item() == client_id else "has the expert of another client"
+        return problem_of_upload(update.sent, client_id, _of_own(initial), {}) if update.sent else ""
 
     def combine(self, a: Update, b: Update) -> Update:
         """What single clients have sent."""
-        names = {**a.sent, **b.sent}
-        sent = {name: torch.cat([each.sent[name] for each in (a, b) if name in each.sent]) for name in names}
-        return Update(sent, a.weight + b.weight)
+        return Update(joined(a.sent, b.sent), a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Finds the clusters once there are experts; replaces a cluster's expert and routers by its clients' means."""
         if not combined.sent:
             return server
-        ids, order = combined.sent[_UPLOADED_IDS].sort()
-        uploads = {name: tensor[order] for name, tensor in subtree(combined.sent, _UPLOADS).items()}
+        ids, order = combined.sent[IDS].sort()
+        uploads = {name: tensor[order] for name, tensor in subtree(combined.sent, TENSORS).items()}
         new = dict(server)
         if _SIZES not in server:
             places = 1 + max(cluster_of(name) for name in server if name.startswith("global_experts."))
             labels = clusters_of(distances(uploads, ids), most=places)
             new |= {_IDS: ids, _CLUSTERS: labels, _SIZES: labels.bincount()}
-        clusters = dict(zip(new[_IDS].tolist(), new[_CLUSTERS].tolist(), strict=True))
-        largest = int(new[_SIZES].argmax())
-        of_updates = torch.tensor([clusters.get(id, largest) for id in ids.tolist()])
+        of_updates = torch.tensor([_cluster_of_client(new, id) for id in ids.tolist()])
         for cluster in of_updates.unique().tolist():
             chosen = of_updates == cluster
             means = {name: each[chosen].double().mean(0).to(each) for name, each in uploads.items()}
@@ -142,6 +129,17 @@ class FedLEASE(Algorithm):
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """What the client would load now."""
         return of_module({**client.state, **received(self, server, client.id, client.state)})
+
+
+def _of_own(tensors: Mapping[str, Tensor]) -> Tree:
+    """What a client trains of the mixture: its cluster's expert, in the first place, and its routers."""
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(_OWN)}
+
+
+def _cluster_of_client(server: Tree, client_id: int) -> int:
+    """A client's cluster; the largest one of a client that was not in the clustering round."""
+    known = server[_IDS].tolist() if _IDS in server else []
+    return int(server[_CLUSTERS][known.index(client_id)] if client_id in known else server[_SIZES].argmax())
 
 
 def distances(uploads: Tree, ids: Tensor) -> Tensor:
@@ -159,26 +157,3 @@ def distances(uploads: Tree, ids: Tensor) -> Tensor:
             )
         of_layers.append(1 - (vectors / norms) @ (vectors / norms).T)
     return torch.stack(of_layers).mean(0).clamp_min(0).fill_diagonal_(0)
-
-
-def clusters_of(distances: Tensor, most: int) -> Tensor:
-    """The cluster of each client, int64 (n,), numbered in the order of their first clients.
-
-    Of average linkage, with the number of clusters from 2 to ``most`` that has the highest silhouette; if several have,
-    the lowest. One cluster if no distance reaches 1e-6.
-    """
-    from sklearn.cluster import AgglomerativeClustering
-    from sklearn.metrics import silhouette_score
-
-    best, found = -2.0, torch.zeros(len(distances), dtype=torch.int64)
-    if distances.max() < _SAME:
-        return found
-    for number in range(2, min(most, len(distances)) + 1):
-        linkage = AgglomerativeClustering(number, metric="precomputed", linkage="average")
-        labels = linkage.fit_predict(distances.numpy())
-        # a client that is alone in its cluster has the silhouette 0
-        score = silhouette_score(distances.numpy(), labels, metric="precomputed") if number < len(labels) else 0.0
-        if score > best:
-            numbers = {label: place for place, label in enumerate(dict.fromkeys(labels.tolist()))}
-            best, found = score, torch.tensor([numbers[label] for label in labels.tolist()])
-    return found

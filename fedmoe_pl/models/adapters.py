@@ -161,24 +161,15 @@ class _Pass:
     features: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def mixed(self, argument: str, path: str, x: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-        """The weighted sum of the experts' outputs (B, ..., F) of a layer or block, whose weights it notes.
-
-        Weights of shape (B, experts) are those of whole samples.
-        """
+    def weights_in(self, path: str, x: Tensor) -> Tensor:
+        """The weights of the experts in a layer or block, which it notes."""
         assert self.weigh is not None
-        weights = self.weigh(path, x)
         name, calls = path, 1
         while name in self.weights:
             calls += 1
             name = f"{path}, call {calls}"
-        self.weights[name] = weights
-        if weights.shape[:-1] != outputs[0].shape[: weights.dim() - 1]:
-            reason = f"its outputs have shape {tuple(outputs[0].shape)}, the weights {tuple(weights.shape)}"
-            raise InvalidArgumentError("LoRA", argument, path, "a layer that keeps the samples apart", reason)
-        shape = (*weights.shape[:-1], *[1] * (outputs[0].dim() - weights.dim() + 1))
-        terms = [weights[..., index].reshape(shape) * output for index, output in enumerate(outputs)]
-        return sum(terms[1:], terms[0])
+        weights = self.weights[name] = self.weigh(path, x)
+        return weights
 
 
 class Expert(nn.Module):
@@ -335,8 +326,8 @@ class _AdaptedLayer:
         x = inputs[0]
         if len(adapters) == 1 or not self.mixes:
             return output + adapters[0](x).to(output.dtype)
-        mixed = current.mixed("target_modules", self.path, x, [adapter(x) for adapter in adapters])
-        return output + mixed.to(output.dtype)
+        weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
+        return output + mixed(weights, [adapter(x) for adapter in adapters], self.path).to(output.dtype)
 
 
 @dataclass
@@ -355,7 +346,7 @@ class _MixedBlock:
         for expert in current.experts:
             with self.adapted._only(expert):
                 outputs.append(compute(block, x, *others, **options))
-        return current.mixed("blocks", self.path, x, outputs).to(outputs[0].dtype)
+        return mixed(current.weights_in(self.path, x), outputs, self.path).to(outputs[0].dtype)
 
 
 @dataclass
@@ -378,6 +369,20 @@ class _Saved:
 
 def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     """A hook that changes nothing."""
+
+
+def mixed(weights: Tensor, outputs: Sequence[Tensor], path: str) -> Tensor:
+    """The weighted sum of the experts' outputs (B, ..., F) of a layer.
+
+    Weights have the shape (B, ..., experts), or (B, experts) if they are those of whole samples.
+    """
+    ones = [1] * (outputs[0].dim() - weights.dim() + 1)
+    shape = (*weights.shape[:-1], *ones)
+    if weights.shape[:-1] != outputs[0].shape[: weights.dim() - 1]:
+        reason = f"its outputs have shape {tuple(outputs[0].shape)}, the weights {tuple(weights.shape)}"
+        raise InvalidArgumentError("LoRA", "target_modules", path, "a layer that keeps the samples apart", reason)
+    terms = [weights[..., index].reshape(shape) * output for index, output in enumerate(outputs)]
+    return sum(terms[1:], terms[0])
 
 
 _ADAPTERS = (LinearAdapter, EmbeddingAdapter)

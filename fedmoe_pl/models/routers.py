@@ -82,6 +82,24 @@ class TokenGate(Gate):
         raise InvalidArgumentError("model", "gate", self, allowed, reason)
 
 
+def balance_loss(weights: Tensor, mask: Tensor, top_k: int | None, importance: float) -> Tensor:
+    """CoMiGS's balance loss of a layer, of shape (), see :class:`~fedmoe_pl.algorithms.CoMiGS`.
+
+    Args:
+        weights: the experts' weights for each token (B, T, E), 0 for those that it does not use.
+        mask: which tokens are no padding, shape (B, T).
+        top_k: number of experts that a token uses; None for all.
+        importance: the importance of the first expert.
+    """
+    number = weights.shape[-1]
+    k = number if top_k is None else top_k
+    chosen = torch.zeros_like(weights).scatter(-1, weights.topk(k).indices, 1 / k)
+    share = mask.to(weights.dtype)[..., None] / mask.sum().clamp_min(1)
+    factors = weights.new_full((number,), (number - 1) / ((1 - importance) * number))
+    factors[0] = 1 / (importance * number)
+    return number * ((share * weights).sum((0, 1)) * (share * chosen).sum((0, 1)) * factors).sum()
+
+
 class AdaptiveTokenGate(TokenGate):
     """Lets every token use up to K of the experts of K clusters: with the first one several times, fewer others.
 

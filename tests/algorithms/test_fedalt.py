@@ -23,7 +23,7 @@ OWN = ("local_expert.", "gate.")
 
 def upload(client, a, b):
     """What a client sends of an expert of two numbers."""
-    tensors = {"uploads/experts/A": torch.tensor([[a]]), "uploads/experts/B": torch.tensor([[b]])}
+    tensors = {"uploads/tensors/A": torch.tensor([[a]]), "uploads/tensors/B": torch.tensor([[b]])}
     return Update({**tensors, "uploads/ids": torch.tensor([client])}, 1)
 
 
@@ -102,16 +102,16 @@ def test_backends_agree():
     servers = [FedALT().server_update({}, update) for update, _ in (one, other)]  # which orders the clients
     torch.testing.assert_close(servers[0], servers[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(one[1], other[1], rtol=1e-12, atol=1e-12)
-    moved = servers[0]["uploads/experts/0.lora_A.weight"] - training.initial["local_expert.0.lora_A.weight"]
+    moved = servers[0]["uploads/tensors/0.lora_A.weight"] - training.initial["local_expert.0.lora_A.weight"]
     assert moved.abs().max() > 1e-3
 
 
 def test_what_a_client_cannot_have_made_is_named():
     algorithm, initial = FedALT(), {"local_expert.A": torch.zeros(1), "global_expert.A": torch.zeros(1)}
-    sent = {"uploads/experts/A": torch.zeros(1, 1), "uploads/ids": torch.tensor([2])}
+    sent = {"uploads/tensors/A": torch.zeros(1, 1), "uploads/ids": torch.tensor([2])}
     assert algorithm.problem_of_update(2, Update(sent, 1), initial, SimpleNamespace()) == ""
     assert "another client" in algorithm.problem_of_update(1, Update(sent, 1), initial, SimpleNamespace())
-    wrong = {**sent, "uploads/experts/A": torch.zeros(2, 1)}
+    wrong = {**sent, "uploads/tensors/A": torch.zeros(2, 1)}
     assert "shape (2, 1)" in algorithm.problem_of_update(2, Update(wrong, 1), initial, SimpleNamespace())
 
 

@@ -1,4 +1,4 @@
-"""The clusters of a ``ClusteredMoE``: their models, and the choice of one for a client."""
+"""Clusters of clients: their models in a ``ClusteredMoE``, the choice of one for a client, and groups by distance."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ DRAWS = 1000
 """How often initial models are drawn before ``good_init`` is given up."""
 _CHOICE = 73  # separates the random numbers of a client's choice of a cluster from its others
 _DRAW = 74  # separates those of the initial models that are drawn anew
+_SAME = 1e-6  # the largest distance between clients in a single cluster
 
 
 def experts_of(module: LightningModule) -> Sequence[nn.Module]:
@@ -102,3 +103,26 @@ def mean_loss(module: LightningModule, cluster: int, batches: SampleBatches) -> 
     expert = copy_module(module.global_experts[cluster]).to(batches.device).eval()
     sums = [summed_loss(module, module.scores_of(call(expert, x)), y) for x, y in pairs_of(module, batches)]
     return torch.stack(sums).sum().cpu() / len(batches.samples)
+
+
+def clusters_of(distances: Tensor, most: int) -> Tensor:
+    """The cluster of each client, int64 (n,), numbered in the order of their first clients.
+
+    Of average linkage, with the number of clusters from 2 to ``most`` that has the highest silhouette; if several have,
+    the lowest. One cluster if no distance reaches 1e-6.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+    from sklearn.metrics import silhouette_score
+
+    best, found = -2.0, torch.zeros(len(distances), dtype=torch.int64)
+    if distances.max() < _SAME:
+        return found
+    for number in range(2, min(most, len(distances)) + 1):
+        linkage = AgglomerativeClustering(number, metric="precomputed", linkage="average")
+        labels = linkage.fit_predict(distances.numpy())
+        # a client that is alone in its cluster has the silhouette 0
+        score = silhouette_score(distances.numpy(), labels, metric="precomputed") if number < len(labels) else 0.0
+        if score > best:
+            numbers = {label: place for place, label in enumerate(dict.fromkeys(labels.tolist()))}
+            best, found = score, torch.tensor([numbers[label] for label in labels.tolist()])
+    return found

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Client, Constants
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pair_of, pairs_of
+from fedmoe_pl.algorithms.shared.parts import computed_with, evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.algorithms.shared.requirements import check_mixing, check_sparse
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.inputs import Inputs, call
@@ -68,8 +67,7 @@ class ExpectationMaximization(Algorithm, ABC):
         assert isinstance(module, SparseMoE)
         x, y = pair_of(module, batch)
         with torch.no_grad(), evaluating(module):
-            received = {f"module.{name}": tensor for name, tensor in constants["received"].items()}
-            losses = functional_call(_Losses(module), received, (x, y), tie_weights=False)
+            losses = computed_with(module, constants["received"], _losses_of_inputs, x, y)
             responsibilities = (constants["log_pi"] - losses).softmax(1)
         losses = _losses(module, self.embedded(module, x), y)
         return (responsibilities * losses).sum() / (y != -100).sum()
@@ -80,22 +78,15 @@ def _losses(module: SparseMoE, z: Tensor, y: Tensor) -> Tensor:
     return torch.stack([F.cross_entropy(expert(z), y, reduction="none") for expert in module.experts], dim=1)
 
 
-class _Losses(nn.Module):
-    """These losses as a module, so that ``functional_call`` can replace its tensors."""
-
-    def __init__(self, module: SparseMoE) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Inputs, y: Tensor) -> Tensor:
-        return _losses(self.module, call(self.module.embedding, x), y)
+def _losses_of_inputs(module: SparseMoE, x: Inputs, y: Tensor) -> Tensor:
+    return _losses(module, call(module.embedding, x), y)
 
 
 @torch.no_grad()
 def _mean_responsibilities(client: Client, log_pi: Tensor) -> Tensor:
     """The mean of the responsibilities over the client's training samples, shape (M,), on the CPU."""
     batches = client.batches(client.samples)
-    losses = _Losses(evaluation_copy(client, batches))  # pyright: ignore[reportArgumentType]
-    prior = log_pi.to(batches.device)
-    sums = [(prior - losses(x, y)).softmax(1).double().sum(0) for x, y in pairs_of(losses.module, batches)]
+    module: Any = evaluation_copy(client, batches)
+    prior, pairs = log_pi.to(batches.device), pairs_of(module, batches)
+    sums = [(prior - _losses_of_inputs(module, x, y)).softmax(1).double().sum(0) for x, y in pairs]
     return (torch.stack(sums).sum(0) / len(client.samples)).to(log_pi)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.func import grad
+from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.consent import floor_of_share
@@ -17,7 +17,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets
-from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
+from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree, with_prefix
 
 
 def expert_prefix(expert: str) -> str:
@@ -136,6 +136,24 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
     if sum(sizes) not in (0, number):  # tokens
         total = {name: tensor * (number / sum(sizes)) for name, tensor in total.items()}
     return total
+
+
+def computed_with(module: LightningModule, tensors: Tree, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """What a function computes of a module, and of arguments, with other tensors in place of the module's own."""
+    renamed = with_prefix(tensors, "module.")
+    return functional_call(_Function(module, function), renamed, arguments, tie_weights=False)
+
+
+class _Function(nn.Module):
+    """A function of a module as a module, because ``functional_call`` replaces the tensors of one that it calls."""
+
+    def __init__(self, module: LightningModule, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.function(self.module, *arguments)
 
 
 def evaluation_copy(client: Client, batches: SampleBatches) -> LightningModule:
