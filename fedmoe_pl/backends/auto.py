@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from fedmoe_pl.backends.backend import Backend, Plan
 from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 
-_MOST_OPERATIONS = 5 * 10**8  # of a client's step: a core takes some 20 ms, and calls into PyTorch a tenth of that
+_MOST_OPERATIONS_ON_CPU = 5 * 10**8  # of a client's step: a core takes some 20 ms, and calls into PyTorch a tenth
 
 
 class AutoBackend(Backend):
@@ -23,11 +25,9 @@ class AutoBackend(Backend):
         try:
             if on_cpu and training.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
-            trial = try_to_stack(training)
+            trial = try_to_stack(training, _MOST_OPERATIONS_ON_CPU if on_cpu else math.inf)
             if on_cpu and trial.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
-            if on_cpu and trial.operations > _MOST_OPERATIONS:
-                raise NotStackable("a step takes much longer than the calls that stacking saves on a CPU")
         except NotStackable as reason:
             return TrainerPlan(training, f"a Trainer per client ({reason})")
         most = trial.clients_per_stack

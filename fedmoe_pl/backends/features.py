@@ -18,7 +18,7 @@ from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
-from fedmoe_pl.models.layers import evaluating, has_own_train, replaced_forward
+from fedmoe_pl.models.layers import computes_more, evaluating, has_own_train, replaced_forward
 from fedmoe_pl.trees import Tree, changed, of_parts
 
 _BATCH_SIZE = 500
@@ -50,6 +50,7 @@ class FeatureCache:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
+        self._too_large: set[int] = set()  # architectures whose frozen parts have larger outputs than is worth keeping
 
     def find(
         self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
@@ -61,6 +62,9 @@ class FeatureCache:
             return None  # what is read one by one may be changed at random
         if has_own_train(client.module) or overrides(training.algorithm, "client_batches"):
             return None
+        architecture = training.architecture(client.id)
+        if architecture in self._too_large:
+            return None
         tracing = _Tracing(training, client.module.to(device), client.round, on_device(constants, device))
         try:
             # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.
@@ -71,6 +75,9 @@ class FeatureCache:
             ):
                 parts = tracing.find(samples)
                 return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
+        except _TooLargeError:
+            self._too_large.add(architecture)
+            return None
         finally:
             client.module.cpu()
 
@@ -85,6 +92,10 @@ class FeatureCache:
             rows = tracing.rows(samples, parts.names)
             self._kept[client_id, parts] = state, samples, rows
         return rows
+
+
+class _TooLargeError(Exception):
+    """The outputs of frozen parts need too much memory, whichever client's they are."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,6 @@ class _Tracing:
             # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
             rows = self.rows(samples, names, batch_size=1)
         except (RuntimeError, ValueError):
-            return None
-        if sum(table.nbytes for table in rows.values()) > _MOST_BYTES * x.nbytes:
             return None
         with looked_up(self.module, names, rows):
             for reads_input in (False, True):
@@ -151,7 +160,11 @@ class _Tracing:
         return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
     def _called_with_known(self, x: Tensor, y: Tensor) -> tuple[str, ...]:
-        """Names of the frozen parts called once, whose inputs are the samples or outputs of such parts only."""
+        """Names of the frozen parts called once, whose inputs are the samples or outputs of such parts only.
+
+        Raises:
+            _TooLargeError: if their outputs have many more bytes than the samples.
+        """
         known, calls, inside = [x], [], []
 
         def before(name: str, part: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -168,10 +181,16 @@ class _Tracing:
         with ExitStack() as hooks:
             for name in self.training.frozen_in_use:
                 part = self.module.get_submodule(name)
+                if computes_more(part):  # such as a base whose layers have adapters
+                    continue
                 hooks.enter_context(part.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(part.register_forward_hook(partial(after, name)))
             self._loss(x, y)
-        return tuple(name for name in calls if calls.count(name) == 1)
+        names = tuple(name for name in calls if calls.count(name) == 1)
+        outputs = zip(calls, known[1:], strict=True)
+        if sum(output.nbytes for name, output in outputs if name in names) > _MOST_BYTES * x.nbytes:
+            raise _TooLargeError
+        return names
 
 
 @contextmanager

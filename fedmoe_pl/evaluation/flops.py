@@ -25,7 +25,7 @@ from fedmoe_pl.backends import (
     trains_by_loss,
 )
 from fedmoe_pl.seeds import seeded
-from fedmoe_pl.trees import Tree, copy_module
+from fedmoe_pl.trees import Tree
 
 _TRIED = 3  # clients whose batch is tried, before the module is held to run in its Trainer only
 
@@ -107,7 +107,7 @@ def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapp
     """
     with seeded(0):
         try:
-            _, constants, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
+            _, constants, samples = begin_client(training, training.copies.copy(), server, client_id, kept, round)
         except Exception:  # the hooks of a user may raise anything; training reports it
             return ""
     size = min(len(samples), training.datamodule.batches(samples, batch_size=training.batch_size).batch_size)
@@ -124,7 +124,7 @@ def _of_one_batch(
     """Operations of the forward and backward pass of one batch, counted on the CPU, and the batch's samples."""
     if not trains_by_loss(training.algorithm, training.module) or overrides(training.algorithm, "client_batches"):
         return math.nan, 1
-    module = copy_module(training.module)
+    module = training.copies.copy()
     with seeded(0), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # PyTorch warns when flags are set
         try:

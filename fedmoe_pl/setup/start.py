@@ -158,9 +158,9 @@ def _plan_phases(run: Run) -> None:
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         training = run.local_training(phase, module, initial)
         freeze_shared(training, state)
+        share_memory(training, run.initial_model(phase))
         with naming(phase):
             plan = run.backend.plan(training)
-        share_memory(training, run.initial_model(phase))  # until the phase begins
         run.plans[phase.name] = plan
         phases.setdefault(plan.description, []).append(phase.name)
     if phases:

@@ -4,11 +4,16 @@ import pytest
 import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, begin, local_training, train, train_clients
+from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE, SpecialistMixture
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend, features
+from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.data import RandomCrop
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
+
+FROZEN = FineTuning("local_expert.classifier.*")
 
 
 class Counting(Expert):
@@ -18,20 +23,49 @@ class Counting(Expert):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.extractor[1].register_forward_hook(lambda part, inputs, output: Counting.count(len(output)))
+        self.extractor[1].__class__ = CountingLinear
 
-    @classmethod
-    def count(cls, samples):
-        cls.seen += samples
+
+class CountingLinear(nn.Linear):
+    def forward(self, x):
+        Counting.seen += len(x)
+        return super().forward(x)
+
+
+class Hooked(Expert):
+    """Adds what is trained elsewhere to the outputs of a frozen layer, as the base of adapters does."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.calls, self.added = 0, nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.extractor[1].register_forward_hook(self.add)
+
+    def add(self, part, inputs, output):
+        self.calls += 1
+        return output + self.added
+
+
+def test_a_part_that_computes_more_than_its_own_is_not_tried():
+    module, algorithm = mixture(ConstantGate(0), expert=Hooked()), FineTuning("local_expert.added")
+    training = local_training(module, algorithm, blobs((8, 8)), max_epochs=5)
+    cache = FeatureCache()
+    client, constants, samples = begin_client(training, module, algorithm.server_init(module), 0, {}, 0)
+    assert cache.find(training, client, constants, samples) is None
+    assert module.local_expert.calls == 1, "only the loss that shows which parts are called"
+
+
+def test_outputs_that_are_too_large_are_not_looked_for_in_the_next_client(monkeypatch):
+    monkeypatch.setattr(features, "_MOST_BYTES", 0)
+    Counting.seen = 0
+    train(TrainerBackend(), local_training(mixture(ConstantGate(0), expert=Counting()), FROZEN, blobs((4,) * 8), 2))
+    assert Counting.seen == 8 * 4 * 2 + 3, "three samples of the first client were traced"
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(8)])
 def test_a_frozen_extractor_sees_every_sample_once(backend):
     def seen(max_epochs):
-        module = mixture(ConstantGate(0), expert=Counting())
-        algorithm = FineTuning("local_expert.classifier.*")
         Counting.seen = 0
-        train(backend, local_training(module, algorithm, blobs(FEW), max_epochs))
+        train(backend, local_training(mixture(ConstantGate(0), expert=Counting()), FROZEN, blobs(FEW), max_epochs))
         return Counting.seen
 
     assert seen(50) == seen(5) < 5 * sum(FEW)

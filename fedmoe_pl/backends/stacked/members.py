@@ -45,10 +45,13 @@ def begin_member(
     cache: FeatureCache,
     members: Sequence[Member],
 ) -> Member:
-    """Prepares a client in a module that other members have used; tensors that equal the first one's exist once."""
+    """Prepares a client in a module that other members have used.
+
+    Tensors that equal the first member's, or the phase's initial ones, are in memory once.
+    """
     load_tree(module, training.initial)
     client, constants, samples = begin_client(training, module, server, client_id, kept, round)
-    first = members[0].state if members else {}
+    first = members[0].state if members else training.initial
     state = {
         name: first[name] if name in first and torch.equal(first[name], tensor) else tensor.detach().clone()
         for name, tensor in module.state_dict().items()

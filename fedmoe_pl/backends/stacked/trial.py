@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,17 +45,20 @@ class Trial:
 
     clients_per_stack: int  # as many as fit into a quarter of the memory
     convolves: bool = False  # whether a step computes a convolution
-    operations: int = 0  # of a client's step, forward and backward: those of matrix products and attention
 
 
-def try_to_stack(training: LocalTraining) -> Trial:
-    """Computes one step of two clients of every architecture with and without stacking."""
+def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> Trial:
+    """Computes one step of two clients of every architecture with and without stacking.
+
+    A client's step that takes more than ``most_operations``, forward and backward, is refused after the one without.
+    """
     trial = Trial(_MOST_ON_CPU if training.device.type == "cpu" else _MOST_ON_GPU)
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         of_clients = training.of(clients[0])
         _check_without_trial(of_clients)
         try:
-            _try_architecture(trial, of_clients, clients[:2], training.algorithm.server_init(training.module))
+            server = training.algorithm.server_init(training.module)
+            _try_architecture(trial, of_clients, clients[:2], server, most_operations)
         except NotStackable:
             raise
         except Exception as error:  # from the model, the algorithm or PyTorch; training without stacking may still work
@@ -86,7 +90,9 @@ def _check_without_trial(training: LocalTraining) -> None:
         raise NotStackable("parts of the model share parameters or buffers")
 
 
-def _try_architecture(trial: Trial, training: LocalTraining, clients: Sequence[int], server: Tree) -> None:
+def _try_architecture(
+    trial: Trial, training: LocalTraining, clients: Sequence[int], server: Tree, most_operations: float
+) -> None:
     """Tries, for two clients of one architecture, every set of parameters that are trained together."""
     for round, epoch in training.trainable.values():
         module = copy_module(training.module)
@@ -96,7 +102,7 @@ def _try_architecture(trial: Trial, training: LocalTraining, clients: Sequence[i
         for group in stackable_groups(members):
             stack = Stack(training, module, group, round)
             Freezing(training, module, round).freeze(epoch)
-            _try_stack(trial, stack)
+            _try_stack(trial, stack, most_operations)
 
 
 class _NoTrainer:
@@ -108,7 +114,7 @@ class _NoTrainer:
         raise NotStackable(f"the loss reads {name} of its Trainer")
 
 
-def _try_stack(trial: Trial, stack: Stack) -> None:
+def _try_stack(trial: Trial, stack: Stack, most_operations: float) -> None:
     """Compares a step of each member with and without stacking."""
     stack.module.trainer = _NoTrainer()  # pyright: ignore[reportAttributeAccessIssue]
     names = trained_in_epoch(stack.module, stack.trained)
@@ -118,24 +124,20 @@ def _try_stack(trial: Trial, stack: Stack) -> None:
         trial.convolves |= isinstance(part, _ConvNd)
 
     with register_module_forward_pre_hook(note):
-        operations = [_try_member(stack, client, names, saved) for client in range(len(stack.members))]
+        for client in range(len(stack.members)):
+            _try_member(stack, client, names, saved, most_operations)
     device, batch_size = stack.training.device, stack.data.batch_size
-    tried = min(batch_size, TRIED_SAMPLES)
-    trial.operations = max(trial.operations, max(operations) * batch_size // tried)
     per_client = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.stacked.values())
     # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
-    batch = 2 * sum(saved) // len(stack.members) * batch_size // tried
+    batch = 2 * sum(saved) // len(stack.members) * batch_size // min(batch_size, TRIED_SAMPLES)
     limit = _memory(device) // 4 // (5 * per_client + batch + 1)
     if device.type == "cpu":
         limit = min(limit, max(CPU_CACHE // (per_client + 1), 8))
     trial.clients_per_stack = max(1, min(limit, trial.clients_per_stack))
 
 
-def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int]) -> int:
-    """Compares a step of one member; appends the bytes of each tensor that its backward pass needs.
-
-    Returns the number of the step's operations.
-    """
+def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int], most_operations: float) -> None:
+    """Compares a step of one member; appends the bytes of each tensor that its backward pass needs."""
     module, share = stack.module, stack.data.first_share(client)
 
     def remember(tensor: Tensor) -> Tensor:
@@ -155,6 +157,8 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
         saved.clear()
         with register_module_forward_hook(remember_output):
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
+    if counter.get_total_flops() * stack.data.batch_size // share.y.shape[1] > most_operations:
+        raise NotStackable("a step takes much longer than the calls that stacking saves")
     buffers = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in stack.buffers}
     with stack.looking_up():
         losses, trained = stack.losses(share, names)
@@ -166,7 +170,6 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
     for name in stack.buffers:
         if not is_close(stack.stacked[name][client], buffers[name]):
             raise NotStackable(f"stacking changes the buffer '{name}'")
-    return counter.get_total_flops()
 
 
 def _memory(device: torch.device) -> int:
