@@ -3,7 +3,7 @@
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
-from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, packages_read_once, quiet
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import (
     TRAINED,
@@ -49,6 +49,7 @@ __all__ = [
     "on_device",
     "one_thread",
     "overridden_hooks",
+    "packages_read_once",
     "quiet",
     "trainable_names",
     "trains_by_loss",

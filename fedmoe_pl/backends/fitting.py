@@ -59,7 +59,7 @@ def fit(
         if settings["strategy"] == "ddp":  # experts may get no samples, and parts are frozen in some epochs
             settings["strategy"] = "ddp_find_unused_parameters_true"
     with quiet():
-        with _packages_read_once():
+        with packages_read_once():
             trainer = Trainer(callbacks=callbacks, **settings)
         trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -88,7 +88,7 @@ def _do_nothing(*arguments: Any, **named: Any) -> None:
 
 
 @contextmanager
-def _packages_read_once() -> Iterator[None]:
+def packages_read_once() -> Iterator[None]:
     """Spares each Trainer the search of all installed packages for callbacks, more than half of its making."""
     looked_up = getattr(registry, "entry_points", None)
     if looked_up is entry_points:  # of Lightning's private parts: it may go

@@ -29,7 +29,8 @@ class AccuracyMonitor(FederationCallback):
 
     def on_fit_start(self, run: Run) -> None:
         """Logs the hyperparameters, so that a logger that cannot take them fails before any training."""
-        run.loggers.log_hparams(run_hparams(run.configuration, run.seed))
+        if run.loggers.all:  # reading the configuration takes longer than a round of a small model
+            run.loggers.log_hparams(run_hparams(run.configuration, run.seed))
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, a fraction, and metric, and the costs."""
@@ -46,6 +47,8 @@ class AccuracyMonitor(FederationCallback):
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the phase's final accuracies, and draws those of all clients for all methods so far."""
+        if not run.loggers.all:
+            return
         of_phases = method_hparams(run.configuration, run.seed)
         for final in run.states[phase.name].evaluations:
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}

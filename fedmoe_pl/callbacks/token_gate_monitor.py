@@ -50,10 +50,11 @@ class TokenGateMonitor(FederationCallback):
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Computes the weights and draws them."""
+        if evaluation is None or not run.loggers.take_images:
+            return
         module = run.module(phase)
         is_token_gate = isinstance(module, LayerwiseAdapterMoE) and isinstance(module.gate, TokenGate)
-        is_shown = is_token_gate and module.has_global_expert
-        if evaluation is None or not is_shown or not run.loggers.take_images:
+        if not (is_token_gate and module.has_global_expert):
             return
         clients = [client.client for client in evaluation.clients][: self.max_clients]
         means, tokens, ids = [], np.empty((0, 0)), torch.empty(0)

@@ -24,7 +24,7 @@ from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm, Need, averages, overrides, sends_more
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
-from fedmoe_pl.backends import is_distributed, overridden_hooks, quiet
+from fedmoe_pl.backends import is_distributed, overridden_hooks, packages_read_once, quiet
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -452,7 +452,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     if arguments["max_epochs"] is None:
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
-    with quiet(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
+    with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
         accelerator, cores = trainer.accelerator, len(os.sched_getaffinity(0))
         devices = arguments.get("devices", "auto")
