@@ -186,6 +186,7 @@ def _arguments(value: object, depth: int = 0) -> dict[str, Any]:
     return {name: _described(item, name, depth + 1) for name, item in found.items()}
 
 
+@functools.cache
 def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
     """The named parameters of a class's constructor and of those of its bases, to which it hands others on."""
     found: dict[str, inspect.Parameter] = {}

@@ -24,12 +24,13 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
 from fedmoe_pl.deployment import BadMessageError, Message
 
-METHOD = replace(METHODS["PFLMoE"], phases=lambda: [replace(p, evaluate=True) for p in METHODS["PFLMoE"].phases()])
+METHOD = replace(METHODS["PFLMoE"], phases=lambda: [replace(p, evaluate=True) for p in METHODS["PFLMoE"].phases()[:3]])
 OF_TRAINER = {"backend": TrainerBackend()}
 
 
-def simulated(tmp_path, **kwargs):
-    run = federation(METHOD.phases(), tmp_path / "simulation", **OF_TRAINER, **kwargs)
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory):
+    run = federation(METHOD.phases(), tmp_path_factory.mktemp("simulation"), **OF_TRAINER)
     run.fit(METHOD.model(), data())
     return run
 
@@ -37,7 +38,7 @@ def simulated(tmp_path, **kwargs):
 @pytest.mark.parametrize(
     "kind", ["train", "evaluate", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("begin", "prepare"))]
 )
-def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, tmp_path):
+def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, simulated, tmp_path):
     restarted = []
 
     def restart(client, message):
@@ -48,18 +49,18 @@ def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind,
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), restart)
     deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert len(restarted) == 4
-    assert_ends_as(simulated(tmp_path), deployed, tmp_path)
+    assert_ends_as(simulated, deployed, tmp_path)
 
 
 @pytest.mark.parametrize(
     "messages", [3, 20, 47, pytest.param(12, marks=pytest.mark.slow), pytest.param(33, marks=pytest.mark.slow)]
 )
-def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, tmp_path):
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulated, tmp_path):
     transport = killed(METHOD, data(), tmp_path, messages, **OF_TRAINER)
     # killed before its first checkpoint, it begins again
     checkpoint = "last" if [*tmp_path.glob("server/**/last.ckpt")] else None
     deployed = deploy(METHOD, data(), tmp_path, transport, checkpoint, **OF_TRAINER)
-    assert_ends_as(simulated(tmp_path), deployed, tmp_path)
+    assert_ends_as(simulated, deployed, tmp_path)
 
 
 @pytest.mark.parametrize(("name", "bit"), [("run.message", 1), ("phase.message", 128)])
@@ -160,7 +161,7 @@ def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_
     with pytest.warns(UserWarning, match="'FedAvg': client 2 has not confirmed that it has the result"):
         deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     states = [load_federation(tmp_path / f"client {client}" / name_of(deployed) / FILE)["phases"] for client in (2, 3)]
-    assert [*states[0]] == [*states[1]] == ["FedAvg", "tuned", "MF", "interleaved"]
+    assert [*states[0]] == [*states[1]] == ["FedAvg", "tuned", "MF"]
     assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
 
 
@@ -187,17 +188,17 @@ def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_
     everybody = participants(METHOD, data(), tmp_path, **OF_TRAINER)
 
     def leave(client, message):
-        if message.kind == "finish" and message.values["phase"] == "interleaved" and client == 2:
+        if message.kind == "finish" and message.values["phase"] == "MF" and client == 2:
             transport.participants.pop(client, None)
 
     transport = Passing({**everybody}, leave)
-    with pytest.warns(UserWarning, match="'interleaved': client 2 has not confirmed that it has the result"):
+    with pytest.warns(UserWarning, match="'MF': client 2 has not confirmed that it has the result"):
         deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     (path,) = (tmp_path / "client 2").glob(f"*/{FILE}")
-    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF"]
+    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned"]
     transport = Passing(everybody)
     deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
-    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF", "interleaved"]
+    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF"]
     assert {message.kind for _, message in transport.heard} == {"describe", "finish"}
 
 

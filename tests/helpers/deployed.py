@@ -14,12 +14,12 @@ from fedmoe_pl.checkpoints.files import read_json
 from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
 from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each, answers_in
 from fedmoe_pl.deployment.own_files import read_own
-from helpers import TensorData
-from helpers.methods import METHODS
-from helpers.methods import data as of_five_clients
+from helpers import TensorData, blobs
+from helpers.methods import METHODS, SIZES
 from helpers.runs import assert_same
 
 HOSTILE = 1  # the client that is hostile where a test has one
+FOUR = SIZES[:4]  # without the hostile one, enough for a trimmed mean
 QUIET = {"logger": False, "enable_progress_bar": False}
 
 
@@ -132,9 +132,9 @@ def with_hostile(name, folder, kind, change, client=HOSTILE, **of_phase) -> Fede
         return [replace(phase, **{"evaluate": True, "start": None, **of_phase})]
 
     method, backend = replace(METHODS[name], phases=phases), TrainerBackend()
-    all_of_them = participants(method, of_five_clients(), folder, backend=backend)
+    all_of_them = participants(method, blobs(FOUR), folder, backend=backend)
     all_of_them[client] = Changing(all_of_them[client], kind, change)
-    return deploy(method, of_five_clients(), folder, Passing(all_of_them), backend=backend)
+    return deploy(method, blobs(FOUR), folder, Passing(all_of_them), backend=backend)
 
 
 def federation(phases, folder, **kwargs) -> Federation:
