@@ -137,7 +137,8 @@ def test_training_with_what_was_changed_since_is_done_again(tmp_path):
 def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
     """With a learning rate of 0 the first round stays the best."""
     still = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)
-    method = method_of("FedAvg", rounds=4, select=Select("global_test", patience=2), train=Train(round_lr_scheduler=still))
+    of_phase = {"rounds": 4, "select": Select("global_test", patience=2), "train": Train(round_lr_scheduler=still)}
+    method = method_of("FedAvg", **of_phase)
     transport = run(method, tmp_path)
     rounds = [message.values["round"] for client, message in transport.heard if (client, message.kind) == (0, "train")]
     assert [*dict.fromkeys(rounds)] == [0, 1, 2]
