@@ -1,3 +1,4 @@
+import math
 import os
 
 # Before torch and matplotlib are imported, and inherited by the processes that tests start.
@@ -39,6 +40,13 @@ def same_seeds():
     torch.default_generator.manual_seed(0)  # torch.manual_seed also notes where it was called, for CUDA
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture(autouse=True)
+def lazy_pools_stay_in_one_process(monkeypatch):
+    """Start no processes where a busy machine makes a test slow: each imports for longer than the test takes."""
+    for seconds in ("_WORTH_A_SERVER", "_WORTH_FORKING"):
+        monkeypatch.setattr(f"fedmoe_pl.backends.workers.pool.{seconds}", math.inf)
 
 
 @pytest.fixture(autouse=True)

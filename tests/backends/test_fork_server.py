@@ -89,6 +89,11 @@ def test_a_worker_is_a_single_thread_alike_to_the_driver_and_may_have_children(m
     }
 
 
+@pytest.fixture
+def lazy_pools_stay_in_one_process():
+    """Of all tests: here they start."""
+
+
 def test_a_lazy_pool_prepares_its_server_for_five_seconds_and_forks_for_one(monkeypatch):
     log, is_ready = [], [False]
     monkeypatch.setattr(pool, "start_server", lambda: log.append("started"))
