@@ -225,7 +225,7 @@ class LookedUpBatches:
         batches = self.batches
         samples = batches.samples.to(batches.x.device)
         labels = batches.y[batches.samples.to(batches.y.device)].to(batches.device)
-        for places in batches.order().split(batches.batch_size):
+        for places in batches.places():
             indices = places.to(batches.device)
             self.lookup.update({name: rows[indices] for name, rows in self.features.rows.items()})
             if self.features.parts.reads_input:

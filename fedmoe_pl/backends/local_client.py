@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
@@ -18,14 +19,15 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.failures import NotFiniteError, check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
-from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.seeds import derive_seed, seed_all
+from fedmoe_pl.data import Batches, FederatedDataModule, PoissonBatches
+from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
 from fedmoe_pl.trees import Tree, changed, is_borrowed, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
 # separate the random numbers of a client's training and of its batches from each other and others
 _TRAINING, _BATCHES = 0, 3
+_PRIVATE_BATCHES, _PRIVATE_NOISE = 12, 13
 
 
 def begin_client(
@@ -143,15 +145,30 @@ def on_device(constants: dict[str, Any], device: torch.device) -> dict[str, Any]
 
 def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> Any:
     """The client's training batches of this round, shuffled and augmented by the client's own generator."""
+    is_private = training.sample_privacy is not None
     batches = training.datamodule.batches(
         samples,
         batch_size=training.batch_size,
-        generator=client.generator(_BATCHES),
+        generator=_private_generator(training, client, _PRIVATE_BATCHES) if is_private else client.generator(_BATCHES),
         augment=True,
         drop_single=training.has_batch_norm,
         device=training.device,
     )
+    if is_private:
+        assert isinstance(batches, Batches), "check_private has refused it"
+        return PoissonBatches.of(batches)
     return training.algorithm.client_batches(client, batches)
+
+
+def noise_of_client(training: LocalTraining, client: Client) -> Generator:
+    """Draws the noise of a client's DP-SGD in this round."""
+    return _private_generator(training, client, _PRIVATE_NOISE)
+
+
+def _private_generator(training: LocalTraining, client: Client, purpose: int) -> Generator:
+    """Random numbers that nobody may know; two phases draw others, or a difference could tell what the noise hides."""
+    phase, round = crc32(training.phase.encode()), client.rounds_before + client.round
+    return generator_of(training.seed, purpose, phase, client.id, round)
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends.fitting import discard, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
@@ -42,10 +41,10 @@ _SOME_VALUES = {
 }
 
 
-def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
+def trains_by_loss(training: LocalTraining) -> bool:
     """Whether clients train with ``Algorithm.client_loss`` and not with the module's ``training_step``."""
-    is_plain = isinstance(module, MixtureOfExperts) and not overridden_hooks(module)
-    return is_plain or overrides(algorithm, "client_loss")
+    is_plain = isinstance(training.module, MixtureOfExperts) and not overridden_hooks(training.module)
+    return is_plain or overrides(training.algorithm, "client_loss") or training.sample_privacy is not None
 
 
 def overridden_hooks(module: LightningModule) -> list[str]:
@@ -63,7 +62,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
             return f"trainer.{name} is set"
     if training.trainer.get("callbacks"):
         return "each client needs its own copy of trainer.callbacks"
-    if not trains_by_loss(training.algorithm, training.module):
+    if not trains_by_loss(training):
         return f"{type(training.module).__name__} has its own training_step or hooks"
     try:
         configured = training.module.configure_optimizers()
@@ -115,11 +114,11 @@ class Learner(ABC):
         """What ``LightningModule.configure_optimizers`` of the module returns, for the tensors that are trained."""
 
     @abstractmethod
-    def loss(self, batch: Any) -> Tensor:
-        """The loss of a batch, of shape ()."""
+    def loss(self, batch: Any) -> Any:
+        """What ``backward`` needs of a batch: its loss, of shape ()."""
 
     @abstractmethod
-    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def backward(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
         """Sets the gradients of the optimizer's parameters, and clips them."""
 
 

@@ -24,6 +24,7 @@ from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_every_batch, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_state
+from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.models import MixtureOfExperts
@@ -52,6 +53,8 @@ class TrainerPlan(Plan):
 
     def __init__(self, training: LocalTraining, description: str) -> None:
         super().__init__(training, description)
+        if training.sample_privacy is not None:
+            check_private(training)
         validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
         self.shares_trainer = not validates and needs_every_batch(training) is None
 
@@ -133,7 +136,7 @@ def module_to_fit(
     training: LocalTraining, client: Client, constants: dict[str, Any], sharing: Sharing | None = None
 ) -> LightningModule:
     """The client's module, with the algorithm's loss unless its own ``training_step`` trains it."""
-    if not trains_by_loss(training.algorithm, client.module):
+    if not trains_by_loss(training):
         return client.module
     return _ClientModule(client.module, training.algorithm, constants, sharing)
 
@@ -251,14 +254,19 @@ class _Group:
         """Trains a client; returns the state of its optimizer, if clients keep it."""
         training, module, lookup = reused.training, client.module, Tree()
         features = self.features.find(training, client, constants, samples)
-        batches = client_batches(training, client, samples)
+        batches = drawn = client_batches(training, client, samples)
         if features is not None:
             batches = LookedUpBatches(batches, features, lookup)
         if training.device.type != "cpu":  # where a move takes time and does nothing
             module.to(training.device)
+        learner: Learner
+        if training.sample_privacy is None:
+            learner = _ClientAlone(training, client, constants, batches, step)
+        else:
+            learner = PrivateClient(training, client, constants, batches, drawn, lookup, step)
         loop = Loop(step.trainer, training, reused.freezing)
         with looked_up(module, features.parts.names if features else (), lookup):
-            optimizer = loop.run(_ClientAlone(training, client, constants, batches, step))
+            optimizer = loop.run(learner)
         client.steps = loop.global_step
         module.zero_grad()
         if training.device.type != "cpu":

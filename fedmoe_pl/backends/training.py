@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.backends.shared_parts import SharedParts
 from fedmoe_pl.backends.untrained import Untrained
@@ -68,6 +69,8 @@ class LocalTraining:
         keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
         aggregation: combines the clients' updates; None for the algorithm itself.
         secure_aggregation: how clients encode what they send; None if the server sees it as it is.
+        sample_privacy: how single samples are protected; None if they are not.
+        noise_multipliers: the noise multiplier of each client, by its id, where ``sample_privacy`` has a target.
         record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
         devices: those of the processes that train each client together, this one's among them; empty if a client is
@@ -92,6 +95,8 @@ class LocalTraining:
     keep_trained: bool = False
     aggregation: Aggregation | None = None
     secure_aggregation: SecureAggregation | None = None
+    sample_privacy: DPSGD | None = None
+    noise_multipliers: Mapping[int, float] = field(default_factory=dict)
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: Sequence[torch.device] = ()
@@ -119,6 +124,12 @@ class LocalTraining:
         """Those of the tensors that every client has at the start of a round from which its encoded ones differ."""
         by_aggregation = self.aggregation is not None and self.aggregation.averages_changes
         return {} if by_aggregation or self.algorithm.sends_changes else of_module(tensors)
+
+    def noise_multiplier(self, client_id: int) -> float:
+        """The noise multiplier of a client, with ``sample_privacy``."""
+        assert self.sample_privacy is not None
+        fixed = self.sample_privacy.noise_multiplier
+        return self.noise_multipliers[client_id] if fixed is None else fixed
 
     def learning_rates(self, round: int) -> list[float] | None:
         """The learning rate of each parameter group in a round, counted from 0; None without a schedule over rounds."""

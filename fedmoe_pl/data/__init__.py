@@ -2,7 +2,7 @@
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
-from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches, Share
+from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, PoissonBatches, SampleBatches, Share, poisson_sampling
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.ag_news import AGNews
@@ -59,6 +59,7 @@ __all__ = [
     "NpzFile",
     "Partitioner",
     "Pathological",
+    "PoissonBatches",
     "PredefinedIndices",
     "RandomCrop",
     "RandomHorizontalFlip",
@@ -73,4 +74,5 @@ __all__ = [
     "is_pair",
     "partition_rows",
     "partition_table",
+    "poisson_sampling",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
@@ -102,6 +102,10 @@ class SampleBatches(ABC):
         device = self.generator.device if self.generator else None
         return torch.randperm(len(self.samples), generator=self.generator, device=device)[: self.length]
 
+    def places(self) -> Iterable[Tensor]:
+        """Draws the batches of an epoch: positions in ``samples``, each of shape (b,)."""
+        return self.order().split(self.batch_size)
+
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
         """Iterates over one epoch."""
@@ -152,6 +156,54 @@ class Batches(SampleBatches):
                 x = self.augment(x, self.generator)
             pairs = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
             yield from pairs if self.share is None else starmap(partial(_part, self.share), pairs)
+
+
+class PoissonBatches(Batches):
+    """Batches that each sample joins with the same probability, by a draw of its own; some may be empty.
+
+    This is Poisson sampling, on which the accounting of DP-SGD rests. Batches have ``batch_size`` samples on average,
+    and an epoch has as many as it takes on average to draw every sample once.
+    """
+
+    @classmethod
+    def of(cls, batches: Batches) -> PoissonBatches:
+        """The same samples, drawn into batches of the same size on average."""
+        arguments = (batches.x, batches.y, batches.samples, batches.batch_size, True, batches.generator)
+        return cls(*arguments, batches.augment, device=batches.device)
+
+    @property
+    def probability(self) -> float:
+        """With which a sample joins a batch."""
+        return poisson_sampling(len(self.samples), self.batch_size)[0]
+
+    def __len__(self) -> int:
+        """Returns the number of batches of an epoch."""
+        return poisson_sampling(len(self.samples), self.batch_size)[1]
+
+    def places(self) -> Iterator[Tensor]:
+        """Draws the batches of an epoch: positions in ``samples``, each of shape (b,)."""
+        for _ in range(len(self)):
+            draws = torch.rand(len(self.samples), generator=self.generator, dtype=torch.float64)
+            yield (draws < self.probability).nonzero().flatten()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterates over one epoch."""
+        for places in self.places():
+            indices = self.samples[places]
+            x = self.x.index_select(0, indices.to(self.x.device)).to(self.device)
+            if self.augment is not None and len(x):
+                x = self.augment(x, self.generator)
+            yield x, self.y.index_select(0, indices.to(self.y.device)).to(self.device)
+
+
+def poisson_sampling(samples: int, batch_size: int) -> tuple[float, int]:
+    """The probability with which each of some samples joins a batch, and the number of batches of an epoch.
+
+    Example:
+        >>> poisson_sampling(100, 8), poisson_sampling(5, 8), poisson_sampling(0, 8)
+        ((0.08, 12), (1.0, 1), (0.0, 0))
+    """
+    return (min(batch_size / samples, 1.0), max(round(samples / batch_size), 1)) if samples else (0.0, 0)
 
 
 def _part(share: Share, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
     samples_of = training.datamodule.train_samples
     client_id = max(range(training.datamodule.num_clients), key=lambda client: len(samples_of[client]))
     training = replace(training).of(client_id)  # it remembers the architectures, whose modules may still be frozen
-    if not trains_by_loss(training.algorithm, training.module):
+    if not trains_by_loss(training):
         return True
     try:
         client, constants, samples = begin_client(

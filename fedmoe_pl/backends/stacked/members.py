@@ -175,6 +175,27 @@ class StackedData:
             batches = [next(batches) for batches, size in zip(iterators, self.sizes[:, step], strict=True) if size]
             yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step, pads)]
 
+    def poisson_epoch(self) -> Iterator[tuple[Share, Tensor]]:
+        """The steps of one epoch of Poisson batches: a share of the clients that still have some, and its samples.
+
+        The second value, shape (clients, batch), is True for samples and False for padding.
+        """
+        is_augmented = self.members[0].batches.augment is not None
+        augmented = [iter(member.batches) for member in self.members]
+        plain = [iter(member.batches.places()) for member in self.members]
+        for step in range(self.steps[0]):
+            active = sum(step < steps for steps in self.steps)
+            if is_augmented:
+                x, y = zip(*map(next, augmented[:active]), strict=True)
+                sizes, size = _sizes(y)
+                share = Share(slice(0, active), _padded(x, size), _padded(y, size), {})
+            else:
+                drawn = [next(places) for places in plain[:active]]
+                sizes, size = _sizes(drawn)
+                places = self.first[:active, None] + _padded(drawn, size)  # padding is a client's first sample
+                share = self.share(slice(0, active), places.to(self.indices.device), torch.full_like(sizes, size))
+            yield share, (torch.arange(size) < sizes[:, None]).to(self.training.device)
+
     def _cut(self, step: int, pads: bool) -> list[tuple[slice | Tensor, int]]:
         """The clients that have a batch in this step, grouped by batch size; with padding, they are one slice."""
         sizes = self.sizes[:, step]
@@ -183,6 +204,17 @@ class StackedData:
         if pads or bool((sizes[:active] == largest).all()):
             return [(slice(0, active), largest)]
         return [((sizes == size).nonzero().flatten(), size) for size in sizes[:active].unique().tolist()]
+
+
+def _sizes(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """The lengths of some tensors, and the largest one."""
+    sizes = [len(tensor) for tensor in tensors]
+    return torch.tensor(sizes), max(sizes)
+
+
+def _padded(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """The tensors in one, each with zeros at its end, of shape (tensors, size, ...)."""
+    return torch.stack([torch.cat((each, each.new_zeros(size - len(each), *each.shape[1:]))) for each in tensors])
 
 
 def _stacked_share(batches: list[tuple[Tensor, Tensor]], clients: slice | Tensor, size: int) -> Share:

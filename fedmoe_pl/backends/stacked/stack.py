@@ -13,11 +13,11 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends.features import looked_up
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep
+from fedmoe_pl.backends.loss import Loss
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.rounding import equal_to_rounding
 from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
@@ -70,7 +70,7 @@ class Stack(Learner):
             member.client.steps = freezing.epochs * len(member.batches)
         self._unstack()
 
-    def epoch(self) -> Iterator[list[Share]]:
+    def epoch(self) -> Iterator[Any]:
         """The steps of the next epoch."""
         self.names = trained_in_epoch(self.module, self.trained)
         return self.data.epoch(self.pads)
@@ -86,18 +86,22 @@ class Stack(Learner):
             group["params"] = [view[name] for _, view in self.views for name in stepped if name in view]
         return configured
 
-    def loss(self, batch: list[Share]) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         """The sum of the clients' losses; each depends on its own client's parameters only."""
         of_shares = [self.losses(share, self.names) for share in batch]
         self._leaves = [(share, trained) for share, (_, trained) in zip(batch, of_shares, strict=True)]
         return torch.stack([losses.sum() for losses, _ in of_shares]).sum()
 
-    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def backward(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
         """Sets the gradients of clients that have a batch; the others get None and are not stepped."""
         found = iter(torch.autograd.grad(loss, [leaf for _, leaves in self._leaves for leaf in leaves.values()]))
         of_shares = [(share.clients, {name: next(found) for name in leaves}) for share, leaves in self._leaves]
         active = sum(len(share.y) for share, _ in self._leaves)
         gradients = of_shares[0][1] if len(of_shares) == 1 else _in_one(of_shares, active)
+        self._set_gradients(gradients, active, optimizer)
+
+    def _set_gradients(self, gradients: Tree, active: int, optimizer: torch.optim.Optimizer) -> None:
+        """Sets and clips the gradients of the first clients, each of shape (active, ...); the others get None."""
         if any(group.get("fused") for group in optimizer.param_groups):
             gradients = {name: with_strides_of(self.stacked[name], values) for name, values in gradients.items()}
         self._clip(gradients)
@@ -113,6 +117,7 @@ class Stack(Learner):
         self._const = [
             torch.stack(values).to(device) if isinstance(values[0], Tensor) else values[0] for values in leaves
         ]
+        self._mapped = [0 if isinstance(leaf, Tensor) else None for leaf in self._const]
 
     def _find_trained(self, trainable: list[str]) -> None:
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
@@ -141,14 +146,18 @@ class Stack(Learner):
         """In this context, the outputs of frozen parts are looked up."""
         return looked_up(self.module, self._parts, self._lookup)
 
+    def _tensors(self, share: Share, names: Sequence[str]) -> tuple[Tree, Tree, list[Any]]:
+        """A share's tensors: those to differentiate by, all others, and the constants of the clients' losses."""
+        trained = {name: self.stacked[name][share.clients].detach() for name in names}
+        others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
+        return trained, others, [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
+
     def losses(self, share: Share, names: Sequence[str]) -> tuple[Tensor, Tree]:
         """The loss of every client of a share, shape (clients,), and the tensors to differentiate it by."""
-        trained = {name: self.stacked[name][share.clients].detach().requires_grad_() for name in names}
-        others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
+        trained, others, constants = self._tensors(share, names)
+        trained = {name: tensor.requires_grad_() for name, tensor in trained.items()}
         others |= {name: others[name].clone() for name in self.buffers}  # a backward pass may still need the old ones
-        constants = [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
-        mapped = [0 if isinstance(leaf, Tensor) else None for leaf in constants]
-        module = _Loss(self.training.algorithm, self.module)
+        module = Loss(self.training.algorithm, self.module)
 
         def loss(tensors: Tree, x: Tensor, y: Tensor, rows: Tree, constants: list[Any]) -> tuple[Tensor, Tree]:
             self._lookup.update(rows)
@@ -159,7 +168,7 @@ class Stack(Learner):
 
         inputs = trained | others, share.x, share.y, share.rows, constants
         with dense_experts():
-            losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
+            losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, self._mapped))(*inputs)
         for name, tensor in buffers.items():
             self.stacked[name][share.clients] = tensor.detach()
         # 0 times infinity is not a number
@@ -218,18 +227,6 @@ def trained_in_epoch(module: LightningModule, names: Sequence[str]) -> list[str]
             part.eval()
     parameters = dict(module.named_parameters())
     return [name for name in names if parameters[name].requires_grad]
-
-
-class _Loss(nn.Module):
-    """The algorithm's loss as a module, so that ``functional_call`` can replace the parameters."""
-
-    def __init__(self, algorithm: Algorithm, module: LightningModule) -> None:
-        super().__init__()
-        self.algorithm = algorithm
-        self.module = module
-
-    def forward(self, x: Tensor, y: Tensor, constants: dict[str, Any]) -> Tensor:
-        return self.algorithm.client_loss(self.module, (x, y), constants)
 
 
 def plain_gradients(

@@ -16,7 +16,7 @@ from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.local_client import end_client, trainable_names
 from fedmoe_pl.backends.loop import in_one_step
 from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
-from fedmoe_pl.backends.stacked.stack import Stack
+from fedmoe_pl.backends.stacked.private_stack import make_stack
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import check_at_least
@@ -111,7 +111,7 @@ class StackedPlan(Plan):
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
     """Trains the members in one Trainer and puts the result into their states."""
-    in_one_step(training, len(members), Stack(training, module, members, round).train)
+    in_one_step(training, len(members), make_stack(training, module, members, round).train)
 
 
 def _end(training: LocalTraining, module: LightningModule, member: Member) -> Update:

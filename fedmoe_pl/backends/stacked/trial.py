@@ -16,16 +16,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import overrides
-from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.features import FeatureCache, looked_up
 from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import on_device
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
+from fedmoe_pl.backends.private_client import check_private, clipped_gradients
 from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, begin_member, stackable_groups
+from fedmoe_pl.backends.stacked.private_stack import PrivateStack, make_stack
 from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, trained_in_epoch
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import has_own_train
-from fedmoe_pl.trees import Tree, copy_module, names_of_same_tensors
+from fedmoe_pl.trees import Tree, copy_module, load_tree, names_of_same_tensors
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -52,6 +55,8 @@ def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> 
 
     A client's step that takes more than ``most_operations``, forward and backward, is refused after the one without.
     """
+    if training.sample_privacy is not None:
+        check_private(training)
     trial = Trial(_MOST_ON_CPU if training.device.type == "cpu" else _MOST_ON_GPU)
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         of_clients = training.of(clients[0])
@@ -100,7 +105,7 @@ def _try_architecture(
         for client in clients:
             members.append(begin_member(training, module, server, client, {}, round, cache, members))
         for group in stackable_groups(members):
-            stack = Stack(training, module, group, round)
+            stack = make_stack(training, module, group, round)
             Freezing(training, module, round).freeze(epoch)
             _try_stack(trial, stack, most_operations)
 
@@ -170,6 +175,28 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
     for name in stack.buffers:
         if not is_close(stack.stacked[name][client], buffers[name]):
             raise NotStackable(f"stacking changes the buffer '{name}'")
+    if isinstance(stack, PrivateStack):
+        _try_private_member(stack, client, names)
+
+
+def _try_private_member(stack: PrivateStack, client: int, names: Sequence[str]) -> None:
+    """Compares one member's sums of clipped gradients."""
+    share, member = stack.data.first_share(client), stack.members[client]
+    load_tree(stack.module, member.state)
+    constants, lookup = (
+        on_device(member.constants, share.y.device),
+        {name: rows[0] for name, rows in share.rows.items()},
+    )
+    with looked_up(stack.module, tuple(share.rows), lookup):
+        expected = clipped_gradients(
+            stack.training, stack.module, constants, names, (share.x[0], share.y[0]), lookup, stack.max_norm
+        )
+    stack.names = [*names]
+    with stack.looking_up():
+        actual = stack.clipped_sums(share, share.y.new_ones(share.y.shape[:2], dtype=torch.bool), stack.max_norm)
+    for name in names:
+        if not is_close(actual[name][0], expected[name], largest_value(expected.values())):
+            raise NotStackable(f"stacking changes the clipped gradient of '{name}'")
 
 
 def _memory(device: torch.device) -> int:

@@ -1,0 +1,117 @@
+"""DP-SGD: Abadi et al., CCS 2016, Algorithm 1 (https://arxiv.org/abs/1607.00133).
+
+================  ==============================  ==================================================================
+topic             paper                           here
+================  ==============================  ==================================================================
+batch             each sample by a draw           the same; ``batch_size`` is the expected number
+gradient          the sum over the expected       the same, also if the batch is empty
+                  number
+clipping          flat, or per layer              flat, over all parameters that the step trains
+steps             plain SGD                       the client's own optimizer
+accountant        moments (Renyi)                 Renyi, by Opacus
+================  ==============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.func import grad, vmap
+from torch.utils._pytree import tree_map
+
+from fedmoe_pl.aggregation.accountant import epsilon
+from fedmoe_pl.checks import InvalidArgumentError, check_number
+from fedmoe_pl.trees import Tree
+
+_BYTES_AT_ONCE = 2**28  # of the gradients of single samples
+
+
+@dataclass
+class DPSGD:
+    """Protects each single sample of a client in its training (differential privacy at the level of samples).
+
+    In every step, the gradient of each sample is clipped, Gaussian noise is added to their sum, and the result is
+    divided by the expected number of samples. Each sample joins a batch by a draw of its own.
+
+    Args:
+        max_grad_norm: the norm to which the gradient of a sample, over all parameters that the step trains, is clipped.
+        delta: the delta for which epsilon is computed, well below one over a client's number of samples.
+        noise_multiplier: the standard deviation of the noise, as a multiple of ``max_grad_norm``; 0 adds no noise, and
+            epsilon is infinite. Give either this or ``target_epsilon``.
+        target_epsilon: the highest epsilon of a client after all rounds of the phase, together with those of the phases
+            that it starts from. The noise multiplier is then each client's own, and follows from its number of samples.
+    """
+
+    max_grad_norm: float
+    delta: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        check_number(self, "max_grad_norm", self.max_grad_norm, above=0)
+        check_number(self, "delta", self.delta, above=0, below=1)
+        check_number(self, "noise_multiplier", self.noise_multiplier, least=0)
+        check_number(self, "target_epsilon", self.target_epsilon, above=0)
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            because = "one of both says how much noise there is"
+            raise InvalidArgumentError(
+                self, "noise_multiplier", self.noise_multiplier, "given, or target_epsilon in its place", because
+            )
+
+    def epsilon(self, steps: Sequence[Sequence[float]]) -> float:
+        """The epsilon of some steps; see :func:`accountant.epsilon`."""
+        return epsilon(steps, self.delta)
+
+
+def samples_at_once(parameters: Mapping[str, Tensor]) -> int:
+    """How many samples' gradients are computed at once, given the parameters of all clients that train together."""
+    return max(_BYTES_AT_ONCE // max(sum(tensor.nbytes for tensor in parameters.values()), 1), 1)
+
+
+def clipped_sum(
+    loss: Callable[[Tree, Any], Tensor], parameters: Tree, samples: Any, max_norm: float, counts: Tensor | None = None
+) -> Tree:
+    """The sum over samples of the loss's gradients, each clipped to a norm; one that is not finite counts as none.
+
+    Args:
+        loss: the loss of a sample, of shape (), given the parameters and the sample in a batch of its own.
+        parameters: what is differentiated.
+        samples: tensors of shape (n, ...), perhaps in tuples and dicts.
+        max_norm: the norm to which a gradient over all parameters is clipped.
+        counts: what each sample counts, shape (n,), such as 0 for padding; None for 1.
+    """
+
+    def of_one(parameters: Tree, sample: Any) -> Tensor:
+        return loss(parameters, tree_map(lambda tensor: tensor[None], sample))
+
+    gradients = vmap(grad(of_one), in_dims=(None, 0), randomness="different")(parameters, samples)
+    norms = [torch.linalg.vector_norm(each.reshape(len(each), -1), dim=1) for each in gradients.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (n,)
+    is_finite = norm.isfinite()
+    factors = torch.where(is_finite, (max_norm / norm).clamp(max=1), 0)
+    if counts is not None:
+        factors = factors * counts
+    return {
+        # nan times 0 is nan
+        name: torch.tensordot(factors, torch.where(is_finite.view(-1, *[1] * (each.dim() - 1)), each, 0), dims=1)
+        for name, each in gradients.items()
+    }
+
+
+def noisy_mean(sums: Tree, expected: float, max_norm: float, noise_multiplier: float, generator: Generator) -> Tree:
+    """The gradient of a step: the sum of clipped gradients with noise, over the expected number of samples."""
+    return {
+        name: (total + _noise(total, noise_multiplier * max_norm, generator)) / expected for name, total in sums.items()
+    }
+
+
+def _noise(like: Tensor, std: float, generator: Generator) -> Tensor | float:
+    """Noise of a tensor's shape and type, drawn on the CPU so that it is the same on every device."""
+    if not std:
+        return 0.0
+    return (std * torch.randn(like.shape, generator=generator, dtype=like.dtype)).to(like.device)

@@ -1,0 +1,192 @@
+"""Trains a client with DP-SGD in a bare loop, and finds out before any training whether that is possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
+
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends.dp_sgd import clipped_sum, noisy_mean, samples_at_once
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import begin_client, noise_of_client, on_device, trainable_names
+from fedmoe_pl.backends.loop import Learner, OneStep, needs_every_batch
+from fedmoe_pl.backends.loss import Loss
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
+from fedmoe_pl.backends.rounding import is_close, largest_value
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.checks import InvalidArgumentError, reason_of
+from fedmoe_pl.data import PoissonBatches
+from fedmoe_pl.models.layers import evaluating
+from fedmoe_pl.models.mixtures.sparse import dense_experts
+from fedmoe_pl.trees import Tree, copy_module
+
+_TRIED_SAMPLES = 4
+
+
+class PrivateClient(Learner):
+    """A client whose gradients are clipped sample by sample, with noise.
+
+    Args:
+        batches: an epoch's batches in each iteration, those of ``drawn`` with or without the samples themselves.
+        drawn: the batches as they are drawn.
+        lookup: the outputs of frozen parts for the samples of the last batch, as ``LookedUpBatches`` sets them.
+    """
+
+    def __init__(
+        self,
+        training: LocalTraining,
+        client: Client,
+        constants: dict[str, Any],
+        batches: Iterable[Any],
+        drawn: PoissonBatches,
+        lookup: Tree,
+        step: OneStep,
+    ) -> None:
+        self.training, self.module, self.constants = training, client.module, constants
+        self.batches, self.lookup, self.step = batches, lookup, step
+        self.clipping = [training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm")]
+        self.noise_multiplier = training.noise_multiplier(client.id)
+        self.generator = noise_of_client(training, client)
+        self.expected = min(drawn.batch_size, len(drawn.samples))
+        names = trainable_names(training, client.module, client.round)
+        self.used = names_in_loss(training, client.module, constants, drawn.samples, names)
+        self.names: list[str] = []
+
+    def epoch(self) -> Iterable[Any]:
+        """The batches of the next epoch."""
+        parameters = dict(self.module.named_parameters())
+        self.names = [
+            name for name in self.used if parameters[name].requires_grad and id(parameters[name]) in self.stepped
+        ]
+        return self.batches
+
+    def configure_optimizers(self) -> Any:
+        """The module's own."""
+        configured = self.module.configure_optimizers()
+        optimizer, _ = optimizer_and_scheduler(configured)
+        assert optimizer is not None, "needs_every_batch has refused it"
+        self.stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return configured
+
+    def loss(self, batch: Any) -> Tree:
+        """The sums of clipped gradients."""
+        max_norm = self.training.sample_privacy.max_grad_norm  # pyright: ignore[reportOptionalMemberAccess]
+        return clipped_gradients(self.training, self.module, self.constants, self.names, batch, self.lookup, max_norm)
+
+    def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the gradients with their noise; what the trainer clips in addition is clipped as in any training."""
+        optimizer.zero_grad()
+        parameters, privacy = dict(self.module.named_parameters()), self.training.sample_privacy
+        assert privacy is not None
+        noisy = noisy_mean(loss, self.expected, privacy.max_grad_norm, self.noise_multiplier, self.generator)
+        for name, gradient in noisy.items():
+            parameters[name].grad = gradient
+        if self.clipping[0] is not None:
+            self.step.clip_gradients(optimizer, *self.clipping)
+
+
+def clipped_gradients(
+    training: LocalTraining,
+    module: LightningModule,
+    constants: dict[str, Any],
+    names: Sequence[str],
+    batch: tuple[Tensor, Tensor],
+    lookup: Tree,
+    max_norm: float,
+) -> Tree:
+    """The sums of the clipped gradients of a batch's samples by some parameters."""
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters() if name in names}
+    module_loss, samples = Loss(training.algorithm, module), (*batch, {**lookup})
+
+    def loss(parameters: Tree, sample: tuple[Tensor, Tensor, Tree]) -> Tensor:
+        x, y, rows = sample
+        lookup.update(rows)
+        return module_loss.of(parameters, x, y, constants)
+
+    sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    size = samples_at_once(parameters)
+    with torch.no_grad(), dense_experts():
+        for start in range(0, len(batch[1]) if sums else 0, size):
+            part = tree_map(lambda tensor: tensor[start : start + size], samples)  # noqa: B023  called at once
+            of_part = clipped_sum(loss, parameters, part, max_norm)
+            sums = {name: total + of_part[name] for name, total in sums.items()}
+    return sums
+
+
+def names_in_loss(
+    training: LocalTraining, module: LightningModule, constants: dict[str, Any], samples: Tensor, names: Sequence[str]
+) -> list[str]:
+    """Those of some parameters that the loss depends on, whatever the data; others get neither steps nor noise."""
+    samples = samples[:_TRIED_SAMPLES]
+    (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
+    with evaluating(module):
+        gradients = _gradients(training, module, constants, batch, names)
+    return [*gradients]
+
+
+def _gradients(
+    training: LocalTraining, module: LightningModule, constants: dict[str, Any], batch: Any, names: Sequence[str]
+) -> Tree:
+    """The gradients of a batch's loss by those of some parameters that it depends on."""
+    parameters = dict(module.named_parameters())
+    with dense_experts():
+        loss = training.algorithm.client_loss(module, batch, constants)
+    gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
+    return {name: each for name, each in zip(names, gradients, strict=True) if each is not None}
+
+
+def check_private(training: LocalTraining) -> None:
+    """Refuses what DP-SGD cannot train, by a step of some clients with and without separate gradients."""
+    validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
+    because = needs_every_batch(training) or ("clients validate in their training" if validates else "")
+    if training.datamodule.reader is not None:
+        because = "samples are read one by one and not from a tensor in memory"
+    for clients in training.by_architecture(range(training.datamodule.num_clients)):
+        because = because or _problem(training.of(clients[0]), clients)
+    if because:
+        raise InvalidArgumentError(
+            f"Phase '{training.phase}'", "sample_privacy", training.sample_privacy, "left out", because
+        )
+
+
+def _problem(training: LocalTraining, clients: Sequence[int]) -> str:
+    """Why the gradients of single samples do not add up to those of a batch; empty if they do."""
+    sizes = training.datamodule.train_samples.sizes
+    client_id = max(clients, key=lambda client: int(sizes[client]))
+    server = training.algorithm.server_init(training.module)
+    for round, epoch in training.trainable.values() if int(sizes[client_id]) else ():
+        module = copy_module(training.module)
+        _, constants, samples = begin_client(training, module, server, client_id, {}, round)
+        module, constants = module.to(training.device), on_device(constants, training.device)
+        Freezing(training, module, round).freeze(epoch)
+        for part in module.modules():
+            if isinstance(part, _DropoutNd):
+                part.eval()
+        samples = samples[:_TRIED_SAMPLES]
+        (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
+        names = trainable_names(training, module, round, epoch)
+        try:
+            whole = _gradients(training, module, constants, batch, names)
+            sums = clipped_gradients(training, module, constants, [*whole], batch, {}, math.inf)
+        except MisconfigurationException:
+            raise
+        except Exception as error:  # from the model, the algorithm or PyTorch
+            return (
+                f"a trial step with a gradient for each sample failed with {type(error).__name__}: {reason_of(error)}"
+            )
+        largest = largest_value(whole.values())
+        for name, gradient in whole.items():
+            if not is_close(sums[name] / len(samples), gradient, largest):
+                return (
+                    "the loss of a batch is not the mean of those of its samples, or draws random numbers other than "
+                    f"dropout's (by the gradient of '{name}')"
+                )
+    return ""

@@ -1,0 +1,94 @@
+"""Stacked clients that are trained with DP-SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.func import vmap
+from torch.utils._pytree import tree_unflatten
+
+from fedmoe_pl.backends.dp_sgd import clipped_sum, noisy_mean, samples_at_once
+from fedmoe_pl.backends.local_client import noise_of_client
+from fedmoe_pl.backends.loss import Loss
+from fedmoe_pl.backends.stacked.members import Member, Share
+from fedmoe_pl.backends.stacked.stack import Stack, trained_in_epoch
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.mixtures.sparse import dense_experts
+from fedmoe_pl.trees import Tree
+
+
+def make_stack(training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> Stack:
+    """A stack of some members, private if the training is."""
+    kind = Stack if training.sample_privacy is None else PrivateStack
+    return kind(training, module, members, round)
+
+
+class PrivateStack(Stack):
+    """Stacked clients whose gradients are clipped sample by sample, each with noise of its own."""
+
+    def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
+        super().__init__(training, module, members, round)
+        assert training.sample_privacy is not None
+        self.max_norm = training.sample_privacy.max_grad_norm
+        self._noisy_means = [self._noisy_mean(member) for member in self.members]
+
+    def epoch(self) -> Iterator[Any]:
+        """The steps of the next epoch: a share of all clients that still have batches, and what its samples count."""
+        self.names = trained_in_epoch(self.module, self.trained)
+        return self.data.poisson_epoch()
+
+    def loss(self, batch: tuple[Share, Tensor]) -> Tree:
+        """The sums of each client's clipped gradients, shape (clients, ...)."""
+        return self.clipped_sums(*batch, self.max_norm)
+
+    def clipped_sums(self, share: Share, counts: Tensor, max_norm: float) -> Tree:
+        """The sums of clipped gradients; ``counts`` is False for padding, shape (clients, batch)."""
+        trained, others, constants = self._tensors(share, self.names)
+        module = Loss(self.training.algorithm, self.module)
+
+        def sums_of_client(
+            trained: Tree, others: Tree, share: tuple[Any, ...], counts: Tensor, constants: list[Any]
+        ) -> Tree:
+            def loss(parameters: Tree, sample: tuple[Tensor, Tensor, Tree]) -> Tensor:
+                x, y, rows = sample
+                self._lookup.update(rows)
+                return module.of(parameters | others, x, y, tree_unflatten(constants, self._const_spec))
+
+            return clipped_sum(loss, trained, share, max_norm, counts)
+
+        sums = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
+        in_dims, size = (0, 0, 0, 0, self._mapped), samples_at_once(trained)
+        with torch.no_grad(), dense_experts():
+            for start in range(0, counts.shape[1], size):
+                part = share.apply(lambda tensor: tensor[:, start : start + size])  # noqa: B023  called at once
+                arguments = trained, others, (part.x, part.y, part.rows), counts[:, start : start + size], constants
+                of_part = vmap(sums_of_client, in_dims=in_dims)(*arguments)
+                sums = {name: total + of_part[name] for name, total in sums.items()}
+        return sums
+
+    def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the gradients of clients that have a batch, with their noise; the others get None."""
+        active = len(next(iter(loss.values()), ()))
+        noisy = [
+            noisy_mean({name: sums[client] for name, sums in loss.items()})
+            for client, noisy_mean in enumerate(self._noisy_means[:active])
+        ]
+        gradients = {name: torch.stack([of_client[name] for of_client in noisy]) for name in loss}
+        self._set_gradients(gradients, active, optimizer)
+
+    def _noisy_mean(self, member: Member) -> partial[Tree]:
+        batches, client = member.batches, member.client
+        expected = min(batches.batch_size, len(batches.samples))
+        noise_multiplier, generator = self.training.noise_multiplier(client.id), noise_of_client(self.training, client)
+        return partial(
+            noisy_mean,
+            expected=expected,
+            max_norm=self.max_norm,
+            noise_multiplier=noise_multiplier,
+            generator=generator,
+        )

@@ -1,0 +1,294 @@
+"""DP-SGD against a loop over samples, closed forms and statistics; and the backends against each other."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from zlib import crc32
+
+import pytest
+import torch
+from helpers import PureOneWeight, TensorData, blobs, mixture, sparse_mixture, two_quadratics
+from helpers.adapters import adapters
+from helpers.backends import FEW, UNEQUAL, TwoGroups, assert_agree, local_training, train
+from helpers.runs import assert_same
+from helpers.workers import TwoInThisProcess, trained
+from lightning.pytorch import LightningModule
+from torch import Generator, nn
+
+from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, Local, PFLMoE
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, dp_sgd
+from fedmoe_pl.backends.dp_sgd import DPSGD, clipped_sum, noisy_mean
+from fedmoe_pl.backends.private_client import clipped_gradients
+from fedmoe_pl.data import PoissonBatches, RandomCrop, RandomHorizontalFlip, poisson_sampling
+from fedmoe_pl.models import ConstantGate, GlobalOnly, LeNet5, LinearGate
+from fedmoe_pl.seeds import generator_of
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+def private(training, noise_multiplier=1.0, max_grad_norm=0.5, **changes):
+    privacy = DPSGD(max_grad_norm, 1e-3, noise_multiplier)
+    return replace(training, sample_privacy=privacy, phase="it", **changes)
+
+
+class Classifier(LightningModule):
+    """A user's own module, with nothing of this package but a pure loss."""
+
+    def __init__(self, network, optimizer=SGD):
+        super().__init__()
+        self.network, self.optimizer = network.double(), optimizer
+
+    def forward(self, x):
+        return self.network(x)
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1]), {}
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+def normalized_by_groups():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
+
+
+def of_words():
+    return nn.Sequential(nn.Embedding(10, 6), nn.Flatten(), nn.LayerNorm(30), nn.Linear(30, 3))
+
+
+NETWORKS = {
+    "MLP": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), (5,)),
+    "LeNet-5": (lambda: LeNet5(num_classes=3, in_channels=1), (1, 32, 32)),
+    "group normalization": (normalized_by_groups, (1, 8, 8)),
+    "embedding": (of_words, None),
+    "adapters": (lambda: adapters(LinearGate(5)), (5,)),
+}
+
+
+def loop_over_samples(module, names, x, y, max_norm):
+    """The sum of clipped gradients, one sample after another."""
+    parameters = [dict(module.named_parameters())[name] for name in names]
+    total = [torch.zeros_like(parameter) for parameter in parameters]
+    for i in range(len(y)):
+        gradients = torch.autograd.grad(module.loss((x[i : i + 1], y[i : i + 1]))[0], parameters)
+        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
+        for sum_, gradient in zip(total, gradients, strict=True):
+            sum_ += gradient * min(1, max_norm / norm)
+    return dict(zip(names, total, strict=True))
+
+
+@pytest.mark.parametrize("at_once", [2**28, 1])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_gradients_are_those_of_a_loop_over_samples(network, at_once, monkeypatch):
+    torch.manual_seed(0)
+    make, shape = NETWORKS[network]
+    x = torch.randint(10, (6, 5)) if shape is None else torch.randn(6, *shape, dtype=torch.float64)
+    y = torch.randint(3, (6,))
+    module = make() if network == "adapters" else Classifier(make())
+    module(x)
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    training = local_training(module, FedAvg(), blobs())
+    monkeypatch.setattr(dp_sgd, "_BYTES_AT_ONCE", at_once)
+    whole = loop_over_samples(module, names, x, y, math.inf)
+    norm = math.sqrt(sum(float((total**2).sum()) for total in whole.values())) / 6
+    for max_norm in (0.3 * norm, norm, math.inf):
+        expected = loop_over_samples(module, names, x, y, max_norm)
+        actual = clipped_gradients(training, module, {}, names, (x, y), {}, max_norm)
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_each_gradient_over_all_parameters_is_clipped_and_one_that_is_not_finite_counts_as_none():
+    """The gradient of w x + v z by (w, v) is (x, z)."""
+    parameters = {"w": torch.zeros(1), "v": torch.zeros(())}
+    samples = torch.tensor([[3.0, 4.0], [0.0, 0.5], [math.nan, 1.0], [0.0, 0.0], [math.inf, 0.0], [0.0, -8.0]])
+
+    def loss(parameters, sample):
+        return (parameters["w"] * sample[:, 0] + parameters["v"] * sample[:, 1]).sum()
+
+    sums = clipped_sum(loss, parameters, samples, 2.0)
+    assert sums["w"].tolist() == pytest.approx([1.2]) and sums["v"].item() == pytest.approx(1.6 + 0.5 - 2)
+    counts = torch.tensor([True, False, False, False, False, False])
+    assert clipped_sum(loss, parameters, samples, 2.0, counts)["v"].item() == pytest.approx(1.6)
+
+
+def test_the_noise_has_the_multiplier_times_the_norm_on_the_sum():
+    sums = {"a": torch.ones(300, 40), "b": torch.full((5000,), 2.0, dtype=torch.float64)}
+    noisy = noisy_mean(sums, 4, 0.5, 3.0, Generator().manual_seed(0))
+    for name, mean in {"a": 1 / 4, "b": 2 / 4}.items():
+        assert noisy[name].mean().item() == pytest.approx(mean, abs=0.02)
+        assert noisy[name].std().item() == pytest.approx(3.0 * 0.5 / 4, rel=0.03)
+        assert noisy[name].dtype == sums[name].dtype
+    assert torch.equal(noisy_mean(sums, 4, 0.5, 0.0, Generator())["a"], torch.full((300, 40), 0.25))
+
+
+def test_each_sample_joins_a_batch_with_the_same_probability_independently_of_others():
+    n, size = 40, 5
+    batches = PoissonBatches(torch.arange(n), torch.arange(n), torch.arange(n), size, True, Generator().manual_seed(0))
+    assert len(batches) == 8 and poisson_sampling(n, size) == (0.125, 8)
+    drawn = torch.zeros(500 * 8, n)
+    for step, (x, y) in enumerate(batch for _ in range(500) for batch in batches):
+        assert torch.equal(x, y)
+        drawn[step, x] = 1
+    std = math.sqrt(0.125 * 0.875)
+    assert (drawn.mean(0) - 0.125).abs().max() < 4 * std / math.sqrt(4000)
+    correlations = drawn.T.corrcoef() - torch.eye(n)
+    assert correlations.abs().max() < 5 / math.sqrt(4000)
+    assert drawn.sum(1).std().item() == pytest.approx(std * math.sqrt(n), rel=0.05)
+    assert (drawn.sum(1) == 0).any()
+
+
+def by_hand(module, datamodule, client, epochs, lr, momentum, z, max_norm):
+    """A client's training, written out: Poisson batches, a loop over samples, noise, and SGD with momentum."""
+    samples, batch_size = datamodule.train_samples[client], datamodule.batch_size
+    batches, noise = (generator_of(0, purpose, crc32(b"it"), client, 0) for purpose in (12, 13))
+    names, velocity = [name for name, _ in module.named_parameters()], {}
+    for _ in range(epochs * max(round(len(samples) / batch_size), 1)):
+        draws = torch.rand(len(samples), generator=batches, dtype=torch.float64)
+        chosen = samples[draws < min(1, batch_size / len(samples))]
+        sums = loop_over_samples(module, names, datamodule.x[chosen], datamodule.y[chosen], max_norm)
+        for name, parameter in module.named_parameters():
+            total = sums[name] + z * max_norm * torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
+            gradient = total / min(batch_size, len(samples))
+            velocity[name] = gradient if name not in velocity else momentum * velocity[name] + gradient
+            parameter.data -= lr * velocity[name]
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend, StackedBackend])
+def test_a_client_is_trained_as_by_hand(backend):
+    torch.manual_seed(0)
+    network, datamodule = nn.Linear(5, 3), blobs((9, 2))
+    optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    training = private(local_training(Classifier(network, optimizer), Local(), datamodule), 0.7, 0.4)
+    _, kept = train(backend(), training)
+    for client in (0, 1):
+        module = Classifier(nn.Linear(5, 3))
+        module.load_state_dict(training.initial)
+        expected = by_hand(module, datamodule, client, 2, 0.5, 0.9, 0.7, 0.4)
+        torch.testing.assert_close(kept[client], expected, rtol=1e-9, atol=1e-11)
+
+
+METHODS = {
+    "FedAvg": (FedAvg(), LinearGate),
+    "global expert": (FedAvg("global_expert.*"), lambda _: GlobalOnly()),
+    "FedRep": (FedRep("*.extractor.*", head_epochs=1), LinearGate),
+    "PFL-FB on features": (FineTuning("local_expert.classifier.*", 0.25), lambda _: ConstantGate(0)),
+    "PFL-MF on features": (PFLMoE(), LinearGate),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stacked_and_one_by_one_agree(method):
+    algorithm, gate = METHODS[method]
+    assert_agree(private(local_training(mixture(gate(5)), algorithm, blobs(FEW))), 1e-9, clients_per_stack=3)
+
+
+def test_they_agree_for_other_optimizers_and_clipping_by_the_trainer():
+    module = mixture(LinearGate(5))
+    two_groups = TwoGroups(module.global_expert, module.local_expert, module.gate)
+    assert_agree(private(local_training(two_groups, FedAvg(), blobs(FEW), gradient_clip_val=0.05)), 1e-9)
+    adam = mixture(LinearGate(5), optimizer=partial(torch.optim.Adam, lr=0.01))
+    assert_agree(private(local_training(adam, FedAvg(), blobs(UNEQUAL)), batch_size=10), 1e-7)
+
+
+def test_they_agree_for_sparse_experts_whatever_their_samples():
+    assert_agree(private(local_training(sparse_mixture(3), FedAvg(), blobs(FEW))), 1e-9)
+
+
+def test_they_agree_on_augmented_images(images):
+    datamodule = images([RandomCrop(2), RandomHorizontalFlip()])
+    module = Classifier(LeNet5(num_classes=10, in_channels=1))
+    assert_agree(private(local_training(module, FedAvg(), datamodule)), 1e-8)
+
+
+def test_two_workers_give_the_same_bits():
+    training = private(local_training(mixture(LinearGate(5)), FedAvg(), blobs(FEW)))
+    alone = trained(TrainerBackend(), training)
+    assert_same(alone, trained(TrainerBackend(), training))
+    assert_same(alone, trained(TwoInThisProcess(), training))
+
+
+def test_dropout_is_drawn_for_each_sample():
+    datamodule = TensorData(torch.ones(64, 1), torch.zeros(64, dtype=torch.long), [torch.arange(64)], batch_size=64)
+    datamodule.setup()
+    module = Classifier(nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 2)).float())
+    module.network.float()
+    training = private(local_training(module, Local(), datamodule, max_epochs=1), 0.0, 1e6)
+    before = training.initial
+    _, kept = train(TrainerBackend(), training)
+    moved = (before["network.1.weight"] - kept[0]["network.1.weight"])[1].item() / 0.5
+    kept_scores = 2 * before["network.1.weight"][:, 0] + before["network.1.bias"]
+    of_kept = 2 * kept_scores.softmax(0)[1].item()
+    assert 0 < moved / of_kept < 1 and (moved / of_kept * 64) == pytest.approx(round(moved / of_kept * 64), abs=1e-3)
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend, StackedBackend])
+def test_noise_1000_is_all_that_is_left_of_a_training(backend):
+    """Training without privacy, silently, is the fault that this test is for."""
+    datamodule = blobs((60,), features=400)
+    module = Classifier(nn.Linear(400, 3))
+    training = local_training(module, Local(), datamodule, max_epochs=1)
+    _, kept = train(backend(), private(training, 1000.0, 0.5))
+    moved = kept[0]["network.weight"] - training.initial["network.weight"]
+    steps = 60 // datamodule.batch_size
+    assert moved.std().item() == pytest.approx(0.5 * math.sqrt(steps) * 1000 * 0.5 / datamodule.batch_size, rel=0.1)
+
+
+def test_other_clients_rounds_phases_and_seeds_have_other_noise():
+    module = Classifier(nn.Linear(5, 3))
+    training = private(local_training(module, Local(), blobs((8, 8)), max_epochs=1), 1e6)
+    runs = [
+        train(TrainerBackend(), training),
+        train(TrainerBackend(), training, round=1),
+        train(TrainerBackend(), replace(training, phase="other")),
+        train(TrainerBackend(), replace(training, seed=2**100)),
+    ]
+    moved = [tree["network.weight"].flatten() for _, kept in runs for tree in kept.values()]
+    correlations = torch.stack(moved).corrcoef() - torch.eye(len(moved))
+    assert correlations.abs().max() < 0.9
+
+
+def test_parameters_without_a_loss_stay_as_they_are():
+    module = mixture(GlobalOnly(), optimizer=SGD)
+    for backend in (TrainerBackend(), StackedBackend()):
+        _, kept = train(backend, private(local_training(module, Local(), blobs((6,)))))
+        assert kept[0] and all(name.startswith("global_expert.") for name in kept[0])
+
+
+class MaximumLoss(Classifier):
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="none").max(), {}
+
+
+class Branching(Classifier):
+    def loss(self, batch):
+        loss, metrics = super().loss(batch)
+        return (loss if loss > 1 else 2 * loss), metrics
+
+
+class MeanOfBatch(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "because"),
+    [
+        (MaximumLoss(nn.Linear(5, 3)), {}, "is not the mean of those of its samples"),
+        (Classifier(nn.Sequential(MeanOfBatch(), nn.Linear(5, 3))), {}, "is not the mean of those of its samples"),
+        (Branching(nn.Linear(5, 3)), {}, "a trial step with a gradient for each sample failed"),
+        (Classifier(nn.Linear(5, 3)), {"accumulate_grad_batches": 2}, "accumulate_grad_batches is set"),
+        (Classifier(nn.Linear(5, 3)), {"logger": True}, "logger is set"),
+    ],
+)
+def test_what_has_no_gradient_of_a_sample_is_refused(module, arguments, because):
+    training = private(local_training(module, FedAvg(), blobs(), **arguments))
+    for backend in (TrainerBackend(), StackedBackend(), AutoBackend()):
+        with pytest.raises(Exception, match=f"Phase 'it': sample_privacy is .*{because}"):
+            backend.plan(training)
+
+
+def test_a_user_s_own_module_is_trained_by_its_loss():
+    datamodule = two_quadratics((3, 5))
+    datamodule.setup()
+    assert_agree(private(local_training(PureOneWeight(), FedAvg(), datamodule)), 1e-9)
