@@ -2,6 +2,7 @@
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import (
     AdapterMoE,
@@ -17,6 +18,7 @@ from fedmoe_pl.phases.phase import Evaluate, Phase, Select, Train
 from fedmoe_pl.version import __version__
 
 __all__ = [
+    "DPSGD",
     "AdapterMoE",
     "Algorithm",
     "Client",

@@ -159,6 +159,9 @@ class Algorithm:
             numbers of experts. Without any, clients ask for nothing.
         exchanged: prefixes of the names of the tensors that an ``exchange`` replaces. A client gives no other tensor to
             other clients, whoever asks for it.
+        samples_in_loss_only: whether a client's samples have no influence on what it sends or keeps but through the
+            losses of its batches, and which samples it trains on is the same in every round. Only such algorithms can
+            be trained with ``Phase.sample_privacy``. A subclass must declare it anew.
         validation_loss: an optional hook ``(module, batch, constants)``: the mean loss of validation samples, of shape
             (). ``constants`` is what ``client_init`` returned; empty for the model that a client would use now. Without
             it, it is the module's own loss, or that of the scores that ``predictor`` gives, without terms of the
@@ -186,6 +189,7 @@ class Algorithm:
     per_client: tuple[str, ...] = ()
     request: tuple[str, ...] = ()
     exchanged: tuple[str, ...] = ()
+    samples_in_loss_only: bool = False
     validation_loss: Callable[..., Tensor] | None = None
     predictor: Callable[..., Callable[[Tensor], Tensor]] | None = None
 

@@ -19,6 +19,8 @@ class FedAvg(Algorithm):
         False
     """
 
+    samples_in_loss_only = True
+
     def __init__(
         self,
         shared: str | list[str] = "*",

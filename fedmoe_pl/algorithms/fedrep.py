@@ -33,6 +33,8 @@ class FedRep(Algorithm):
             weight.
     """
 
+    samples_in_loss_only = True
+
     def __init__(
         self,
         shared: str | list[str] = "global_expert.extractor.*",

@@ -13,6 +13,7 @@ class Local(Algorithm):
     """
 
     federated = False
+    samples_in_loss_only = True
 
     def __init__(self, trainable: str | list[str] = "*") -> None:
         super().__init__(trainable=trainable)

@@ -64,6 +64,7 @@ class FineTuning(Algorithm):
     needed_parts = ("global_expert",)
     copied_parts = MappingProxyType({"local_expert": "global_expert"})  # Algorithm 1, line 2
     needs = ("loss_of_outputs",)
+    samples_in_loss_only = True
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class FineTuning(Algorithm):
         self.gate_fraction = gate_fraction
         self.frozen_train_mode = frozen_train_mode
         self.keep_better = keep_better
+        self.samples_in_loss_only = not keep_better
         if keep_better:
             self.needs += ("validation_samples",)
 
@@ -118,6 +120,7 @@ class PFLMoE(Algorithm):
 
     federated = False
     gate_starts_anew = True
+    samples_in_loss_only = True
 
     def __init__(
         self,
@@ -133,6 +136,7 @@ class PFLMoE(Algorithm):
         super().__init__(trainable=trainable if interleaved else "*")
         self.gate_fraction = gate_fraction
         self.interleaved = interleaved
+        self.samples_in_loss_only = not interleaved
         self.needs = ("loss_of_outputs",) if interleaved else ()
         self.needed_parts = ("global_expert" if interleaved else "local_expert",)
         self.copied_parts = FineTuning.copied_parts if interleaved else {}

@@ -41,7 +41,8 @@ class AccuracyMonitor(FederationCallback):
             if not math.isnan(value)
         }
         state = run.states[phase.name]
-        costs = {**state.traffic, "flops": state.flops, "epsilon": state.epsilon} if state.round else {}
+        privacy = {"epsilon": state.epsilon, "sample_epsilon": state.sample_epsilon}
+        costs = {**state.traffic, "flops": state.flops, **privacy} if state.round else {}
         values |= {f"resources/{name}": float(value) for name, value in costs.items() if not math.isnan(value)}
         run.loggers.log_scalars(evaluation.method, values, evaluation.step)
 

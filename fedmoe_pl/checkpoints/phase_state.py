@@ -14,6 +14,8 @@ WAYS = ("down", "up", "between_clients")
 """Directions of traffic: from the server to clients, from clients to the server, and between clients."""
 NOT_PRIVATE = [1.0, 0.0]
 """All clients join the round, without noise: an infinite epsilon."""
+EVERYONE = "everyone"
+"""In place of a client's id."""
 
 
 def no_traffic() -> dict[str, int]:
@@ -54,6 +56,12 @@ class PhaseState:
             run is the path of that run's checkpoint.
         epsilon: what all these rounds cost; nan for a phase without differential privacy.
         delta: the delta of ``epsilon``.
+        counted_steps: the steps of DP-SGD of each phase whose training is in a client's model, by the phase's name and
+            the client's id as text: for every kind of step, the probability with which samples joined it, the noise
+            multiplier, and the number of such steps. Under ``EVERYONE`` is ``NOT_PRIVATE`` if clients sent anything
+            that was trained without.
+        sample_epsilon: what all these steps cost, for the client that they cost most; nan for phases without DP-SGD.
+        sample_delta: the delta of ``sample_epsilon``.
     """
 
     initial: Tree
@@ -78,6 +86,9 @@ class PhaseState:
     counted_rounds: dict[str, list[list[float]]] = field(default_factory=dict)
     epsilon: float = math.nan
     delta: float = math.nan
+    counted_steps: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    sample_epsilon: float = math.nan
+    sample_delta: float = math.nan
 
     @property
     def server_learns(self) -> bool:
@@ -111,5 +122,6 @@ class PhaseState:
 
     def costs(self) -> dict[str, float]:
         """Traffic, operations, privacy and failures so far, by column of ``rounds.csv``."""
-        privacy = {"epsilon": self.epsilon, "delta": self.delta}
+        of_samples = {"sample_epsilon": self.sample_epsilon, "sample_delta": self.sample_delta}
+        privacy = {"epsilon": self.epsilon, "delta": self.delta, **of_samples}
         return {**self.traffic, "flops": self.flops, **privacy, "failed": self.failed}

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
+from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.checks import (
     InvalidArgumentError,
     check_at_least,
@@ -130,6 +131,8 @@ class Phase:
         secure_aggregation: whether the server learns only the sum of a round's updates, and no single one; a
             :class:`SecureAggregation` says how. The algorithm must be one whose server needs only their mean. A
             simulation does the same arithmetic, but hides nothing: it is one process.
+        sample_privacy: protects each single sample of a client in its training with DP-SGD. It protects all parameters
+            that the phase trains, whether they are shared or not. None trains without.
         select: selects the round that is the phase's result, and may end the phase early; None takes the last round.
         evaluate: when the phase is evaluated; False if it is only a start for others, without a row in the table.
         ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
@@ -149,6 +152,7 @@ class Phase:
     server_optimizer: OptimizerCallable | None = None
     aggregation: Aggregation | None = None
     secure_aggregation: SecureAggregation | bool = False
+    sample_privacy: DPSGD | None = None
     select: Select | None = None
     evaluate: Evaluate | bool = True
     ckpt_path: str | None = None
@@ -158,10 +162,12 @@ class Phase:
         kinds = {"train": (Train, "a Train"), "select": (Select | None, "a Select or None")}
         kinds |= {"evaluate": (Evaluate | bool, "an Evaluate, True or False")}
         kinds |= {"secure_aggregation": (SecureAggregation | bool, "a SecureAggregation, True or False")}
+        kinds |= {"sample_privacy": (DPSGD | None, "a DPSGD or None")}
         for name, (kind, allowed) in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise InvalidArgumentError(str(self), name, getattr(self, name), allowed)
-        for settings in (self, self.train, self.select, self.evaluate, self.secure_aggregation):
+        others = self.secure_aggregation, self.sample_privacy
+        for settings in (self, self.train, self.select, self.evaluate, *others):
             for each in [] if settings is None or isinstance(settings, bool) else fields(settings):
                 setattr(settings, each.name, plain(getattr(settings, each.name)))
         trainer = self.train.trainer

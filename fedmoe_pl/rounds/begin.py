@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, begin_client, client_of, trains_by_loss
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import check_states, joined, only
-from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
+from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of, outputs_of
@@ -127,8 +127,11 @@ def begin_phase(
     client_states = state.clients
     if result.clients:  # a ChainMap, because one dict of both could be too large; it is only read
         client_states = ChainMap(result.clients, state.clients)  # pyright: ignore[reportArgumentType]
-    counted = {**state.counted_rounds, **result.counted_rounds}
-    return replace(result, initial=state.initial, clients=client_states, counted_rounds=counted)
+    counted = {
+        "counted_rounds": {**state.counted_rounds, **result.counted_rounds},
+        "counted_steps": {**state.counted_steps, **result.counted_steps},
+    }
+    return replace(result, initial=state.initial, clients=client_states, **counted)
 
 
 def first_clients(
@@ -171,10 +174,15 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseS
 def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseState:
     """The state with what the result cost; a federated one is not private if nothing is known of its rounds."""
     unknown = {phase.name: [[*NOT_PRIVATE, 1]]} if phase.algorithm.federated else {}
-    rounds = saved.counted_rounds or unknown
+    unknown_steps = {phase.name: {EVERYONE: [[*NOT_PRIVATE, 1]]}} if phase.algorithm.federated else {}
+    rounds, steps = saved.counted_rounds or unknown, saved.counted_steps or unknown_steps
     # phases of other runs may have the names of this run's
-    counted = {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in rounds.items()}
-    return replace(state, counted_rounds=counted, epsilon=saved.epsilon, delta=saved.delta)
+    counted = {
+        "counted_rounds": {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in rounds.items()},
+        "counted_steps": {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in steps.items()},
+    }
+    of_samples = {"sample_epsilon": saved.sample_epsilon, "sample_delta": saved.sample_delta}
+    return replace(state, **counted, epsilon=saved.epsilon, delta=saved.delta, **of_samples)
 
 
 def check_moments(phase: Phase, result: PhaseState) -> None:
@@ -258,8 +266,11 @@ def _from_start(
             copied = {}
         client_states.append(only(state.clients, copied | private))
     aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
-    counted = {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()}
-    return PhaseState(initial, server, joined(client_states), aggregation=aggregation, counted_rounds=counted)
+    counted = {
+        "counted_rounds": {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()},
+        "counted_steps": {name: steps for _, state in before for name, steps in state.counted_steps.items()},
+    }
+    return PhaseState(initial, server, joined(client_states), aggregation=aggregation, **counted)
 
 
 def _same_gate(tree: Tree, other: Tree) -> bool:

@@ -34,6 +34,7 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients, freeze_shared, share_memory
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.sample_privacy import count_steps, log_sample_epsilon, update_sample_epsilon
 from fedmoe_pl.rounds.train import Trained, announce_round, draw_cohort, train_round
 from fedmoe_pl.seeds import generator_of
 from fedmoe_pl.trees import Tree, of_module
@@ -55,6 +56,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     module = run.module(phase)
     state = run.state_of(phase, module)
     update_epsilon(phase, state)  # of a result from a checkpoint, or for another delta than before
+    update_sample_epsilon(phase, state)
     training = run.local_training(phase, module, state.initial)
     evaluations: list[Evaluation] = []
     plan: Plan | None = None
@@ -84,6 +86,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     run.save(finished=phase.name)
     run.store.remove_rest(phase.name, state.clients)
     log_epsilon(phase, state)
+    log_sample_epsilon(run, phase, state, training)
 
 
 def run_round(
@@ -96,6 +99,7 @@ def run_round(
     log = TransferLog(run.records_transfers)
     trained = train_round(run, phase, plan, counter, log, cohort)
     state.round, state.clients = round + 1, trained.client_states
+    count_steps(phase, state, plan.training, trained.asked)
     if state.server_learns:
         _update_server(run, phase, plan.training, trained)
         final = algorithm.server_final(state.server, is_last=state.round == phase.rounds)

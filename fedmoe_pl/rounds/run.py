@@ -98,6 +98,7 @@ class Run:
         writer: writes the checkpoints, from the first one on.
         failures: what happens when clients fail.
         metrics: what is evaluated beside accuracy, by name.
+        noise_multipliers: by phase and client, where noise follows from a target (``sample_privacy.set_noise``).
         evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
         only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
     """
@@ -128,6 +129,7 @@ class Run:
     evaluation_cohort_size: int | None = None
     failures: ClientFailures = field(default_factory=ClientFailures)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
     evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
     only_client: int | None = None
 
@@ -289,6 +291,8 @@ class Run:
             keep_optimizer=phase.train.keep_optimizer,
             aggregation=phase.aggregation if server_learns else None,
             secure_aggregation=secure,
+            sample_privacy=phase.sample_privacy,
+            noise_multipliers=self.noise_multipliers.get(phase.name, {}),
             keep_trained=phase.aggregates and phase.evaluate and "local_training" in phase.evaluation_points,
             record_transfers=self.records_transfers,
             device=self.devices[0],

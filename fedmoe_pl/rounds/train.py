@@ -36,6 +36,8 @@ class Trained:
     """Those that failed or dropped out."""
     client_states: Mapping[int, Tree]
     """What all clients keep now."""
+    asked: set[int]
+    """Those that began to train, also in tries whose result was discarded."""
 
 
 def train_round(
@@ -49,12 +51,14 @@ def train_round(
     """Trains the clients of the round; tries again if too few answer. What each try sends and computes counts."""
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
+    asked: set[int] = set()
     poisson = aggregation is not None and aggregation.poisson_sampling
     needed, why = failures.needed(aggregation, plan.training.secure_aggregation)
     while True:
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
         dropped = _dropped(run, phase, drawn, attempt)
         clients = [client for client in drawn if client not in dropped]
+        asked.update(clients)
         tried, added = TransferLog(log.active), _added(state, plan)
         down = _count_costs(phase, state, plan, clients, added, counter, tried)
         combined, written, failed = _train_clients(run, phase, plan, clients, added, tried)
@@ -65,7 +69,7 @@ def train_round(
         expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
         if len(answered) >= min(needed, len(expected)):
             client_states = run.store.updated(phase.name, state.clients, written)
-            return Trained(combined, answered, [*dropped, *failed], client_states)
+            return Trained(combined, answered, [*dropped, *failed], client_states, asked)
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
         if attempt == RETRIES:

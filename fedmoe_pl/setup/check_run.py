@@ -88,6 +88,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         _check_cohort(run, phase, cohort)
         check_aggregation(phase, module, cohort, run.phases_before(phase))
         _check_secure_aggregation(run, phase, module, cohort)
+        check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
         _check_early_stopping(phase, trainer, run.datamodule)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
@@ -207,13 +208,15 @@ def check_phase(
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:
     """Refuses modules that an algorithm with its own loss cannot train, or whose hooks it would skip."""
-    if not overrides(phase.algorithm, "client_loss"):
+    if not overrides(phase.algorithm, "client_loss") and phase.sample_privacy is None:
         return
     because, hooks, name = "", overridden_hooks(module), type(module).__name__
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
         because = f"it needs {name}'s method loss(batch) -> (loss, metrics), and automatic optimization"
     elif hooks:
         because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
+    if because and phase.sample_privacy is not None:
+        raise InvalidArgumentError(str(phase), "sample_privacy", phase.sample_privacy, "left out", because)
     if because:
         raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
 
@@ -353,6 +356,58 @@ def _receives_all(algorithm: Algorithm, server: Tree, cohort: Cohort) -> bool:
     """Whether a client receives the server's shared tensors as they are."""
     sent, shared = algorithm.server_send(server, cohort.participants[0], {}), shared_by(algorithm, server)
     return all(name in sent and same_memory(sent[name], tensor) for name, tensor in shared.items())
+
+
+def check_sample_privacy(
+    phase: Phase,
+    module: LightningModule,
+    datamodule: FederatedDataModule,
+    trainer: Mapping[str, Any],
+    earlier: Sequence[Phase],
+) -> None:
+    """Refuses DP-SGD where epsilon would not hold; the backend refuses what it cannot train.
+
+    A phase that starts from one without it is refused, also if only clients kept what that one trained: all gradients
+    of a client depend on it, so that one sample more or less in the earlier phase changes each of them, and not one.
+    """
+    privacy, algorithm, name = phase.sample_privacy, phase.algorithm, type(phase.algorithm).__name__
+    if privacy is None:
+        return
+    refused, because = (str(phase), "sample_privacy", privacy, "left out"), ""
+    if not (algorithm.samples_in_loss_only and "samples_in_loss_only" in vars(type(algorithm))):
+        because = f"{name} is not known to use samples in the gradients of its loss only (samples_in_loss_only)"
+    elif has_batch_norm(module):
+        because = f"batch normalization in {type(module).__name__} mixes the samples of a batch; GroupNorm does not"
+    elif phase.monitor is not None:
+        because = "a select by clients' data is not in epsilon"
+    elif is_distributed(trainer):
+        because = "trainer.strategy divides the batches of clients"
+    if because and phase.ckpt_path is None:
+        raise InvalidArgumentError(*refused, because)
+    sizes = algorithm.opt_out.opted_in_of_all(datamodule.train_samples, 0).sizes
+    if phase.ckpt_path is None and privacy.delta * (most := int(sizes.max())) >= 1:
+        because = f"a client has {most} samples, and delta allows to publish each with this probability"
+        raise InvalidArgumentError(str(phase), "sample_privacy.delta", privacy.delta, f"below {1 / most:.3g}", because)
+    for other in earlier:
+        if other.sample_privacy is None:
+            allowed = f"given in '{other.name}', from which the phase starts, too"
+            because = "what it trained tells about clients' samples, and changes all gradients of this phase"
+            raise InvalidArgumentError(str(phase), "sample_privacy", privacy, allowed, because)
+        if privacy.target_epsilon is not None and other.ckpt_path is not None:
+            because = f"'{other.name}' takes its result from a checkpoint"
+            argument = "sample_privacy.target_epsilon"
+            raise InvalidArgumentError(
+                str(phase), argument, privacy.target_epsilon, "left out, with a noise_multiplier in its place", because
+            )
+    privacy.epsilon([[1.0, privacy.noise_multiplier or 1.0, 1]])  # needs Opacus
+
+
+def check_deployable(phases: Sequence[Phase], command: str) -> None:
+    """Refuses DP-SGD on clients' own machines, whose noise the server could compute from the run's seed."""
+    for phase in phases:
+        if phase.sample_privacy is not None:
+            because = "the noise follows from the seed, which the server knows; it is for simulations"
+            raise InvalidArgumentError(command, f"sample_privacy of {phase}", phase.sample_privacy, "left out", because)
 
 
 def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set[str]:

@@ -34,6 +34,7 @@ from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import freeze_shared, read_result, share_memory, sized
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.setup.check_run import check_run
 from fedmoe_pl.trees import Tree, copy_module, load_tree
@@ -67,6 +68,7 @@ def make_run(
         **attributes,
     )
     check_run(run, read_result)
+    set_noise(run)
     return run
 
 

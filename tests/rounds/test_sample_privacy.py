@@ -1,0 +1,228 @@
+"""Sample-level privacy of whole runs: epsilon against Opacus's accountant, targets, refusals, kills, and the log."""
+
+import math
+from importlib.util import find_spec
+
+import pytest
+from helpers import blobs, mixture
+from helpers.backends import WithBatchNorm
+from helpers.reports import csv_rows
+from helpers.runs import Kill, assert_same, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import DPSGD, Federation, Phase, Select, Train
+from fedmoe_pl.aggregation import DifferentialPrivacy
+from fedmoe_pl.aggregation.accountant import _ORDERS
+from fedmoe_pl.algorithms import (
+    Ditto,
+    FedAvg,
+    FedPAC,
+    FedProx,
+    FineTuning,
+    LabelPrior,
+    Local,
+    PFLMoE,
+)
+from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly
+
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
+SIZES = (13, 8, 11)
+
+
+def private(noise_multiplier: float | None = 2.0, delta=1e-3, **arguments):
+    return DPSGD(0.5, delta, noise_multiplier, **arguments)
+
+
+def phase(name="it", privacy=None, rounds=2, **arguments):
+    return Phase(name, FedAvg("global_expert.*"), rounds, gate=GlobalOnly(), sample_privacy=privacy, **arguments)
+
+
+def tuned(privacy=None, **arguments):
+    train = Train(max_epochs=3, batch_size=2)
+    return Phase("PFL-FT", FineTuning(), gate=LocalOnly(), sample_privacy=privacy, train=train, **arguments)
+
+
+def fit(path, phases, ckpt_path=None, allow_changes=None, model=None, **kwargs) -> Federation:
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, **kwargs.pop("trainer", {})}
+    run = federation(path, phases, trainer=trainer, **kwargs)
+    run.fit(model or mixture(), blobs(SIZES), ckpt_path=ckpt_path, allow_changes=allow_changes)
+    return run
+
+
+def by_opacus(*steps, delta=1e-3):
+    """Epsilon of kinds of steps: (noise multiplier, sampling rate, number)."""
+    from opacus.accountants import RDPAccountant
+
+    accountant = RDPAccountant()
+    accountant.history = [(noise, rate, number) for noise, rate, number in steps]
+    return accountant.get_epsilon(delta, alphas=[*_ORDERS])
+
+
+def test_epsilon_is_that_of_opacus_over_rounds_and_phases(tmp_path, caplog):
+    """Batches of 4 in two epochs of two rounds, then of 2 in three epochs of one, for 13, 8 and 11 samples."""
+    with caplog.at_level("INFO"):
+        run = fit(tmp_path, [phase(privacy=private()), tuned(private(3.0))])
+    after, later = run.run.states["it"], run.run.states["PFL-FT"]
+    of_clients = [by_opacus((2.0, 4 / n, 4 * max(round(n / 4), 1))) for n in SIZES]
+    with_later = [
+        by_opacus((2.0, 4 / n, 4 * max(round(n / 4), 1)), (3.0, 2 / n, 3 * max(round(n / 2), 1))) for n in SIZES
+    ]
+    assert after.sample_epsilon == pytest.approx(max(of_clients), rel=1e-9)
+    assert later.sample_epsilon == pytest.approx(max(with_later), rel=1e-9)
+    assert (after.sample_delta, math.isnan(after.epsilon)) == (1e-3, True)
+    rows = [(row["method"], row["sample_epsilon"], row["sample_delta"]) for row in csv_rows(run.run_dir / "rounds.csv")]
+    assert rows[-2:] == [("it", repr(after.sample_epsilon), "0.001"), ("PFL-FT", repr(later.sample_epsilon), "0.001")]
+    worst = of_clients.index(max(of_clients))
+    assert "Phase 'it': all that it trains (global_expert: shared) has (epsilon, delta)-differential" in caplog.text
+    assert (
+        f"epsilon {after.sample_epsilon:.3g} (client {worst}; mean over clients {sum(of_clients) / 3:.3g})"
+        in caplog.text
+    )
+    assert "Phase 'PFL-FT': all that it trains (local_expert: private) has" in caplog.text
+
+
+def test_a_target_gives_each_client_the_noise_that_reaches_it_with_the_phases_before(tmp_path):
+    run = fit(tmp_path, [phase(privacy=private(None, target_epsilon=2.0)), tuned(private(None, target_epsilon=5.0))])
+    it, later = (run.run.states[name] for name in ("it", "PFL-FT"))
+    for client, n in enumerate(SIZES):
+        ((rate, noise, number),) = it.counted_steps["it"][str(client)]
+        assert (rate, number) == (4 / n, 4 * max(round(n / 4), 1))
+        first = (noise, rate, number)
+        assert 1.8 < by_opacus(first) <= 2.0
+        ((rate, noise, number),) = later.counted_steps["PFL-FT"][str(client)]
+        assert 4.7 < by_opacus(first, (noise, rate, number)) <= 5.0
+    assert len({kinds[0][1] for kinds in it.counted_steps["it"].values()}) == 3
+    assert it.sample_epsilon <= 2 and later.sample_epsilon <= 5
+    with pytest.raises(
+        MisconfigurationException, match=r"target_epsilon is 2\.0, but must be higher, because client 0"
+    ):
+        fit(tmp_path, [phase(privacy=private()), tuned(private(None, target_epsilon=2.0))])
+
+
+def test_clients_pay_for_the_rounds_that_they_are_asked_to_train_in(tmp_path):
+    run = fit(tmp_path, [phase(privacy=private(), rounds=4, clients_per_round=1)])
+    counted = run.run.states["it"].counted_steps["it"]
+    per_round = {str(client): 2 * max(round(n / 4), 1) for client, n in enumerate(SIZES)}
+    assert sum(steps // per_round[client] for client, ((_, _, steps),) in counted.items()) == 4
+
+
+def test_a_run_that_was_killed_has_the_same_bits_and_the_same_epsilon(tmp_path):
+    def phases():
+        return [phase(privacy=private(), rounds=3), tuned(private(None, target_epsilon=9.0))]
+
+    alone = fit(tmp_path / "alone", phases())
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, phases(), callbacks=[Kill("on_round_end", 2)])
+    resumed = fit(tmp_path, phases(), "last")
+    assert_same(resumed.run.states, alone.run.states)
+    assert (resumed.run_dir / "rounds.csv").read_bytes() == (alone.run_dir / "rounds.csv").read_bytes()
+
+
+def test_noise_1000_destroys_what_training_learns(tmp_path):
+    accuracy = {}
+    for noise in (None, 0.0, 1000.0):
+        privacy = None if noise is None else private(noise)
+        phases = [phase(privacy=privacy, rounds=20)]
+        run = fit(tmp_path, phases, enable_checkpointing=False, evaluate_every_n_rounds=0)
+        accuracy[noise] = run.run.results["it"].spread("global_test").mean
+    assert accuracy[None] > 0.8 and accuracy[0.0] > 0.8, accuracy
+    assert accuracy[1000.0] < 0.6, accuracy
+
+
+def test_rounds_without_privacy_before_or_after_private_ones_make_epsilon_infinite(tmp_path):
+    for name, first, second in (("after", private(), None), ("before", None, private())):
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path / name, [phase(privacy=first)], callbacks=[Kill("on_round_end", 1)])
+        run = fit(tmp_path / name, [phase(privacy=second)], "last", ["phases"])
+        assert run.run.states["it"].sample_epsilon == math.inf
+
+
+def test_a_result_from_a_checkpoint_costs_what_its_run_cost(tmp_path):
+    first = fit(tmp_path / "first", [phase(privacy=private())])
+    path = str(first.run_dir / "checkpoints/last.ckpt")
+    run = fit(tmp_path, [phase(privacy=private(), ckpt_path=path), phase("next", private(), start="it")])
+    assert run.run.states["it"].sample_epsilon == first.run.states["it"].sample_epsilon
+    more = by_opacus(*[(2.0, 4 / 11, 4 * 3 * 2)])
+    assert run.run.states["next"].sample_epsilon >= more * (1 - 1e-9)
+    fit(tmp_path / "open", [phase()])
+    path = str(tmp_path / "open/federation/version_0/checkpoints/last.ckpt")
+    run = fit(tmp_path, [phase(privacy=private(), ckpt_path=path)])
+    assert run.run.states["it"].sample_epsilon == math.inf
+
+
+def test_private_parts_may_be_trained_without_protection_after_what_is_shared(tmp_path, caplog):
+    """The server has seen nothing else: what the first phase sent has the bits of a run without the second one."""
+    alone = fit(tmp_path / "alone", [phase(privacy=private())])
+    mixed = Phase("PFL-MF", PFLMoE(0), gate=LinearGate(5), start={"global_expert": "it", "local_expert": "PFL-FT"})
+    with caplog.at_level("INFO"):
+        run = fit(tmp_path, [phase(privacy=private()), tuned(), mixed])
+    assert_same(run.run.states["it"].server, alone.run.states["it"].server)
+    assert run.run.states["it"].sample_epsilon == alone.run.states["it"].sample_epsilon
+    assert math.isnan(run.run.states["PFL-FT"].sample_epsilon)
+    for name, parts in {"PFL-FT": "local_expert: private", "PFL-MF": "gate: private"}.items():
+        assert f"Phase '{name}': what it trains ({parts}) is not protected by differential privacy" in caplog.text
+
+
+def test_both_kinds_of_privacy_can_be_had_together(tmp_path):
+    run = fit(tmp_path, [phase(privacy=private(), aggregation=DifferentialPrivacy(2.0, 0.5, 1e-3))])
+    state = run.run.states["it"]
+    assert 0 < state.epsilon < math.inf and 0 < state.sample_epsilon < math.inf
+
+
+REFUSED = {
+    "batch normalization": ({}, {"model": mixture(expert=WithBatchNorm())}, "batch normalization in PersonalizedMoE"),
+    "FedProx": ({"algorithm": FedProx(shared="global_expert.*")}, {}, "FedProx is not known to use samples in the"),
+    "Ditto": ({"algorithm": Ditto(), "gate": LocalOnly()}, {}, "Ditto is not known"),
+    "FedPAC": ({"algorithm": FedPAC()}, {}, "FedPAC is not known"),
+    "a subclass": ({"algorithm": type("Own", (FedAvg,), {})("global_expert.*")}, {}, "Own is not known"),
+    "select": ({"select": Select("global_test")}, {}, "a select by clients' data is not in epsilon"),
+    "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is set"),
+    "delta": ({"sample_privacy": private(delta=0.1)}, {}, "sample_privacy.delta is 0.1, but must be below 0.0769"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_epsilon_would_not_hold_for_is_refused(what, tmp_path):
+    arguments, others, because = REFUSED[what]
+    defaults = {"algorithm": FedAvg("global_expert.*"), "gate": GlobalOnly(), "sample_privacy": private()}
+    refused = Phase("it", **{**defaults, **arguments})
+    with pytest.raises(MisconfigurationException, match=f"Phase 'it': .*{because}"):
+        fit(tmp_path, [refused], **others)
+
+
+def test_a_phase_that_starts_from_one_without_protection_is_refused(tmp_path):
+    """Also where only clients kept what that one trained: it changes the gradients of all samples."""
+    because = "must be given in '{}', from which the phase starts, too, because what it trained tells"
+    with pytest.raises(MisconfigurationException, match=because.format("it")):
+        fit(tmp_path, [phase(), tuned(private())])
+    own = Phase("own", Local("local_expert.*"), gate=LocalOnly())
+    both = Phase("both", FedAvg("global_expert.*"), gate=EqualWeights(), start="own", sample_privacy=private())
+    with pytest.raises(MisconfigurationException, match=because.format("own")):
+        fit(tmp_path, [own, both])
+    prior = Phase("prior", LabelPrior(), gate=GlobalOnly())
+    over_prior = Phase("again", Local("global_expert.*"), gate=GlobalOnly(), start="prior", sample_privacy=private())
+    with pytest.raises(MisconfigurationException, match=because.format("prior")):
+        fit(tmp_path, [phase(privacy=private()), prior, over_prior])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "because"),
+    [
+        ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
+        ({}, "noise_multiplier is None, but must be given, or target_epsilon in its place"),
+        ({"noise_multiplier": 1.0, "target_epsilon": 1.0}, "noise_multiplier is 1.0, but must be given, or"),
+        ({"target_epsilon": 0.0}, "target_epsilon is 0.0"),
+        ({"noise_multiplier": 1.0, "max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        ({"noise_multiplier": 1.0, "delta": 1.0}, "delta is 1.0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, because):
+    with pytest.raises(MisconfigurationException, match=because):
+        DPSGD(**{"max_grad_norm": 1.0, "delta": 1e-3, **arguments})
+
+
+@pytest.mark.parametrize("command", ["serve", "join"])
+def test_own_machines_are_refused_because_the_server_knows_the_seed(command, tmp_path):
+    run = federation(tmp_path, [phase(privacy=private())])
+    with pytest.raises(MisconfigurationException, match=f"{command}: sample_privacy of Phase 'it' is"):
+        getattr(run, command)(mixture(), blobs(SIZES), 0)
