@@ -1,12 +1,14 @@
 """What a deployed round costs beside a simulated one: bytes between the machines, and seconds.
 
     python benchmarks/deployment.py --clients 2 --rounds 5
+    python benchmarks/deployment.py --clients 5 --rounds 5 --secure
 
 It runs FedAvg with the quickstart's model on digits, every round with its evaluation: deployed over Flower, with the
 server in one network namespace and all clients in another, and simulated with as many processes as there are clients.
 The kernel counts the bytes on the only link between the two namespaces, in both directions, with the headers of
-Ethernet, IP and TCP; the ledger counts the tensors that clients and server send each other. There is no TLS. Needs
-Linux, `unshare` and `ip`, and an environment with the extra `flower`.
+Ethernet, IP and TCP; the ledger counts the tensors that clients and server send each other. There is no TLS. With
+``--secure``, updates are masked, so that the server learns only their sum. Needs Linux, `unshare` and `ip`, and an
+environment with the extra `flower`.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ federation:
       algorithm: {{class_path: FedAvg, init_args: {{shared: global_expert.*}}}}
       gate: GlobalOnly
       rounds: {rounds}
+      secure_aggregation: {secure}
 """
 
 
@@ -71,9 +74,9 @@ def bytes_on_link() -> int:
     return 0
 
 
-def write_inputs(folder: Path, clients: int, rounds: int) -> None:
+def write_inputs(folder: Path, clients: int, rounds: int, secure: bool) -> None:
     """Writes the configuration, everybody's samples, and each client's own."""
-    (folder / "run.yaml").write_text(CONFIG.format(rounds=rounds))
+    (folder / "run.yaml").write_text(CONFIG.format(rounds=rounds, secure=str(secure).lower()))
     x, y = load_digits(return_X_y=True)
     x, y = (x.reshape(-1, 1, 8, 8) / 16).astype(np.float32), y.astype(np.int64)
     test, x, y = {"x_test": x[:297], "y_test": y[:297]}, x[297:], y[297:]
@@ -140,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--secure", action="store_true", help="with secure aggregation")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:
@@ -147,7 +151,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder, arguments.clients, arguments.rounds)
+        write_inputs(folder, arguments.clients, arguments.rounds, arguments.secure)
         inside = ["unshare", "-rn", sys.executable, __file__, "--clients", str(arguments.clients), "--folder", name]
         if subprocess.run(inside).returncode:
             raise SystemExit("the run failed, see above")

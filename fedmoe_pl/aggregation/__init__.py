@@ -19,7 +19,7 @@ from fedmoe_pl.aggregation.robust_rules import (
     NearestNeighborMixing,
     TrimmedMean,
 )
-from fedmoe_pl.aggregation.secure import OutOfRangeError, SecureAggregation
+from fedmoe_pl.aggregation.secure import SecureAggregation
 
 __all__ = [
     "ALittleIsEnough",
@@ -35,7 +35,6 @@ __all__ = [
     "InnerProductManipulation",
     "MultiKrum",
     "NearestNeighborMixing",
-    "OutOfRangeError",
     "RobustAggregation",
     "SecureAggregation",
     "TrimmedMean",

@@ -16,7 +16,7 @@ import cloudpickle
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.aggregation import OutOfRangeError
+from fedmoe_pl.aggregation.secure import OutOfRangeError
 from fedmoe_pl.trees import Tree
 
 Result = TypeVar("Result")

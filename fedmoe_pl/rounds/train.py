@@ -53,7 +53,8 @@ def train_round(
     aggregation = plan.training.aggregation
     asked: set[int] = set()
     poisson = aggregation is not None and aggregation.poisson_sampling
-    needed, why = failures.needed(aggregation, plan.training.secure_aggregation)
+    secure = plan.training.secure_aggregation
+    needed, why = failures.needed(aggregation, secure)
     while True:
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
         dropped = _dropped(run, phase, drawn, attempt)
@@ -67,7 +68,7 @@ def train_round(
         failures.report(phase, state.round + 1, failed)
         answered = [client for client in clients if client not in failed]
         expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
-        if len(answered) >= min(needed, len(expected)):
+        if len(answered) >= (needed if secure else min(needed, len(expected))):
             client_states = run.store.updated(phase.name, state.clients, written)
             return Trained(combined, answered, [*dropped, *failed], client_states, asked)
         run.progress.end_round()

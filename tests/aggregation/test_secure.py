@@ -17,7 +17,8 @@ from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess
 
 from fedmoe_pl import ClientFailures, Federation, Phase, Update
-from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, OutOfRangeError, SecureAggregation
+from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, SecureAggregation
+from fedmoe_pl.aggregation.secure import OutOfRangeError
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedPAC, Local, Scaffold
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger

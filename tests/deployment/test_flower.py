@@ -16,7 +16,9 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from fedmoe_pl.aggregation import SecureAggregation
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federation
+from fedmoe_pl.cli import main
 from fedmoe_pl.deployment.connection import free_port
 from fedmoe_pl.deployment.own_files import read_own
 
@@ -88,9 +90,9 @@ class Deployment:
             assert time.monotonic() < end, self.log("server")
             time.sleep(0.3)
 
-    def rows(self) -> list[dict]:
+    def rows(self, name: str = "killed") -> list[dict]:
         """A row for each round that is in the server's checkpoint."""
-        path = self.folder / "runs/killed/version_0" / ROWS
+        path = self.folder / "runs" / name / "version_0" / ROWS
         lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -195,3 +197,65 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     deployed.wait_until(lambda: any(int(path.stem.split("_")[1]) >= away for path in deployed.folder.glob(kept)))
     rounds = [row["round"] for row in deployed.rows()]
     assert rounds == [*range(1, len(rounds) + 1)], "no round is lost or repeated"
+
+
+def pieces_of(tensors) -> list[bytes]:
+    """Parts of tensors' bytes that stand nowhere by accident; whoever stores a tensor may divide it."""
+    contents = (tensor.numpy().tobytes() for tensor in tensors)
+    pieces = (content[i : i + 64] for content in contents for i in range(0, len(content) - 63, 512))
+    return [piece for piece in pieces if len({*piece}) > 24]
+
+
+def memory_of(process: int):
+    """What the process has written into its memory, part by part."""
+    with open(f"/proc/{process}/maps") as maps, open(f"/proc/{process}/mem", "rb") as memory:
+        for line in maps:
+            (start, end), (rights, *_) = (int(each, 16) for each in line.split()[0].split("-")), line.split()[1:]
+            if rights.startswith("rw") and "[v" not in line:
+                memory.seek(start)
+                try:
+                    yield memory.read(end - start)
+                except OSError:  # it was given back meanwhile
+                    continue
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads another process's memory")
+def test_with_secure_aggregation_five_clients_end_with_the_bits_of_a_simulation_and_the_server_sees_no_update(
+    deployment, monkeypatch
+):
+    deployed, encode, secret = deployment(5, HERE / "secure.yaml"), SecureAggregation.encoded, []
+
+    def note(self, update, start, num_clients):
+        encoded = encode(self, update, start, num_clients)
+        known, plain = {*pieces_of(start.values())}, pieces_of(update.sent.values())
+        secret.append((pieces_of(encoded.sent.values()), [piece for piece in plain if piece not in known]))
+        return encoded
+
+    monkeypatch.setattr(SecureAggregation, "encoded", note)
+    monkeypatch.chdir(deployed.folder)
+    own = ["--federation.default_root_dir", "simulation", "--trainer.devices", "1"]
+    monkeypatch.setattr(sys, "argv", ["fedmoe", "fit", "--config", str(deployed.config), *own])
+    main()
+    assert len(secret) == 5 * 3 + 4 * 2 and all(len(pieces) > 10 for of_client in secret for pieces in of_client)
+
+    server = deployed.serve()
+    joined = [deployed.join(client) for client in range(5)]
+    found, looks = [], 0
+    while server.poll() is None:
+        rounds = len(deployed.rows("secure"))
+        if looks < rounds <= 3:
+            looks, known = rounds, pieces_of(deployed.states("runs")["FedAvg"].server.values())
+            parts = [*memory_of(server.pid), *(path.read_bytes() for path in deployed.folder.glob("runs/flower/*.db*"))]
+            sought = [piece for of_client in secret[5 * (rounds - 1) :][:5] for each in of_client for piece in each[:2]]
+            found += [piece for piece in sought if any(piece in part for part in parts)]
+            assert any(piece in part for piece in known[:4] for part in parts), "it looks where tensors are"
+        time.sleep(0.2)
+    assert server.wait() == 0, deployed.log("server")
+    assert [process.wait(timeout=WITHIN) for process in joined] == [0] * 5
+    assert looks >= 2 and not found
+    files = [path.read_bytes() for path in deployed.folder.glob("runs/**/*") if path.is_file()]
+    sought = [piece for of_client in secret for each in of_client for piece in each]
+    assert not [piece for piece in sought if any(piece in content for content in files)]
+    there, simulated = deployed.states("runs"), deployed.states("simulation")
+    for phase in simulated:
+        torch.testing.assert_close(there[phase].server, simulated[phase].server, rtol=0, atol=0)

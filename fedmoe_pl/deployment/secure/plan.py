@@ -17,7 +17,15 @@ from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
 from fedmoe_pl.deployment.remote_clients import AtClient
 from fedmoe_pl.deployment.secure.client import COMMITMENT, KEYS, SHARES, as_rows, context_of, keys_in, rows_of
-from fedmoe_pl.deployment.secure.protocol import ENCRYPTED, KEY, SHARE, MaskingError, PublicKeys, ServerHalf
+from fedmoe_pl.deployment.secure.protocol import (
+    ENCRYPTED,
+    KEY,
+    SHARE,
+    MaskingError,
+    PublicKeys,
+    ServerHalf,
+    TooFewError,
+)
 from fedmoe_pl.trees import Tree
 
 Found = TypeVar("Found")
@@ -39,6 +47,9 @@ class MaskedPlan(ClientsPlan):
         failed = dict[int, Failure]()
         try:
             update, keeps = self._sum(answers, failed, round)
+        except TooFewError:
+            yield GroupUpdate(None, {}, Traffic(), failed=failed)
+            return
         except MaskingError as error:
             reason = Failure(f"the sum of updates is not unmasked: {error}")
             yield GroupUpdate(None, {}, Traffic(), failed={client: failed.get(client, reason) for client in answers})
@@ -70,7 +81,11 @@ class MaskedPlan(ClientsPlan):
         survivors = half.add(_same_layout(_found(answers, partial(self._masked, weights), failed), failed))
 
         answers = self._step("unmask", {client: {} for client in survivors}, survivors, round)
-        sent = half.unmasked(_found(answers, partial(_given, [*shares]), {}))
+        late = dict[int, Failure]()
+        given = _found(answers, partial(_given, [*shares]), late)
+        if len(given) < secure.threshold:  # otherwise, the updates of those that are gone now count, too
+            failed |= late
+        sent = half.unmasked(given)
         keeps: dict[int, Tree] = {client: AtClient(trained[client][2]) for client in survivors}
         return Update(sent, sum(weights[client] for client in survivors)), keeps
 

@@ -54,6 +54,10 @@ class MaskingError(BadMessageError):
     """What another party has sent does not fit the protocol; nobody unmasks anything."""
 
 
+class TooFewError(MaskingError):
+    """Fewer clients than the threshold are left in a round."""
+
+
 class PublicKeys(NamedTuple):
     """A client's public keys of one round: one encrypts the shares that it gets, from the other follow its masks."""
 
@@ -117,6 +121,11 @@ def _add_pair_mask(tensors: Tree, client: int, other: int, key: bytes, sign: int
     _add_mask(tensors, key, sign if client < other else -sign)
 
 
+def _check_enough(clients: Iterable[int], threshold: int) -> None:
+    if (left := len({*clients})) < threshold:
+        raise TooFewError(f"{left} clients are left, but secure aggregation needs {threshold}")
+
+
 def _ids(clients: Iterable[int]) -> str:
     numbers = [*map(str, sorted(clients))]
     return f"client {numbers[0]}" if len(numbers) == 1 else f"clients {', '.join(numbers)}"
@@ -152,7 +161,7 @@ class ClientHalf:
         self._take_step(1)
         if keys.get(self.client) != self.keys:
             raise MaskingError("its own public keys are not those that it has sent")
-        self._check_enough(keys)
+        _check_enough(keys, self.threshold)
         if len({key for each in keys.values() for key in each}) < 2 * len(keys):
             raise MaskingError("two clients have the same public key")
         self._others = {client: each for client, each in keys.items() if client != self.client}
@@ -175,7 +184,7 @@ class ClientHalf:
         self._take_step(2)
         if strangers := encrypted.keys() - self._others.keys():
             raise MaskingError(f"{_ids(strangers)} took no part in the step before")
-        self._check_enough([*encrypted, self.client])
+        _check_enough([*encrypted, self.client], self.threshold)
         for other, content in encrypted.items():
             try:
                 shares = self._cipher(other, self.client).decrypt(bytes(12), content, None)
@@ -201,7 +210,7 @@ class ClientHalf:
             raise MaskingError(f"{_ids(strangers)} took no part in the step before")
         if self.client not in survivors:
             raise MaskingError("it has sent its tensors, but is not among the survivors")
-        self._check_enough(survivors)
+        _check_enough(survivors, self.threshold)
         shares, self._shares = self._shares, {}
         return {client: both[client not in survivors] for client, both in shares.items()}
 
@@ -209,10 +218,6 @@ class ClientHalf:
         if step != self._step + 1:
             raise MaskingError("each step of a round is taken once, and in order")
         self._step = step
-
-    def _check_enough(self, clients: Collection[int]) -> None:
-        if len({*clients}) < self.threshold:
-            raise MaskingError(f"{len({*clients})} clients are left, but secure aggregation needs {self.threshold}")
 
     def _cipher(self, sender: int, receiver: int) -> AESGCM:
         """Encrypts one message, so that the nonce may be 0: both directions have different keys, and so has a round."""
@@ -239,13 +244,13 @@ class ServerHalf:
 
     def keys(self, keys: Mapping[int, PublicKeys]) -> dict[int, PublicKeys]:
         """What each client gets, from the keys that clients have sent."""
-        self._check_enough(keys)
+        _check_enough(keys, self.threshold)
         self._keys = dict(sorted(keys.items()))
         return self._keys
 
     def shares(self, shares: Mapping[int, tuple[Mapping[int, bytes], bytes]]) -> dict[int, dict[int, bytes]]:
         """The encrypted shares for each client, by sender, from those that each has sent, and its commitment."""
-        self._check_enough(shares)
+        _check_enough(shares, self.threshold)
         self._commitments = {client: commitment for client, (_, commitment) in sorted(shares.items())}
         return {
             client: {sender: shares[sender][0][client] for sender in self._commitments if sender != client}
@@ -254,7 +259,7 @@ class ServerHalf:
 
     def add(self, masked: Mapping[int, Tree]) -> list[int]:
         """Adds masked tensors; returns the survivors, about whom clients are asked next."""
-        self._check_enough(masked)
+        _check_enough(masked, self.threshold)
         self._survivors = sorted(masked)
         for client in self._survivors:
             tree = masked[client]
@@ -263,7 +268,7 @@ class ServerHalf:
 
     def unmasked(self, shares: Mapping[int, Mapping[int, bytes]]) -> Tree:
         """The sum of the survivors' tensors, from the shares that each client has given for every client."""
-        self._check_enough(shares)
+        _check_enough(shares, self.threshold)
         total, chosen = {name: tensor.clone() for name, tensor in self._sum.items()}, sorted(shares)[: self.threshold]
         for client in self._commitments:
             secret = joined({giver: shares[giver][client] for giver in chosen})
@@ -279,7 +284,3 @@ class ServerHalf:
                 key = agreed(private, self._keys[other].mask, "mask", self.context, *sorted((client, other)))
                 _add_pair_mask(total, client, other, key)  # the half that has not come
         return total
-
-    def _check_enough(self, clients: Collection[int]) -> None:
-        if len(clients) < self.threshold:
-            raise MaskingError(f"{len(clients)} clients are left, but secure aggregation needs {self.threshold}")
