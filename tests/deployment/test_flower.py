@@ -236,23 +236,23 @@ def test_with_secure_aggregation_five_clients_end_with_the_bits_of_a_simulation_
     own = ["--federation.default_root_dir", "simulation", "--trainer.devices", "1"]
     monkeypatch.setattr(sys, "argv", ["fedmoe", "fit", "--config", str(deployed.config), *own])
     main()
-    assert len(secret) == 5 * 3 + 4 * 2 and all(len(pieces) > 10 for of_client in secret for pieces in of_client)
+    assert len(secret) == 5 * 2 + 4 and all(len(pieces) > 10 for of_client in secret for pieces in of_client)
 
     server = deployed.serve()
     joined = [deployed.join(client) for client in range(5)]
     found, looks = [], 0
     while server.poll() is None:
-        rounds = len(deployed.rows("secure"))
-        if looks < rounds <= 3:
-            looks, known = rounds, pieces_of(deployed.states("runs")["FedAvg"].server.values())
+        state = deployed.states("runs").get("FedAvg") if deployed.rows("secure") else None
+        if state is not None and looks < state.round:
+            looks, known = state.round, pieces_of(state.server.values())
             parts = [*memory_of(server.pid), *(path.read_bytes() for path in deployed.folder.glob("runs/flower/*.db*"))]
-            sought = [piece for of_client in secret[5 * (rounds - 1) :][:5] for each in of_client for piece in each[:2]]
+            sought = [piece for of_client in secret[5 * (looks - 1) :][:5] for each in of_client for piece in each[:2]]
             found += [piece for piece in sought if any(piece in part for part in parts)]
             assert any(piece in part for piece in known[:4] for part in parts), "it looks where tensors are"
         time.sleep(0.2)
     assert server.wait() == 0, deployed.log("server")
     assert [process.wait(timeout=WITHIN) for process in joined] == [0] * 5
-    assert looks >= 2 and not found
+    assert looks and not found
     files = [path.read_bytes() for path in deployed.folder.glob("runs/**/*") if path.is_file()]
     sought = [piece for of_client in secret for each in of_client for piece in each]
     assert not [piece for piece in sought if any(piece in content for content in files)]
