@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 Module = TypeVar("Module", bound=nn.Module)
 _BORROWED = "_fedmoe_pl_borrowed"  # of a parameter
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
+_MOST_DEAD = 2**28  # bytes; a collection takes about a tenth of a second
 
 
 def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor], weight_b: float) -> Tree:
@@ -214,6 +218,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
         module: the module.
         borrowed: names of parameters that the copy is going to read only; they share the module's memory.
     """
+    _copies.free_dead_ones()
     known = dict[int, object]()
     for name, parameter in module.named_parameters() if borrowed else ():
         if name in borrowed and type(parameter) is nn.Parameter:
@@ -226,7 +231,27 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
                     known[id(value)] = value
             elif type(value) is OrderedDict and not value:  # a dozen of hooks in every part; copying them takes long
                 known[id(value)] = OrderedDict()
-    return copy.deepcopy(module, known)
+    copied = copy.deepcopy(module, known)
+    own = [parameter for name, parameter in copied.named_parameters() if name not in borrowed]
+    _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
+    return copied
+
+
+class _Copies:
+    """Frees copies whose parts refer to each other before they fill the memory: Python counts objects, not bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = WeakKeyDictionary[nn.Module, int]()
+        self.in_use = 0  # bytes after the last collection
+
+    def free_dead_ones(self) -> None:
+        """Collects if more memory than is worth a collection may be dead."""
+        if sum(self.bytes.values()) > self.in_use + _MOST_DEAD:
+            gc.collect()
+            self.in_use = sum(self.bytes.values())
+
+
+_copies = _Copies()  # of this process
 
 
 def is_borrowed(parameter: Tensor) -> bool:

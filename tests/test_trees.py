@@ -1,5 +1,8 @@
 """Means of trees, sums over them, parts of them, loading, what changed, and patterns."""
 
+import gc
+from weakref import WeakSet
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from fedmoe_pl import trees
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Update
@@ -134,6 +138,20 @@ def test_a_copied_module_has_hooks_of_its_own_and_those_of_the_original():
     module(torch.ones(1, 2))
     copied(torch.ones(1, 2))
     assert calls == ["both", "both", "copy"]
+
+
+def test_dead_copies_whose_parts_refer_to_each_other_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(trees, "_MOST_DEAD", 3000)
+    module = nn.Linear(10, 25)  # 1100 bytes
+    module.owner = [module]
+    dead = WeakSet[nn.Module]()
+    gc.disable()
+    try:
+        for _ in range(20):
+            dead.add(copy_module(module))
+            assert len(dead) <= 4
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

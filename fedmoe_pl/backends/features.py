@@ -178,11 +178,11 @@ class _Tracing:
                     known.append(output)
                     calls.append(name)
 
+        frozen = {name: self.module.get_submodule(name) for name in self.training.frozen_in_use}
+        # a base whose layers have adapters computes more; found before there are hooks of this method
+        parts = {name: part for name, part in frozen.items() if not computes_more(part)}
         with ExitStack() as hooks:
-            for name in self.training.frozen_in_use:
-                part = self.module.get_submodule(name)
-                if computes_more(part):  # such as a base whose layers have adapters
-                    continue
+            for name, part in parts.items():
                 hooks.enter_context(part.register_forward_pre_hook(partial(before, name)))
                 hooks.enter_context(part.register_forward_hook(partial(after, name)))
             self._loss(x, y)
