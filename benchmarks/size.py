@@ -2,7 +2,6 @@
 
     python benchmarks/size.py
     python benchmarks/size.py --cases adapters large --repeats 1
-    python benchmarks/size.py --cases large --devices 2
 
 * ``resnet``: ResNet-18 (11.2 million parameters), 20 clients of 20 images. FedAvg of all but the head for three
   rounds of two steps each, then fine-tuning of every client's whole model for one epoch; both are evaluated at the end.
@@ -18,24 +17,18 @@ what each client has alone; it writes nothing. Each side is a process of its own
 leave out imports and making the data. Files are those of the run's folder, beside what differs: the server's tensors,
 what each client has alone, and the frozen base once. ``distance`` is that of both sides' last global tensors,
 relative to their length; batch normalization lets rounding grow.
-
-With ``--devices``, a federation in one process takes the place of the bare loop, beside one with so many workers, which
-must end with the same bits. Seconds are then wall time and the CPU time of all processes, with what the workers' server
-imports, and memory is the largest sum of proportional set sizes (Linux), looked at ten times a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -43,7 +36,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
-from peers_processes import PeakMemory, cpu_seconds
 from plain import accuracy
 from torch import Generator, Tensor, nn
 from torchvision.models import resnet18
@@ -271,12 +263,12 @@ def phases_of(case: Case) -> list[Phase]:
     return [Phase("FedAvg", federated, rounds=ROUNDS), Phase("fine-tuning", FineTuning(), gate=LocalOnly())]
 
 
-def federated(case: Case, data: RandomSamples, folder: str, devices: int) -> Callable[[], tuple[Tensors, float]]:
+def federated(case: Case, data: RandomSamples, folder: str) -> Callable[[], tuple[Tensors, float]]:
     """Makes a federation; what it returns runs it: the global tensors, and the mean accuracy at the end."""
     model = model_of(case)
     federation = Federation(
         phases=phases_of(case),
-        trainer={"max_epochs": 1, "accelerator": "cpu", "devices": devices},
+        trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
         evaluate_every_n_rounds=0,
         logger=False,
         default_root_dir=folder,
@@ -347,28 +339,27 @@ def differing_bytes(case: Case) -> int:
     return sum(state.values()) + case.clients * (private + personal)
 
 
-def measure(name: str, side: str, out: str, devices: int) -> None:
+def measure(name: str, side: str, out: str) -> None:
     """Runs a side and prints what it took as JSON; the global tensors go into a file."""
     case, peak_before = CASES[name], 0.0
     data = RandomSamples(case)
     data.setup()
     with tempfile.TemporaryDirectory() as folder:
-        run = partial(bare, case, data) if side == "bare" else federated(case, data, folder, devices or 1)
+        run = partial(bare, case, data) if side == "bare" else federated(case, data, folder)
         reset_peak_memory()
-        peak_before, wall, begin = memory("VmRSS"), time.perf_counter(), cpu_seconds(os.getpid())
-        with PeakMemory(os.getpid()) if devices else nullcontext() as shared:
-            tensors, result = run()
-            seconds, wall = cpu_seconds(os.getpid()) - begin, time.perf_counter() - wall
-        peak = memory("VmHWM") if shared is None else shared.mebibytes
+        peak_before, begin = memory("VmRSS"), time.process_time()
+        tensors, result = run()
+        seconds, peak = time.process_time() - begin, memory("VmHWM")
         files = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     torch.save({name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}, out)
-    measured = {"seconds": seconds, "wall": wall, "peak": peak, "on_top": peak - peak_before, "files": files}
-    print(json.dumps({**measured, "accuracy": result}))
+    print(
+        json.dumps({"seconds": seconds, "peak": peak, "on_top": peak - peak_before, "files": files, "accuracy": result})
+    )
 
 
-def in_process(name: str, side: str, out: Path, devices: int = 0) -> dict[str, float]:
+def in_process(name: str, side: str, out: Path) -> dict[str, float]:
     """What :func:`measure` prints in a process of its own."""
-    command = [sys.executable, __file__, "--cases", name, "--side", side, "--out", str(out), "--devices", str(devices)]
+    command = [sys.executable, __file__, "--cases", name, "--side", side, "--out", str(out)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
@@ -380,39 +371,17 @@ def distance(one: Path, other: Path) -> float:
     return (differences / sum(a[name].square().sum().item() for name in names)) ** 0.5
 
 
-def compare_workers(cases: list[str], repeats: int, devices: int, outs: tuple[Path, Path]) -> None:
-    """Measures the federation in one process and with workers, in turns."""
-    print(f"{'case':<10}{'wall s':>16}{'ratio':>7}{'CPU s':>16}{'ratio':>7}{'PSS MiB':>16}{'ratio':>7}{'distance':>10}")
-    for name in cases:
-        pairs = [
-            [in_process(name, "federation", out, number) for number, out in zip((1, devices), outs, strict=True)]
-            for _ in range(repeats)
-        ]
-        row = f"{name:<10}"
-        for key in ("wall", "seconds", "peak"):
-            one, several = (statistics.median(side[key] for side in sides) for sides in zip(*pairs, strict=True))
-            ratio = statistics.median(several[key] / one[key] for one, several in pairs)
-            row += f"{f'{one:.1f}, {several:.1f}':>16}{ratio:>7.2f}"
-        print(f"{row}{distance(*outs):>10.1e}", flush=True)
-
-
 def main() -> None:
     """Measures the cases in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--devices", type=int, default=0, help="compares so many workers with one process")
     parser.add_argument("--side", choices=["bare", "federation"], help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     restart_with_environment()
     if options.side:
-        measure(options.cases[0], options.side, options.out, options.devices)
-        return
-    if options.devices:
-        with tempfile.TemporaryDirectory() as folder:
-            outs = Path(folder, "one.pt"), Path(folder, "several.pt")
-            compare_workers(options.cases, options.repeats, options.devices, outs)
+        measure(options.cases[0], options.side, options.out)
         return
     print(f"{'case':<10}{'bare':>9}{'federation':>12}{'ratio':>7}{'peak MiB':>15}{'files MiB':>18}{'distance':>10}")
     with tempfile.TemporaryDirectory() as folder:
