@@ -74,7 +74,7 @@ def bytes_on_link() -> int:
     return 0
 
 
-def write_inputs(folder: Path, clients: int, rounds: int, secure: bool) -> None:
+def write_inputs(folder: Path, clients: int, rounds: int, secure: bool = False) -> None:
     """Writes the configuration, everybody's samples, and each client's own."""
     (folder / "run.yaml").write_text(CONFIG.format(rounds=rounds, secure=str(secure).lower()))
     x, y = load_digits(return_X_y=True)

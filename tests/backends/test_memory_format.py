@@ -96,7 +96,7 @@ def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images,
             super().__init__(*args)
             begun.append((self, strides(self)))
 
-    monkeypatch.setattr(stacked_backend, "Stack", Recorded)
+    monkeypatch.setattr(stacked_backend, "make_stack", Recorded)
     train(StackedBackend(), local_training(model(), FedAvg(), images))
     ((stack, before),) = begun
     weights = [tensor for tensor in stack.stacked.values() if tensor.dim() == 5]
