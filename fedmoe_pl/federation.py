@@ -36,7 +36,7 @@ from fedmoe_pl.rounds.begin import read_result_for_new_clients
 from fedmoe_pl.rounds.fit import fit
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.check_run import check_deployable, check_phases, check_trainer
+from fedmoe_pl.setup.check_run import check_phases, check_trainer
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run, store_of
 
@@ -255,7 +255,6 @@ class Federation:
             MisconfigurationException: before anything starts, if an argument is wrong or a phase cannot be deployed;
                 before any training, if clients do not fit together.
         """
-        check_deployable(self.phases, "serve")
         return run_server(self, model, datamodule, num_clients, address, keys, insecure, ckpt_path)
 
     def join(
@@ -280,7 +279,6 @@ class Federation:
         Raises:
             MisconfigurationException: if an argument is wrong, or the server refuses the client.
         """
-        check_deployable(self.phases, "join")
         run_client(self, model, datamodule, client, address, keys, insecure)
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:

@@ -44,7 +44,7 @@ def begin_client(
     ``load_initial`` loads the phase's initial tensors into a used module, except for some that are loaded next.
     """
     algorithm = training.algorithm
-    seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
+    seed_all(derive_seed(training.private_seed, _TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
     sent = received(algorithm, server, client_id, client.state)
     client.loaded = {**training.initial, **sent}
@@ -168,7 +168,7 @@ def noise_of_client(training: LocalTraining, client: Client) -> Generator:
 def _private_generator(training: LocalTraining, client: Client, purpose: int) -> Generator:
     """Random numbers that nobody may know; two phases draw others, or a difference could tell what the noise hides."""
     phase, round = crc32(training.phase.encode()), client.rounds_before + client.round
-    return generator_of(training.seed, purpose, phase, client.id, round)
+    return generator_of(training.private_seed, purpose, phase, client.id, round)
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:

@@ -71,6 +71,7 @@ class LocalTraining:
         secure_aggregation: how clients encode what they send; None if the server sees it as it is.
         sample_privacy: how single samples are protected; None if they are not.
         noise_multipliers: the noise multiplier of each client, by its id, where ``sample_privacy`` has a target.
+        secret_seed: takes the place of ``seed`` in what nobody else may know, on a client's own machine; None for none.
         record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
         devices: those of the processes that train each client together, this one's among them; empty if a client is
@@ -97,6 +98,7 @@ class LocalTraining:
     secure_aggregation: SecureAggregation | None = None
     sample_privacy: DPSGD | None = None
     noise_multipliers: Mapping[int, float] = field(default_factory=dict)
+    secret_seed: int | None = None
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: Sequence[torch.device] = ()
@@ -109,6 +111,11 @@ class LocalTraining:
     def max_epochs(self) -> int:
         """Local epochs of a client."""
         return self.trainer["max_epochs"]
+
+    @property
+    def private_seed(self) -> int:
+        """The seed of batches, noise and dropout, from which the server must not know them."""
+        return self.seed if self.secret_seed is None else self.secret_seed
 
     @property
     def in_half_precision(self) -> bool:

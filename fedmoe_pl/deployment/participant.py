@@ -40,6 +40,7 @@ from fedmoe_pl.deployment.messages import (
     problem_of_answer,
 )
 from fedmoe_pl.deployment.own_files import OwnFiles
+from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
@@ -64,6 +65,7 @@ class Participant:
     run: Run
     _plan: Plan
     _own: OwnFiles
+    _private: PrivateRounds
 
     def __init__(
         self, federation: Any, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
@@ -192,6 +194,7 @@ class Participant:
         self.run.folder = self._files
         self.run.writer = CheckpointWriter(checkpoint)
         self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}
+        self._private = PrivateRounds(self.folder, self._run_name, self.client)
         return Message("prepared")
 
     def _begin(self, message: Message) -> Message:
@@ -208,6 +211,8 @@ class Participant:
             algorithm=_receiving(phase.algorithm, training.aggregation is not None),
             rounds_before=message.values["rounds_before"],
         )
+        if training.sample_privacy is not None:
+            training = replace(training, secret_seed=self._private.begin(training))
         self._own, self._masked = OwnFiles(self.run, phase, self.client), None
         self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
@@ -243,6 +248,8 @@ class Participant:
             needs = "only masked" if secure is not None else "as they are"
             raise BadMessageError(f"its own configuration says that updates of phase '{self._phase}' leave it {needs}")
         kept = {self.client: self._own.read(message)}
+        if self._plan.training.sample_privacy is not None:
+            self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
             return Message(FAILED, {"reason": group.failed[self.client].reason})
@@ -289,6 +296,7 @@ class Participant:
             evaluations=evaluations,
             finished=True,
             **message.values["state"],
+            **self._spent(),
         )
         states = {**self.run.states, self._phase: state}
         self._own.finish(message)
@@ -296,6 +304,18 @@ class Participant:
         self.run.states = {phase.name: states[phase.name] for phase in self.run.phases if phase.name in states}
         self.run.save()
         return Message("finished", {"phases": [*states]})
+
+    def _spent(self) -> dict[str, float]:
+        """Says what the phase has cost each sample, by this client's own count; empty without ``sample_privacy``."""
+        privacy, phase = self._plan.training.sample_privacy, _phase(self.run, self._phase)
+        if privacy is None:
+            return {}
+        steps = self._private.steps([phase.name, *(before.name for before in self.run.phases_before(phase))])
+        epsilon = privacy.epsilon(steps)
+        self._say(
+            f"each sample of this client has epsilon {epsilon:.3g} and delta {privacy.delta:.3g}, by its own count"
+        )
+        return {"sample_epsilon": epsilon, "sample_delta": privacy.delta}
 
     def _read(self, message: Message) -> Message:
         """What the client gives to others in an exchange, as it is after its last training."""

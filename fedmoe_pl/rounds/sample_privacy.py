@@ -56,13 +56,18 @@ def _sampling(training: LocalTraining, client: int) -> tuple[float, int]:
     return poisson_sampling(len(samples), training.batch_size or training.datamodule.batch_size)
 
 
+def steps_of_round(training: LocalTraining, client: int) -> list[float]:
+    """A client's steps in a round: the probability of samples, the noise multiplier, and how many there are."""
+    probability, steps = _sampling(training, client)
+    return [probability, training.noise_multiplier(client), steps * training.max_epochs]
+
+
 def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, clients: Collection[int]) -> None:
     """Adds a round's steps of the clients that were asked to train, whether they answered or not."""
     counted = {**state.counted_steps.get(phase.name, {})}
     if phase.sample_privacy is not None:
         for client in clients:
-            probability, steps = _sampling(training, client)
-            kind, number = [probability, training.noise_multiplier(client)], steps * training.max_epochs
+            *kind, number = steps_of_round(training, client)
             *before, last = counted.get(str(client)) or [[*kind, 0]]
             same = last[:2] == kind
             counted[str(client)] = [*before, [*kind, last[2] + number]] if same else [*before, last, [*kind, number]]

@@ -402,14 +402,6 @@ def check_sample_privacy(
     privacy.epsilon([[1.0, privacy.noise_multiplier or 1.0, 1]])  # needs Opacus
 
 
-def check_deployable(phases: Sequence[Phase], command: str) -> None:
-    """Refuses DP-SGD on clients' own machines, whose noise the server could compute from the run's seed."""
-    for phase in phases:
-        if phase.sample_privacy is not None:
-            because = "the noise follows from the seed, which the server knows; it is for simulations"
-            raise InvalidArgumentError(command, f"sample_privacy of {phase}", phase.sample_privacy, "left out", because)
-
-
 def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set[str]:
     """The parameters that a phase trains: by a mixture's own loss, those of the experts that are weighed.
 

@@ -1,0 +1,100 @@
+"""DP-SGD on a client's own machine: the secret that its noise follows from, and the rounds that it was used for."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import zlib
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.checkpoints.files import read_json, replacing, write_json
+from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.sample_privacy import steps_of_round
+from fedmoe_pl.trees import with_prefix
+
+_SECRET, _ROUNDS = "secret", "private_rounds.json"
+_BYTES, _OF_CHECKSUM, _OF_SEED = 32, 4, 16
+
+
+class PrivateRounds:
+    """The rounds that a client has trained with DP-SGD in a run, each with one message only.
+
+    A round's noise follows from the client's secret, the run, the phase and the round, so that a client that was killed
+    computes the same again. It may hide one result only: the difference of two with the same noise has none. So a round
+    that was trained is trained again with the same message, data and settings, or not at all, and a client's folder has
+    one such run, since each further one would spend epsilon again.
+    """
+
+    def __init__(self, folder: Path, run_name: str, client: int) -> None:
+        self.folder = folder
+        self.run_name = run_name
+        self.client = client
+        self._path = folder / run_name / _ROUNDS
+        self._phases: dict[str, dict[str, list]] = read_json(self._path)["phases"] if self._path.is_file() else {}
+
+    def begin(self, training: LocalTraining) -> int:
+        """The seed of what nobody else may know in a phase."""
+        others = [path.parent.name for path in self.folder.glob(f"*/{_ROUNDS}") if path != self._path]
+        if others:
+            raise MisconfigurationException(
+                f"Phase '{training.phase}': this client has trained with sample_privacy in another run, {others[0]}, "
+                f"and both would spend epsilon; to allow that, move '{self.folder}' away."
+            )
+        of_phase = json.dumps([self.run_name, training.phase, training.rounds_before]).encode()
+        return int.from_bytes(hmac.digest(_secret(self.folder), of_phase, "sha256")[:_OF_SEED], "little")
+
+    def add(self, run: Run, training: LocalTraining, message: Message) -> None:
+        """Notes that a round is trained, before it is; refuses one that was trained with anything else."""
+        round, rounds = message.values["round"], self._phases.setdefault(training.phase, {})
+        if round >= training.rounds:
+            raise BadMessageError(f"round {round} is none of phase '{training.phase}'")
+        digest = _digest(run, training, message)
+        if str(round) not in rounds:
+            rounds[str(round)] = [digest, *steps_of_round(training, self.client)]
+            with replacing(self._path) as temporary:
+                write_json(temporary, {"phases": self._phases})
+        elif rounds[str(round)][0] != digest:
+            raise BadMessageError(
+                "it has trained this round with other tensors, and sample_privacy allows no second try"
+            )
+
+    def steps(self, phases: Iterable[str]) -> list[list[float]]:
+        """The steps of the rounds that were trained in some phases, as the accountant counts them."""
+        return [steps for phase in phases for _, *steps in self._phases.get(phase, {}).values()]
+
+
+def _digest(run: Run, training: LocalTraining, message: Message) -> str:
+    """Tells apart all that the result of a round depends on beside its random numbers."""
+    tensors = {**with_prefix(training.initial, "initial/"), **with_prefix(message.tensors, "sent/")}
+    of_message = training.rounds_before, message.values["kept"]
+    settings = json.dumps([*of_message, run.identity, run.configuration], sort_keys=True)
+    content = Message(settings, tensors=dict(sorted(tensors.items()))).to_bytes()
+    return sha256(content).hexdigest()
+
+
+def _secret(folder: Path) -> bytes:
+    """The client's secret, made at the first call; it is in no message, and in no other file."""
+    path = folder / _SECRET
+    if not path.is_file():
+        secret = secrets.token_bytes(_BYTES)
+        with replacing(path) as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_bytes(secret + _checksum(secret))
+    content = path.read_bytes()
+    secret = content[:_BYTES]
+    if content[_BYTES:] != _checksum(secret):
+        raise MisconfigurationException(
+            f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it."
+        )
+    return secret
+
+
+def _checksum(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(_OF_CHECKSUM, "little")

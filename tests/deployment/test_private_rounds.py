@@ -1,0 +1,149 @@
+"""DP-SGD on clients' own machines: what their noise follows from, what they refuse, and what they count."""
+
+import shutil
+import uuid
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers import blobs
+from helpers.deployed import Changing, Passing, deploy, federation, participant, participants, with_values
+from helpers.methods import Method, everything, one
+from helpers.runs import assert_same
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import DPSGD
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import Message
+from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
+
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
+SIZES = (13, 8, 11)
+OF_TRAINER = {"backend": TrainerBackend()}
+
+
+def method(privacy):
+    return Method(one(lambda: FedAvg("global_expert.*"), sample_privacy=privacy, **everything()))
+
+
+PRIVATE, OPEN = method(DPSGD(0.5, 1e-3, target_epsilon=4.0)), method(None)
+
+
+def run(folder, before=None, secrets_of=None):
+    """A deployed run named as all others here, with secrets of its own or those of another run; and its transport."""
+    for client in range(len(SIZES)) if secrets_of else ():
+        (own := folder / f"client {client}").mkdir(parents=True)
+        shutil.copy(secrets_of / f"client {client}" / "secret", own)
+    transport = Passing(participants(PRIVATE, blobs(SIZES), folder, **OF_TRAINER))
+    transport.before = before and (lambda client, message: before(transport, client, message))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
+        return deploy(PRIVATE, blobs(SIZES), folder, transport, **OF_TRAINER), transport
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deployed")
+    return folder, *run(folder)
+
+
+def secret_of(folder, client):
+    return (folder / f"client {client}" / "secret").read_bytes()
+
+
+def trained(transport, client, round=0):
+    """The message with which a client was trained in a round, and its answer."""
+    pairs = zip(transport.heard, transport.answers, strict=True)
+    return next(
+        (message, answer)
+        for (of_client, message), answer in pairs
+        if of_client == client and answer.kind == "update" and message.values["round"] == round
+    )
+
+
+def differ(a, b):
+    return any(not torch.equal(a[name], b[name]) for name in a)
+
+
+def test_noise_follows_from_secrets_that_no_message_and_no_file_of_the_server_has(deployed, tmp_path):
+    folder, server, transport = deployed
+    simulated = federation(PRIVATE.phases(), tmp_path / "simulated", **OF_TRAINER)
+    simulated.fit(PRIVATE.model(), blobs(SIZES))
+    state, in_simulation = server.run.states["it"], simulated.run.states["it"]
+    assert (state.finished, state.failed, state.round) == (True, 0, 2)
+    assert differ(state.server, in_simulation.server)
+    other, _ = run(tmp_path / "others")
+    assert differ(state.server, other.run.states["it"].server)
+
+    sent = [message.to_bytes() for message in (*transport.answers, *(message for _, message in transport.heard))]
+    written = [path.read_bytes() for path in (folder / "server").rglob("*") if path.is_file()]
+    assert sent and written
+    for client in range(len(SIZES)):
+        path, secret = folder / f"client {client}" / "secret", secret_of(folder, client)[:32]
+        assert path.stat().st_mode & 0o777 == 0o600
+        seed = transport.participants[client]._plan.training.secret_seed
+        hidden = (secret, secret.hex().encode(), str(seed).encode(), f"{seed:x}".encode())
+        assert not [each for content in (*sent, *written) for each in hidden if each in content]
+        # by the client's own count, what a simulation counts for it
+        own, of_client = transport.participants[client].run.states["it"], epsilon_of_clients(PRIVATE.phases()[0], state)
+        assert of_client == epsilon_of_clients(PRIVATE.phases()[0], in_simulation)
+        assert (own.sample_epsilon, own.sample_delta) == (pytest.approx(of_client[client], rel=1e-9), 1e-3)
+        assert own.sample_epsilon <= 4
+
+
+def test_clients_that_restart_before_every_training_have_the_same_bits(deployed, tmp_path):
+    restarted = []
+
+    def restart(transport, client, message):
+        if message.kind == "train" and (client, message.values["round"]) not in restarted:
+            restarted.append((client, message.values["round"]))
+            transport.participants[client] = participant(PRIVATE, blobs(SIZES), tmp_path, client, **OF_TRAINER)
+
+    again, _ = run(tmp_path, restart, secrets_of=deployed[0])
+    assert len(restarted) == 2 * len(SIZES) and not again.run.states["it"].failed
+    assert_same(again.run.states["it"].server, deployed[1].run.states["it"].server)
+
+
+def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
+    _, transport = run(tmp_path)
+    client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
+    message, answer = trained(transport, 1)
+    assert_same(client.answer(message).tensors, answer.tensors)
+
+    changed = Message("train", message.values, {name: tensor + 1 for name, tensor in message.tensors.items()})
+    later = replace(message, values={**message.values, "round": 2})
+    reasons = [client.answer(each).values["reason"] for each in (changed, later)]
+    assert "it has trained this round with other tensors" in reasons[0] and "round 2 is none of" in reasons[1]
+
+    begin = next(each for of_client, each in transport.heard if of_client == 1 and each.kind == "begin")
+    assert client.answer(replace(begin, values={**begin.values, "rounds_before": 1})).kind == "begun"
+    assert "it has trained this round with other tensors" in client.answer(message).values["reason"]
+    assert client.answer(begin).kind == "begun" and client.answer(message).kind == "update"
+
+    with pytest.raises(MisconfigurationException, match="has trained with sample_privacy in another run, 0{31}1"):
+        deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
+
+    damaged = bytearray(secret_of(tmp_path, 1))
+    damaged[3] ^= 1
+    (tmp_path / "client 1" / "secret").write_bytes(damaged)
+    restarted = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
+    assert "secret', from which the noise of this client follows, is damaged" in (
+        restarted.answer(begin).values.get("reason", "")
+    )
+
+
+def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path):
+    data = blobs(SIZES)
+    of_server = participant(OPEN, data, tmp_path / "open", 0, **OF_TRAINER).answer(Message("describe")).values
+    passing = participants(PRIVATE, data, tmp_path, **OF_TRAINER)
+    transport = Passing(
+        {
+            client: Changing(each, "describe", with_values(configuration=of_server["configuration"]))
+            for client, each in passing.items()
+        }
+    )
+    with pytest.raises(MisconfigurationException, match="sample_privacy"):
+        deploy(OPEN, data, tmp_path, transport, **OF_TRAINER)
+    assert "update" not in [answer.kind for answer in transport.answers]
