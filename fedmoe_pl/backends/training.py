@@ -98,7 +98,7 @@ class LocalTraining:
     secure_aggregation: SecureAggregation | None = None
     sample_privacy: DPSGD | None = None
     noise_multipliers: Mapping[int, float] = field(default_factory=dict)
-    secret_seed: int | None = None
+    secret_seed: int | None = field(default=None, repr=False)
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: Sequence[torch.device] = ()

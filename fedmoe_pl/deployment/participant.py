@@ -305,16 +305,15 @@ class Participant:
         self.run.save()
         return Message("finished", {"phases": [*states]})
 
-    def _spent(self) -> dict[str, float]:
+    def _spent(self) -> dict[str, Any]:
         """Says what the phase has cost each sample, by this client's own count; empty without ``sample_privacy``."""
         privacy, phase = self._plan.training.sample_privacy, _phase(self.run, self._phase)
         if privacy is None:
             return {}
         steps = self._private.steps([phase.name, *(before.name for before in self.run.phases_before(phase))])
         epsilon = privacy.epsilon(steps)
-        self._say(
-            f"each sample of this client has epsilon {epsilon:.3g} and delta {privacy.delta:.3g}, by its own count"
-        )
+        text = f"each sample of this client has epsilon {epsilon:.3g} and delta {privacy.delta:.3g}"
+        self._say(f"{text}, by this client's own count of its steps")
         return {"sample_epsilon": epsilon, "sample_delta": privacy.delta}
 
     def _read(self, message: Message) -> Message:

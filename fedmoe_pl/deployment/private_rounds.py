@@ -45,7 +45,7 @@ class PrivateRounds:
         if others:
             raise MisconfigurationException(
                 f"Phase '{training.phase}': this client has trained with sample_privacy in another run, {others[0]}, "
-                f"and both would spend epsilon; to allow that, move '{self.folder}' away."
+                f"and both would spend epsilon; to allow that, move '{self.folder}' away"
             )
         of_phase = json.dumps([self.run_name, training.phase, training.rounds_before]).encode()
         return int.from_bytes(hmac.digest(_secret(self.folder), of_phase, "sha256")[:_OF_SEED], "little")
@@ -61,9 +61,7 @@ class PrivateRounds:
             with replacing(self._path) as temporary:
                 write_json(temporary, {"phases": self._phases})
         elif rounds[str(round)][0] != digest:
-            raise BadMessageError(
-                "it has trained this round with other tensors, and sample_privacy allows no second try"
-            )
+            raise BadMessageError("it has trained this round with other tensors, and sample_privacy allows no other")
 
     def steps(self, phases: Iterable[str]) -> list[list[float]]:
         """The steps of the rounds that were trained in some phases, as the accountant counts them."""
@@ -91,7 +89,7 @@ def _secret(folder: Path) -> bytes:
     secret = content[:_BYTES]
     if content[_BYTES:] != _checksum(secret):
         raise MisconfigurationException(
-            f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it."
+            f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it"
         )
     return secret
 

@@ -33,9 +33,10 @@ PRIVATE, OPEN = method(DPSGD(0.5, 1e-3, target_epsilon=4.0)), method(None)
 
 def run(folder, before=None, secrets_of=None):
     """A deployed run named as all others here, with secrets of its own or those of another run; and its transport."""
-    for client in range(len(SIZES)) if secrets_of else ():
-        (own := folder / f"client {client}").mkdir(parents=True)
-        shutil.copy(secrets_of / f"client {client}" / "secret", own)
+    if secrets_of is not None:
+        for client in range(len(SIZES)):
+            (own := folder / f"client {client}").mkdir(parents=True)
+            shutil.copy(secrets_of / f"client {client}" / "secret", own)
     transport = Passing(participants(PRIVATE, blobs(SIZES), folder, **OF_TRAINER))
     transport.before = before and (lambda client, message: before(transport, client, message))
     with pytest.MonkeyPatch.context() as patch:
@@ -122,9 +123,6 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
     assert "it has trained this round with other tensors" in client.answer(message).values["reason"]
     assert client.answer(begin).kind == "begun" and client.answer(message).kind == "update"
 
-    with pytest.raises(MisconfigurationException, match="has trained with sample_privacy in another run, 0{31}1"):
-        deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
-
     damaged = bytearray(secret_of(tmp_path, 1))
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
@@ -132,6 +130,11 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
     assert "secret', from which the noise of this client follows, is damaged" in (
         restarted.answer(begin).values.get("reason", "")
     )
+    damaged[3] ^= 1
+    (tmp_path / "client 1" / "secret").write_bytes(damaged)
+
+    with pytest.raises(MisconfigurationException, match=r"has trained with sample_privacy in another run, 0{31}1"):
+        deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
 
 
 def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path):

@@ -219,10 +219,3 @@ def test_a_phase_that_starts_from_one_without_protection_is_refused(tmp_path):
 def test_arguments_out_of_range_are_refused(arguments, because):
     with pytest.raises(MisconfigurationException, match=because):
         DPSGD(**{"max_grad_norm": 1.0, "delta": 1e-3, **arguments})
-
-
-@pytest.mark.parametrize("command", ["serve", "join"])
-def test_own_machines_are_refused_because_the_server_knows_the_seed(command, tmp_path):
-    run = federation(tmp_path, [phase(privacy=private())])
-    with pytest.raises(MisconfigurationException, match=f"{command}: sample_privacy of Phase 'it' is"):
-        getattr(run, command)(mixture(), blobs(SIZES), 0)
