@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch.func import grad, vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedmoe_pl.aggregation.accountant import epsilon
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.trees import Tree
 
 _BYTES_AT_ONCE = 2**28  # of the gradients of single samples
+_LARGE = 2**20  # bytes of a sample's gradient from which a CPU computes one after another in less time
 
 
 @dataclass
@@ -70,7 +71,9 @@ class DPSGD:
 
 def samples_at_once(parameters: Mapping[str, Tensor]) -> int:
     """How many samples' gradients are computed at once, given the parameters of all clients that train together."""
-    return max(_BYTES_AT_ONCE // max(sum(tensor.nbytes for tensor in parameters.values()), 1), 1)
+    size = sum(tensor.nbytes for tensor in parameters.values())
+    on_cpu = all(tensor.device.type == "cpu" for tensor in parameters.values())
+    return 1 if on_cpu and size > _LARGE else max(_BYTES_AT_ONCE // max(size, 1), 1)
 
 
 def clipped_sum(
@@ -89,7 +92,11 @@ def clipped_sum(
     def of_one(parameters: Tree, sample: Any) -> Tensor:
         return loss(parameters, tree_map(lambda tensor: tensor[None], sample))
 
-    gradients = vmap(grad(of_one), in_dims=(None, 0), randomness="different")(parameters, samples)
+    if len(tree_leaves(samples)[0]) == 1:
+        gradients = grad(loss)(parameters, samples)
+        gradients = {name: gradient[None] for name, gradient in gradients.items()}
+    else:
+        gradients = vmap(grad(of_one), in_dims=(None, 0), randomness="different")(parameters, samples)
     norms = [torch.linalg.vector_norm(each.reshape(len(each), -1), dim=1) for each in gradients.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (n,)
     is_finite = norm.isfinite()
