@@ -14,8 +14,8 @@ import time
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from size import Classifier
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
@@ -33,27 +33,11 @@ CASES = {
 CLIENTS = 2
 
 
-class Classifier(LightningModule):
-    """A network that is trained by cross-entropy."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
-        return self.network(x)
-
-    def loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy."""
-        return F.cross_entropy(self(batch[0]), batch[1]), {}
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """That of a plain Trainer."""
-        return self.loss(batch)[0]
+class PlainSteps(Classifier):
+    """A network that is trained by plain SGD."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD."""
+        """SGD without momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -84,7 +68,7 @@ def seconds_of_step(case: str, backend: TrainerBackend | StackedBackend, privacy
     """CPU seconds of a client's step."""
     network, channels, size, batch_size, steps = CASES[case]
     torch.manual_seed(0)
-    module, datamodule = Classifier(network()), Noise(channels, size, batch_size, steps)
+    module, datamodule = PlainSteps(network()), Noise(channels, size, batch_size, steps)
     datamodule.setup()
     training = LocalTraining(
         module=module,

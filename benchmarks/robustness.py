@@ -24,8 +24,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from workload import stacked_federation
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
+from fedmoe_pl import PersonalizedMoE, Phase, Train
 from fedmoe_pl.aggregation import (
     Aggregation,
     ALittleIsEnough,
@@ -38,7 +39,6 @@ from fedmoe_pl.aggregation import (
     UnderAttack,
 )
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
-from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, SmallMLP
@@ -108,18 +108,7 @@ def evaluations(arguments: argparse.Namespace, phases: list[Phase], flipped: ran
     given = {"num_clients": arguments.clients, "partitioner": Dirichlet(0.5), "batch_size": arguments.batch_size}
     data = Images(arguments.data, arguments.train, flipped, mean=(0.286,), std=(0.353,), **given)
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(
-            phases,
-            seed=arguments.seed,
-            trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
-            backend=StackedBackend(),
-            default_root_dir=folder,
-            evaluate_every_n_rounds=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            logger=False,
-        )
-        return federation.fit(model, data)
+        return stacked_federation(phases, arguments.seed, folder).fit(model, data)
 
 
 def defenses(attackers: int) -> dict[str, RobustAggregation | None]:

@@ -24,10 +24,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from workload import stacked_federation
 
-from fedmoe_pl import DPSGD, Federation, PersonalizedMoE, Phase, Train
+from fedmoe_pl import DPSGD, PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, LabelPrior, PFLMoE
-from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly, SmallMLP
@@ -85,17 +85,7 @@ def results(arguments: argparse.Namespace, seed: int, what: str, epsilon: float)
     dealt = {} if arguments.writers else {"num_clients": arguments.clients, "partitioner": Dirichlet(0.5)}
     data = Images(arguments.data, arguments.train, mean=(0.0,), std=(1.0,), batch_size=arguments.batch_size, **dealt)
     with tempfile.TemporaryDirectory() as folder:
-        federation = Federation(
-            phases(arguments, what, epsilon),
-            seed=seed,
-            trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
-            backend=StackedBackend(),
-            default_root_dir=folder,
-            evaluate_every_n_rounds=0,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            logger=False,
-        )
+        federation = stacked_federation(phases(arguments, what, epsilon), seed, folder)
         evaluations = federation.fit(model, data)
         states = federation.run.states
         return {name: (evaluation, states[name].sample_epsilon) for name, evaluation in evaluations.items()}

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import IID, Arrays, FederatedDataModule
 from fedmoe_pl.models import VGG16, ConstantGate, LeNet5, PersonalizedMoE
 
@@ -66,6 +68,21 @@ def make_model(
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
     gate = ConstantGate(gate_weight)
     return PersonalizedMoE(expert(in_channels=3), gate=gate, optimizer=optimizer, channels_last=channels_last)
+
+
+def stacked_federation(phases: list[Phase], seed: int, folder: str) -> Federation:
+    """Stacked clients on the CPU, evaluated at the end of each phase; it writes as little as possible."""
+    return Federation(
+        phases,
+        seed=seed,
+        trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
+        backend=StackedBackend(),
+        default_root_dir=folder,
+        evaluate_every_n_rounds=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        logger=False,
+    )
 
 
 def restart_with_environment() -> None:

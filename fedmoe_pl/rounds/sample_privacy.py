@@ -106,12 +106,13 @@ def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[int, float]:
 
 def log_sample_epsilon(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> None:
     """Logs which parts of the model are protected, and what that cost; of other phases, what is not protected."""
-    parts = _parts(training) or "nothing"
+    parts = _parts(training)
     if phase.sample_privacy is None:
         follows = any(other.sample_privacy is not None for other in run.phases_before(phase))
         if follows and not phase.algorithm.federated:
+            what = f"it trains ({parts})" if parts else "it computes for each client"
             text = "is not protected by differential privacy, and stays with its client"
-            rank_zero_info(f"{phase}: what it trains ({parts}) {text}.")
+            rank_zero_info(f"{phase}: what {what} {text}.")
         return
     epsilons = epsilon_of_clients(phase, state)
     worst = max(epsilons, key=lambda client: epsilons[client], default=0)
@@ -121,7 +122,7 @@ def log_sample_epsilon(run: Run, phase: Phase, state: PhaseState, training: Loca
         of_all = f"client {worst}; mean over clients {sum(epsilons.values()) / len(epsilons):.3g}"
         text = f"(epsilon, delta)-differential privacy for each sample with epsilon {epsilons[worst]:.3g} ({of_all}) "
         text += f"and delta {phase.sample_privacy.delta:.3g}"
-    rank_zero_info(f"{phase}: all that it trains ({parts}) has {text}.")
+    rank_zero_info(f"{phase}: all that it trains ({parts or 'nothing'}) has {text}.")
 
 
 def _parts(training: LocalTraining) -> str:

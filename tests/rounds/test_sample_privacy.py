@@ -155,12 +155,13 @@ def test_private_parts_may_be_trained_without_protection_after_what_is_shared(tm
     alone = fit(tmp_path / "alone", [phase(privacy=private())])
     mixed = Phase("PFL-MF", PFLMoE(0), gate=LinearGate(5), start={"global_expert": "it", "local_expert": "PFL-FT"})
     with caplog.at_level("INFO"):
-        run = fit(tmp_path, [phase(privacy=private()), tuned(), mixed])
+        run = fit(tmp_path, [phase(privacy=private()), tuned(), mixed, Phase("equal", PFLMoE(0), gate=EqualWeights())])
     assert_same(run.run.states["it"].server, alone.run.states["it"].server)
     assert run.run.states["it"].sample_epsilon == alone.run.states["it"].sample_epsilon
     assert math.isnan(run.run.states["PFL-FT"].sample_epsilon)
     for name, parts in {"PFL-FT": "local_expert: private", "PFL-MF": "gate: private"}.items():
         assert f"Phase '{name}': what it trains ({parts}) is not protected by differential privacy" in caplog.text
+    assert "Phase 'equal': what it computes for each client is not protected by differential privacy" in caplog.text
 
 
 def test_both_kinds_of_privacy_can_be_had_together(tmp_path):
