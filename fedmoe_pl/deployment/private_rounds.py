@@ -30,25 +30,22 @@ class PrivateRounds:
     computes the same again. It may hide one result only: the difference of two with the same noise has none. So a round
     that was trained is trained again with the same message, data and settings, or not at all, and a client's folder has
     one such run, since each further one would spend epsilon again.
+
+    The rounds are in a file of the run, which the secret's file names. Neither is used without the other: epsilon would
+    silently begin anew.
     """
 
     def __init__(self, folder: Path, run_name: str, client: int) -> None:
         self.folder = folder
         self.run_name = run_name
         self.client = client
-        self._path = folder / run_name / _ROUNDS
-        self._phases: dict[str, dict[str, list]] = read_json(self._path)["phases"] if self._path.is_file() else {}
+        self._path = self._rounds_of(run_name)
+        self._phases: dict[str, dict[str, list]] = _read(self._path)
 
     def begin(self, training: LocalTraining) -> int:
         """The seed of what nobody else may know in a phase."""
-        others = [path.parent.name for path in self.folder.glob(f"*/{_ROUNDS}") if path != self._path]
-        if others:
-            raise MisconfigurationException(
-                f"Phase '{training.phase}': this client has trained with sample_privacy in another run, {others[0]}, "
-                f"and both would spend epsilon; to allow that, move '{self.folder}' away"
-            )
         of_phase = json.dumps([self.run_name, training.phase, training.rounds_before]).encode()
-        return int.from_bytes(hmac.digest(_secret(self.folder), of_phase, "sha256")[:_OF_SEED], "little")
+        return int.from_bytes(hmac.digest(self._secret(), of_phase, "sha256")[:_OF_SEED], "little")
 
     def add(self, run: Run, training: LocalTraining, message: Message) -> None:
         """Notes that a round is trained, before it is; refuses one that was trained with anything else."""
@@ -58,14 +55,65 @@ class PrivateRounds:
         digest = _digest(run, training, message)
         if str(round) not in rounds:
             rounds[str(round)] = [digest, *steps_of_round(training, self.client)]
-            with replacing(self._path) as temporary:
-                write_json(temporary, {"phases": self._phases})
+            self._write()
         elif rounds[str(round)][0] != digest:
             raise BadMessageError("it has trained this round with other tensors, and sample_privacy allows no other")
 
     def steps(self, phases: Iterable[str]) -> list[list[float]]:
         """The steps of the rounds that were trained in some phases, as the accountant counts them."""
         return [steps for phase in phases for _, *steps in self._phases.get(phase, {}).values()]
+
+    def _secret(self) -> bytes:
+        """The secret of this run, made at the first call; it is in no message, and in no other file."""
+        path = self.folder / _SECRET
+        anew = f"or move '{self.folder}' away and begin anew, so that the epsilons of both add up"
+        trained = [each.parent.name for each in sorted(self.folder.glob(f"*/{_ROUNDS}")) if _read(each)]
+        if others := [name for name in trained if name != self.run_name]:
+            raise MisconfigurationException(
+                f"this client has trained with sample_privacy in another run, {others[0]}; go on with that, {anew}"
+            )
+        if path.is_file():
+            secret, run_name = _read_secret(path)
+            if not (rounds := self._rounds_of(run_name)).is_file():
+                raise MisconfigurationException(
+                    f"'{rounds}', in which this client counts what its training has spent, is missing; put it back, "
+                    f"{anew}"
+                )
+            if run_name == self.run_name:
+                return secret
+        if trained:
+            raise MisconfigurationException(
+                f"'{path}', from which the noise of this client followed, is missing or another's; put it back, {anew}"
+            )
+        self._write()  # first, so that a kill leaves no secret without it
+        secret = secrets.token_bytes(_BYTES)
+        with replacing(path) as temporary:
+            temporary.touch(mode=0o600)
+            content = secret + self.run_name.encode()
+            temporary.write_bytes(content + _checksum(content))
+        return secret
+
+    def _rounds_of(self, run_name: str) -> Path:
+        return self.folder / run_name / _ROUNDS
+
+    def _write(self) -> None:
+        with replacing(self._path) as temporary:
+            write_json(temporary, {"phases": self._phases})
+
+
+def _read(path: Path) -> dict[str, dict[str, list]]:
+    """The rounds in a file, by phase; empty if there is none."""
+    return read_json(path)["phases"] if path.is_file() else {}
+
+
+def _read_secret(path: Path) -> tuple[bytes, str]:
+    """The secret, and the name of its run."""
+    content, checksum = (data := path.read_bytes())[:-_OF_CHECKSUM], data[-_OF_CHECKSUM:]
+    if checksum != _checksum(content):
+        raise MisconfigurationException(
+            f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it"
+        )
+    return content[:_BYTES], content[_BYTES:].decode()
 
 
 def _digest(run: Run, training: LocalTraining, message: Message) -> str:
@@ -75,23 +123,6 @@ def _digest(run: Run, training: LocalTraining, message: Message) -> str:
     settings = json.dumps([*of_message, run.identity, run.configuration], sort_keys=True)
     content = Message(settings, tensors=dict(sorted(tensors.items()))).to_bytes()
     return sha256(content).hexdigest()
-
-
-def _secret(folder: Path) -> bytes:
-    """The client's secret, made at the first call; it is in no message, and in no other file."""
-    path = folder / _SECRET
-    if not path.is_file():
-        secret = secrets.token_bytes(_BYTES)
-        with replacing(path) as temporary:
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(secret + _checksum(secret))
-    content = path.read_bytes()
-    secret = content[:_BYTES]
-    if content[_BYTES:] != _checksum(secret):
-        raise MisconfigurationException(
-            f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it"
-        )
-    return secret
 
 
 def _checksum(content: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """DP-SGD on clients' own machines: what their noise follows from, what they refuse, and what they count."""
 
+import re
 import shutil
 import uuid
 from dataclasses import replace
@@ -8,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from helpers import blobs
-from helpers.deployed import Changing, Passing, deploy, federation, participant, participants, with_values
+from helpers.deployed import Changing, Passing, deploy, federation, name_of, participant, participants, with_values
 from helpers.methods import Method, everything, one
 from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import DPSGD
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
 
@@ -35,7 +37,9 @@ def run(folder, before=None, secrets_of=None):
     """A deployed run named as all others here, with secrets of its own or those of another run; and its transport."""
     if secrets_of is not None:
         for client in range(len(SIZES)):
-            (own := folder / f"client {client}").mkdir(parents=True)
+            own = folder / f"client {client}"
+            (count := own / f"{1:032x}" / "private_rounds.json").parent.mkdir(parents=True)
+            write_json(count, {"phases": {}})
             shutil.copy(secrets_of / f"client {client}" / "secret", own)
     transport = Passing(participants(PRIVATE, blobs(SIZES), folder, **OF_TRAINER))
     transport.before = before and (lambda client, message: before(transport, client, message))
@@ -135,6 +139,44 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
 
     with pytest.raises(MisconfigurationException, match=r"has trained with sample_privacy in another run, 0{31}1"):
         deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
+
+
+LOST = {
+    "its secret": (lambda own, name: own / "secret", "'.*client 1/secret', from which .* is missing"),
+    "its count": (lambda own, name: own / name / "private_rounds.json", ""),
+    "all of the run": (lambda own, name: own / name, ""),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_client_that_has_lost_its_secret_or_its_count_of_epsilon_trains_no_more(lost, tmp_path):
+    """Otherwise it would have other noise in a round that it counts once, or begin anew at 0."""
+    server, transport = run(tmp_path)
+    where, of_secret = LOST[lost]
+    shutil.move(where(tmp_path / "client 1", name_of(server)), tmp_path / "away")
+    of_rounds = r"/0{31}1/private_rounds\.json', in which .* is missing"
+    reasons = {"1": of_secret or of_rounds, "2": "in another run, 0{31}1" if of_secret else of_rounds}
+    for run_name, reason in reasons.items():
+        client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
+        messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
+        answers = [
+            client.answer(replace(messages[kind], values={**messages[kind].values, "run": run_name.zfill(32)}))
+            for kind in ("prepare", "begin", "train")
+        ]
+        assert answers[0].kind == "prepared" and not answers[2].tensors
+        assert answers[1].values["is_configuration"] and re.search(reason, answers[1].values["reason"])
+
+
+def test_a_run_that_a_client_has_only_begun_keeps_it_from_no_other(tmp_path):
+    _, transport = run(tmp_path / "elsewhere")
+    client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
+    messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
+    for run_name in ("2", "3", "2"):
+        for kind in ("prepare", "begin"):
+            answer = client.answer(replace(messages[kind], values={**messages[kind].values, "run": run_name.zfill(32)}))
+        assert answer.kind == "begun"
+        (tmp_path / "client 1/secret").unlink()  # as if it had been killed before it wrote that
+    run(tmp_path)
 
 
 def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path):
