@@ -16,7 +16,7 @@ from helpers.reports import csv_rows
 from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess
 
-from fedmoe_pl import ClientFailures, Federation, Phase, Update
+from fedmoe_pl import DPSGD, ClientFailures, Federation, Phase, Update
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, SecureAggregation
 from fedmoe_pl.aggregation.secure import OutOfRangeError
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedPAC, Local, Scaffold
@@ -110,6 +110,7 @@ SAME_MEANS = {
     "Scaffold": {"algorithm": Scaffold("global_expert.*")},
     "FedAdam": {"server_optimizer": partial(torch.optim.Adam, lr=0.1)},
     "privacy": {"aggregation": PRIVATE},
+    "privacy of samples": {"sample_privacy": DPSGD(0.5, 1e-3, 1.0)},
     "weights of 1": {"algorithm": FedAvg("global_expert.*", weighting="uniform")},
     "other settings": {"secure_aggregation": SecureAggregation(threshold=5, fraction_bits=40)},
 }
@@ -119,7 +120,7 @@ SAME_MEANS = {
 def test_means_are_those_without_it_up_to_rounding(name, tmp_path):
     plain = partial(torch.optim.SGD, lr=0.1)
     arguments = {"secure_aggregation": True, **SAME_MEANS[name]}
-    if name == "privacy":
+    if name in ("privacy", "privacy of samples"):
         pytest.importorskip("opacus")
     with_it = state_of(tmp_path, phase(**arguments), lambda: mixture(optimizer=plain))
     without = state_of(tmp_path, phase(**{**arguments, "secure_aggregation": False}), lambda: mixture(optimizer=plain))

@@ -3,26 +3,44 @@
 import random
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers.deployed import Changing, Passing, deploy, participant, participants, tensors
+from helpers.deployed import (
+    Changing,
+    Passing,
+    assert_ends_as,
+    deploy,
+    federation,
+    participant,
+    participants,
+    tensors,
+)
 from helpers.methods import METHODS, SIZES, data
 from helpers.odd_messages import odd
+from helpers.runs import assert_same
 from helpers.secrets import held
 
+from fedmoe_pl import DPSGD, Update
+from fedmoe_pl.aggregation import SecureAggregation
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import FAILED, SEVERAL
+from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.deployment.secure import client as of_client
 from fedmoe_pl.deployment.secure import plan as of_server
 from fedmoe_pl.deployment.secure import protocol
 from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
 
 OF_TRAINER = {"backend": TrainerBackend()}
 CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "unmask")
 NAME = "global_expert.extractor.1.weight"
+PRIVATE = DPSGD(0.5, 1e-3, target_epsilon=4.0)
+needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 
 
 def method(**of_phase):
@@ -103,6 +121,68 @@ def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
     kinds = Counter(message.kind for _, message in transport.heard)
     if step != "unmask":
         assert not kinds["unmask"]
+
+
+@needs_opacus
+def test_masks_hide_what_clients_with_noise_of_their_own_would_send_without_them(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(PrivateRounds, "begin", lambda self, training: 1 + self.client)  # in place of their secrets
+    without = method(sample_privacy=PRIVATE, secure_aggregation=False)
+    transport = Passing(participants(without, data(), tmp_path / "without", **OF_TRAINER))
+    deploy(without, data(), tmp_path / "without", transport, **OF_TRAINER)
+    private = method(sample_privacy=PRIVATE)
+    deploy(private, data(), tmp_path / "masked", **OF_TRAINER)
+    start = private.model().state_dict()
+    sent = [answer for answer in transport.answers if answer.kind == "update"]
+    assert len(sent) == len(trained) == 5
+    for client, answer in enumerate(sent):
+        update = Update(answer.tensors, answer.values["weight"])
+        assert_same(trained[client], SecureAggregation().encoded(update, start, 5).sent)
+
+
+@needs_opacus
+def test_with_the_run_s_seed_for_its_noise_a_deployment_has_the_bits_of_a_simulation(tmp_path, monkeypatch):
+    monkeypatch.setattr(PrivateRounds, "begin", lambda self, training: None)
+    private = method(sample_privacy=PRIVATE, rounds=2)
+    simulated = federation(private.phases(), tmp_path / "simulated", **OF_TRAINER)
+    simulated.fit(private.model(), data())
+    deployed = deploy(private, data(), tmp_path, **OF_TRAINER)
+    assert_ends_as(simulated, deployed, tmp_path)
+    (there,), (here,) = deployed.run.states.values(), simulated.run.states.values()
+    assert there.counted_steps == here.counted_steps and 0 < there.sample_epsilon == here.sample_epsilon <= 4
+
+
+@needs_opacus
+@pytest.mark.parametrize("step", STEPS)
+def test_a_client_that_drops_out_after_its_training_has_spent_epsilon(step, tmp_path):
+    """The server counts it in any case, because it cannot know whether the client has trained."""
+    private = method(sample_privacy=PRIVATE)
+    transport = Leaving(participants(private, data(), tmp_path, **OF_TRAINER), step, {2})
+    with pytest.warns(UserWarning, match="client 2 is left out") if step != "unmask" else nullcontext():
+        deployed = deploy(private, data(), tmp_path, transport, **OF_TRAINER)
+    (state,) = deployed.run.states.values()
+    assert state.failed == (step != "unmask")
+    by_server = epsilon_of_clients(private.phases()[0], state)
+    for client, each in transport.all.items():
+        (own,) = each.run.states.values()
+        spent = 0.0 if (client, step) == (2, "train masked") else by_server[client]
+        assert own.sample_epsilon == pytest.approx(spent, rel=1e-9)
+        assert 0 < by_server[client] <= 4
+
+
+@needs_opacus
+def test_a_round_that_is_tried_again_has_the_same_noise_below_other_masks(tmp_path, trained):
+    private, tried = method(sample_privacy=PRIVATE), []
+    transport = Leaving(participants(private, data(), tmp_path, **OF_TRAINER), "share", {1, 2})
+    transport.before = lambda client, message: tried.append(trained.get(4)) if message.kind == "train masked" else None
+    with pytest.warns(UserWarning), pytest.raises(ClientError, match="3 of 5 clients answered"):
+        deploy(private, data(), tmp_path, transport, **OF_TRAINER)
+    first, *others = {id(each): each for each in (*tried, trained[4]) if each is not None}.values()
+    assert len(others) == 3
+    for other in others:
+        assert_same(other, first)
+    assert len(transport.all[4]._private.steps(["FedAvg"])) == 1
+    keys = [answer.tensors[of_client.KEYS] for answer in transport.answers if answer.kind == "trained"]
+    assert len({tuple(each.flatten().tolist()) for each in keys}) == len(keys) == 5 + 3 * 3
 
 
 def with_changed(change, kind, tmp_path, client=1):
