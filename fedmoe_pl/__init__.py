@@ -1,39 +1,9 @@
-"""Personalized federated learning with mixtures of experts, as ordinary PyTorch Lightning."""
+"""Personalized federated learning with mixtures of experts, as ordinary PyTorch Lightning.
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.backends.dp_sgd import DPSGD
-from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import (
-    AdapterMoE,
-    ClusteredMoE,
-    LayerwiseAdapterMoE,
-    MixtureOfExperts,
-    PersonalizedMoE,
-    RepresentationMoE,
-    SparseMoE,
-)
-from fedmoe_pl.phases.participation import ClientFailures
-from fedmoe_pl.phases.phase import Evaluate, Phase, Select, Train
-from fedmoe_pl.version import __version__
+The names are in ``__init__.pyi``, and what they stand for is imported when it is first used: the command line answers
+``fedmoe --help`` without torch and Lightning, which take seconds.
+"""
 
-__all__ = [
-    "DPSGD",
-    "AdapterMoE",
-    "Algorithm",
-    "Client",
-    "ClientFailures",
-    "ClusteredMoE",
-    "Evaluate",
-    "Federation",
-    "LayerwiseAdapterMoE",
-    "MixtureOfExperts",
-    "PersonalizedMoE",
-    "Phase",
-    "RepresentationMoE",
-    "Select",
-    "SparseMoE",
-    "Train",
-    "Update",
-    "__version__",
-]
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,5 +1,5 @@
 """The command ``fedmoe``."""
 
-from fedmoe_pl.cli.command_line import FederationCLI, main
+import lazy_loader
 
-__all__ = ["FederationCLI", "main"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,61 +1,45 @@
-"""What can be named: the package's classes (``fedmoe list``) and its configurations (``fedmoe configs``)."""
+"""What can be named: commands, the package's classes (``fedmoe list``) and configurations (``fedmoe configs``).
+
+Nothing here imports torch or Lightning, which take seconds.
+"""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import inspect
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
-from torch import nn
-from torch.optim import Optimizer
+from jsonargparse import ArgumentError, ArgumentParser
 
-import fedmoe_pl.aggregation
-import fedmoe_pl.algorithms
-import fedmoe_pl.backends
-import fedmoe_pl.callbacks
-import fedmoe_pl.data
-import fedmoe_pl.models
-from fedmoe_pl.aggregation import Aggregation, Attack
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.backends import Backend
-from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.checks import check_choice
-from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
-from fedmoe_pl.models import Gate, SwitchNorm1d
-
-
-def _classes(module: Any, base: type, *but: type) -> list[type]:
-    """The public classes of a module that can be made, of one kind but not of another."""
-    public = [getattr(module, name) for name in sorted(module.__all__, key=str.lower)]
-    classes = [each for each in public if inspect.isclass(each) and issubclass(each, base) and each is not base]
-    return [each for each in classes if not issubclass(each, but) and not inspect.isabstract(each)]
-
-
-KINDS = {
-    "algorithms": _classes(fedmoe_pl.algorithms, Algorithm),
-    "server_optimizers": _classes(fedmoe_pl.algorithms, Optimizer),
-    "models": _classes(fedmoe_pl.models, LightningModule),
-    "experts": _classes(fedmoe_pl.models, nn.Module, LightningModule, Gate, SwitchNorm1d),
-    "gates": _classes(fedmoe_pl.models, Gate),
-    "data": _classes(fedmoe_pl.data, FederatedDataModule),
-    "partitioners": _classes(fedmoe_pl.data, Partitioner),
-    "augmentations": _classes(fedmoe_pl.data, Augmentation),
-    "aggregations": _classes(fedmoe_pl.aggregation, Aggregation),
-    "attacks": _classes(fedmoe_pl.aggregation, Attack),
-    "backends": _classes(fedmoe_pl.backends, Backend),
-    "callbacks": _classes(fedmoe_pl.callbacks, FederationCallback),
-    "client_callbacks": _classes(fedmoe_pl.callbacks, Callback),
+COMMANDS = {
+    "fit": "Runs all phases on the clients of the data module",
+    "personalize": "Makes models for new clients, from a federation's checkpoint",
+    "validate": "Prints the accuracy of every client's model on its validation samples, from a checkpoint",
+    "test": "Prints the table of the test accuracies of every client's model, from a checkpoint",
+    "predict": "Writes the predictions of every client's model to a file",
+    "export": "Writes clients' models to files",
+    "partition": "Prints and draws how the samples are divided among the clients",
+    "audit": "Prints what would leave the clients, and who would see it; trains nothing",
+    "serve": "Runs all phases with clients on other machines",
+    "join": "Takes part in a federation on another machine, as one of its clients",
+    "benchmark": "Runs every combination of some values of a configuration, and makes one table over their seeds",
+    "report": "Writes the results of runs as one page, as tables and as pictures for a paper",
+    "list": "Lists the classes of the package that a configuration can name, with one line each",
+    "configs": "Lists the configurations of the package, or copies them into a folder",
+    "provision": "Makes certificates and keys for serve and join",
+    "completion": "Prints a script with which the shell completes commands, options and values",
 }
-"""What ``fedmoe list`` lists."""
+"""What each command does."""
+
+
+def refusal(sentence: str) -> ArgumentError:
+    """The exception for an argument that is refused; the command line prints its sentence."""
+    return ArgumentError(None, sentence)
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -64,40 +48,37 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {similar[0]}?" if similar else "."
 
 
-def parser_of(command: str, description: str) -> ArgumentParser:
+def parser_of(command: str) -> ArgumentParser:
     """A parser for a command that is no method of Federation."""
-    return ArgumentParser(prog=f"fedmoe {command}", description=description, allow_abbrev=False, exit_on_error=False)
+    return ArgumentParser(
+        prog=f"fedmoe {command}", description=COMMANDS[command], allow_abbrev=False, exit_on_error=False
+    )
+
+
+_LISTING = Path(__file__).with_name("classes.txt")
+
+
+@functools.cache
+def sections() -> dict[str, str]:
+    """What ``fedmoe list`` prints for each kind of class."""
+    return {text.partition(":")[0]: text for text in _LISTING.read_text(encoding="utf-8").rstrip().split("\n\n")}
 
 
 def list_parser() -> ArgumentParser:
     """The parser of ``fedmoe list``."""
-    parser = parser_of("list", "Lists the classes of the package that a configuration can name, with one line each")
-    parser.add_argument("kinds", nargs="*", default=[], metavar="KIND", help=f"only these: {', '.join(KINDS)}")
+    parser = parser_of("list")
+    parser.add_argument("kinds", nargs="*", default=[], metavar="KIND", help=f"only these: {', '.join(sections())}")
     return parser
 
 
 def list_classes(arguments: Sequence[str]) -> None:
     """Runs ``fedmoe list`` with the arguments after ``list``."""
-    kinds = list_parser().parse_args([*arguments]).kinds or [*KINDS]
+    kinds = list_parser().parse_args([*arguments]).kinds or [*sections()]
     for kind in kinds:
-        check_choice("list", "kind", kind, (*KINDS,))
+        if kind not in sections():
+            raise refusal(f"list: kind is '{kind}', but must be one of {', '.join(sections())}.")
     for kind in kinds:
-        print(f"{kind}:")
-        width = max(len(each.__name__) for each in KINDS[kind])
-        for each in KINDS[kind]:
-            print(f"  {each.__name__:<{width}}  {_line(each)}")
-        print()
-
-
-def _line(class_type: type) -> str:
-    """The first line of a class's docstring, without the marks of Sphinx.
-
-    Example:
-        >>> _line(fedmoe_pl.algorithms.FedAdam)
-        'The server steps by Adam, v = beta2 v + (1 - beta2) D**2; see AdaptiveServerOptimizer.'
-    """
-    line = (inspect.getdoc(class_type) or "").partition("\n")[0]
-    return re.sub(r"(:class:)?`+~?([^`]*)`+", r"\2", line)
+        print(f"{sections()[kind]}\n")
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -147,7 +128,7 @@ def configs(arguments: Sequence[str]) -> list[Path]:
     copies = {file: Path(options.to) / file.relative_to(folder()) for file in files}
     for copy in copies.values():
         if copy.exists():
-            raise MisconfigurationException(f"configs: {copy} exists; --to names another folder.")
+            raise refusal(f"configs: {copy} exists; --to names another folder.")
     for file, copy in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.read_bytes())
@@ -157,7 +138,7 @@ def configs(arguments: Sequence[str]) -> list[Path]:
 
 def configs_parser() -> ArgumentParser:
     """The parser of ``fedmoe configs``."""
-    parser = parser_of("configs", "Lists the configurations of the package, or copies them into a folder")
+    parser = parser_of("configs")
     parser.add_argument(
         "names",
         nargs="*",
@@ -182,7 +163,7 @@ def _file(value: str) -> str:
     similar = difflib.get_close_matches(value.removesuffix(".yaml").removeprefix("configs/"), names(), n=1)
     if not similar:
         return value
-    raise MisconfigurationException(
+    raise refusal(
         f"config is '{value}', but there is no such file; did you mean {similar[0]}, which the package has? "
         f"`fedmoe configs {similar[0]}` copies it."
     )
@@ -191,7 +172,7 @@ def _file(value: str) -> str:
 def _matching(pattern: str) -> list[str]:
     found = fnmatch.filter(names(), pattern.removesuffix(".yaml"))
     if not found:
-        raise MisconfigurationException(f"configs has no {pattern}{did_you_mean(pattern, names())}")
+        raise refusal(f"configs has no {pattern}{did_you_mean(pattern, names())}")
     return found
 
 

@@ -8,8 +8,7 @@ import sys
 import traceback
 import warnings
 from argparse import ArgumentError
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli.catalogue import configs, configs_parser, list_classes, list_parser, with_files
+from fedmoe_pl.cli.catalogue import configs_parser, list_parser, with_files
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import cause_of, refusal_behind, with_key
+from fedmoe_pl.cli.help import arrange
 from fedmoe_pl.cli.parsing import (
     ConfigFile,
     Constructor,
@@ -143,15 +143,18 @@ class FederationCLI(LightningCLI):
         if subcommand != self._asked and self._asked in self.subcommands():
             self._subcommand_method_arguments[subcommand] = []
             return self.init_parser(**kwargs)
-        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        arrange(parser, subcommand)
+        return parser
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
         parser.add_class_arguments(
             Trainer, "trainer", skip={*_NUMBERS_OR_SHARES}, instantiate=False, sub_configs=True, fail_untyped=False
         )
+        groups: Any = parser.groups
         for name in _NUMBERS_OR_SHARES:
-            parser.add_argument(f"--trainer.{name}", type=int | float | None)
+            groups["trainer"].add_argument(f"--trainer.{name}", type=int | float | None)
         parser.set_defaults({f"trainer.{name}": value for name, value in LEAN_TRAINER.items()})
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
         parser.add_lightning_class_args(FederatedDataModule, "data", subclass_mode=True)
@@ -261,13 +264,8 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join([*program, *words])
 
 
-def main(args: ArgsType = None) -> None:
-    """Runs the command line.
-
-    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
-    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
-    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
-    143.
+def run(args: ArgsType = None) -> None:
+    """Runs a command that needs torch and Lightning; what the user can fix is one line, with the exit codes of main.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
@@ -276,10 +274,10 @@ def main(args: ArgsType = None) -> None:
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:] if args is None else args
     try:
-        if not isinstance(arguments, list) or not arguments or arguments[0] not in _OTHERS:
+        if isinstance(arguments, list) and arguments[0] in _OTHERS:
+            _run_other(*map(str, arguments))
+        else:
             FederationCLI(args)
-            return
-        _run_other(*map(str, arguments))
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
         sys.exit(2)
@@ -332,23 +330,7 @@ def objects_of(
     return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
 
 
-def _print(command: Callable[[list[str]], object], arguments: list[str]) -> None:
-    """Runs a command that prints a list, whose end nobody may read, as in ``fedmoe list | head``."""
-    try:
-        command(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        sys.exit(141)
-
-
-_OTHERS = {
-    "benchmark": _benchmark,
-    "report": report,
-    "list": partial(_print, list_classes),
-    "configs": partial(_print, configs),
-    "provision": provision,
-}
+_OTHERS = {"benchmark": _benchmark, "report": report, "provision": provision}
 
 
 def _run_other(command: str, *arguments: str) -> None:

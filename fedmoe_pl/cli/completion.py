@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from fedmoe_pl.cli.catalogue import KINDS, names, parser_of
+from fedmoe_pl.cli.catalogue import names, parser_of
+from fedmoe_pl.cli.kinds import KINDS
 
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]
 _CONFIGS = {  # names of the package's configurations, or files
@@ -20,7 +21,7 @@ _CONFIGS = {  # names of the package's configurations, or files
 
 def completion_parser() -> ArgumentParser:
     """The parser of ``fedmoe completion``."""
-    parser = parser_of("completion", "Prints a script with which the shell completes commands, options and values")
+    parser = parser_of("completion")
     parser.add_argument("shell", choices=[*_CONFIGS], help="the shell")
     return parser
 

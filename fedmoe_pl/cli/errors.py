@@ -14,7 +14,8 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from fedmoe_pl.checks import InvalidArgumentError, shown
-from fedmoe_pl.cli.catalogue import KINDS, did_you_mean
+from fedmoe_pl.cli.catalogue import did_you_mean
+from fedmoe_pl.cli.kinds import KINDS
 from fedmoe_pl.data import FederatedDataModule
 
 _KNOWN = [each.__name__ for classes in KINDS.values() for each in classes]

@@ -16,7 +16,7 @@ from fedmoe_pl.deployment.serve_and_join import private
 
 def provision_parser() -> ArgumentParser:
     """The parser of ``fedmoe provision``."""
-    parser = parser_of("provision", "Makes certificates and keys for fedmoe serve and fedmoe join")
+    parser = parser_of("provision")
     parser.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
     parser.add_argument("--client", type=int, help="number of a client, which makes only its own key")
     parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")

@@ -26,6 +26,21 @@ def test_the_help_of_a_command_begins_with_what_it_does(command, text, capsys):
     assert text in described and "Runs all phases" not in described
 
 
+def test_the_help_of_a_command_has_the_arguments_of_the_trainer_on_request(capsys):
+    shown = dict.fromkeys(["--help", "--trainer.help"], "")
+    for option in shown:
+        with pytest.raises(SystemExit) as exit:
+            main(["fit", option])
+        assert not exit.value.code
+        shown[option] = capsys.readouterr().out
+    sections = [line for line in shown["--help"].splitlines() if line.endswith(":") and line[0] != " "]
+    assert sections[:2] == ["options:", "arguments of fit:"] and len(sections) == 6
+    assert "--ckpt_path" in shown["--help"] and "--federation.failures.dropout" in shown["--help"]
+    for argument in ("accelerator", "limit_train_batches"):
+        assert f"--trainer.{argument}" not in shown["--help"]
+        assert f"--trainer.{argument}" in shown["--trainer.help"]
+
+
 def test_partition_prints_and_draws_who_holds_what(tmp_path, capsys):
     main(["partition", "--config", QUICKSTART, "--federation.default_root_dir", str(tmp_path)])
     assert (tmp_path / "quickstart/partition.png").stat().st_size > 10_000

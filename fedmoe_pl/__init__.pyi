@@ -1,0 +1,44 @@
+from . import aggregation, algorithms, backends, callbacks, data, models
+from .algorithms.algorithm import Algorithm
+from .algorithms.client import Client, Update
+from .backends.dp_sgd import DPSGD
+from .federation import Federation
+from .models import (
+    AdapterMoE,
+    ClusteredMoE,
+    LayerwiseAdapterMoE,
+    MixtureOfExperts,
+    PersonalizedMoE,
+    RepresentationMoE,
+    SparseMoE,
+)
+from .phases.participation import ClientFailures
+from .phases.phase import Evaluate, Phase, Select, Train
+from .version import __version__
+
+__all__ = [
+    "DPSGD",
+    "AdapterMoE",
+    "Algorithm",
+    "Client",
+    "ClientFailures",
+    "ClusteredMoE",
+    "Evaluate",
+    "Federation",
+    "LayerwiseAdapterMoE",
+    "MixtureOfExperts",
+    "PersonalizedMoE",
+    "Phase",
+    "RepresentationMoE",
+    "Select",
+    "SparseMoE",
+    "Train",
+    "Update",
+    "__version__",
+    "aggregation",
+    "algorithms",
+    "backends",
+    "callbacks",
+    "data",
+    "models",
+]

@@ -1,0 +1,4 @@
+from .command_line import FederationCLI
+from .entry import main
+
+__all__ = ["FederationCLI", "main"]

@@ -1,0 +1,75 @@
+"""The start of the command ``fedmoe``, which imports torch and Lightning only for commands that need them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+from jsonargparse import ArgumentError
+
+from fedmoe_pl.cli.catalogue import COMMANDS, configs, did_you_mean, list_classes, refusal
+from fedmoe_pl.version import __version__
+
+
+def main(args: Any = None) -> None:
+    """Runs the command line.
+
+    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
+    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
+    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
+    143.
+
+    Args:
+        args: command line arguments, as a list or, as LightningCLI takes it, as a dict; None takes ``sys.argv``.
+    """
+    arguments = sys.argv[1:] if args is None else args
+    if isinstance(arguments, list) and (not arguments or arguments[0] in _AT_ONCE or _is_unknown(arguments[0])):
+        _answer(*map(str, arguments))
+    else:
+        importlib.import_module("fedmoe_pl.cli.command_line").run(args)
+
+
+_LISTS = {"list": list_classes, "configs": configs}
+_AT_ONCE = {"-h", "--help", "--version", *_LISTS}
+
+
+def _is_unknown(word: str) -> bool:
+    return not word.startswith("-") and word not in COMMANDS
+
+
+def _answer(command: str = "", *arguments: str) -> None:
+    """Answers what needs no torch."""
+    try:
+        if not command:
+            raise refusal("a command must be given, as in fedmoe fit --config quickstart; fedmoe --help lists all.")
+        if command in _LISTS:
+            _LISTS[command](arguments)
+        elif command in _AT_ONCE:
+            _parser().parse_args([command])
+        else:
+            raise refusal(f"{command} is not a command{did_you_mean(command, COMMANDS)}")
+        sys.stdout.flush()
+    except ArgumentError as error:
+        print(f"fedmoe: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # nobody read to the end, as in `fedmoe list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(141)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The parser whose help lists all commands."""
+    parser = argparse.ArgumentParser(
+        prog="fedmoe",
+        usage="fedmoe COMMAND [--config FILE] [--KEY VALUE ...]",
+        description="Personalized federated learning with mixtures of experts, as ordinary PyTorch Lightning.",
+        epilog="`fedmoe COMMAND --help` lists the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        commands.add_parser(name, help=line)
+    return parser
