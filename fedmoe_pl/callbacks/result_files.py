@@ -6,7 +6,7 @@ import math
 
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.evaluation.evaluation import Evaluation, gate_rows
-from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
+from fedmoe_pl.logs.summary import append_csv, format_table, summary_row, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -56,7 +56,7 @@ class ResultFiles(FederationCallback):
     def _write_results(self, run: Run) -> None:
         results, gate_weights = run.results.values(), self.gate_weights
         tables = {
-            "clients": [row for result in results for row in client_rows(result)],
+            "clients": [row for result in results for row in result.rows],
             "summary": [summary_row(result) for result in results],
             "gate_weights": [
                 row for result in results if gate_weights for row in gate_rows(result, run.datamodule.num_classes)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import pandas
 
 METRICS = ("local_test", "reweighted_test", "global_test", "validation")
 """The accuracies; the first that clients have is the one that is shown and compared unless another is named."""
@@ -144,6 +147,31 @@ class Evaluation:
     def metrics(self) -> list[str]:
         """The names of the accuracies and of the other metrics."""
         return [*METRICS, *(self.clients[0].metrics if self.clients else ())]
+
+    @property
+    def rows(self) -> list[dict[str, object]]:
+        """The rows of ``clients.csv``, one per client; accuracies and gate weights are fractions."""
+        return [
+            {
+                **{name: getattr(self, name) for name in ("method", "round", "model", "evaluation_point", "selection")},
+                "client": client.client,
+                "n_train": client.n_train,
+                **{metric: getattr(client, metric) for metric in METRICS},
+                "mean_gate_weight": client.mean_gate_weight,
+                **client.metrics,
+                **({"validation_loss": client.validation_loss} if client.metrics else {}),
+            }
+            for client in self.clients
+        ]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The same rows as a data frame; needs pandas.
+
+        ``pandas.concat(each.to_pandas() for each in federation.fit(model, data).values())`` has those of all methods.
+        """
+        import pandas
+
+        return pandas.DataFrame(self.rows)
 
     def __repr__(self) -> str:
         spreads = {metric: self.spread(metric).mean for metric in self.metrics if self.values(metric)}

@@ -10,10 +10,11 @@ from pathlib import Path
 from fedmoe_pl.grids.cells import Cell, is_row_of
 from fedmoe_pl.grids.grid import SEED, Grid, value_name
 from fedmoe_pl.logs.summary import write_csv
+from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.settings import conditions, settings_of
-from fedmoe_pl.report.tables import Choices, Condition, Published, condition_of, difference, methods_table
+from fedmoe_pl.report.tables import Choices, Condition, Published, condition_of, difference
 
 
 def write_tables(grid: Grid, runs: Sequence[tuple[Cell, Path]]) -> str:
@@ -27,9 +28,7 @@ def write_tables(grid: Grid, runs: Sequence[tuple[Cell, Path]]) -> str:
     text = markdown(found)
     write_csv(folder / "table.csv", [row for each in found for row in _csv_rows(each)])
     (folder / "table.md").write_text(f"{text}\n", encoding="utf-8")
-    notes = (f"% {each.name or each.data}; needs \\usepackage{{booktabs}}" for each in found)
-    tables = [f"{note}\n{methods_table(each).latex()}" for note, each in zip(notes, found, strict=True)]
-    (folder / "table.tex").write_text("\n".join(tables), encoding="utf-8")
+    (folder / "table.tex").write_text("\n".join(map(latex, found)), encoding="utf-8")
     return text
 
 

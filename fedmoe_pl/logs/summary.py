@@ -56,25 +56,6 @@ def summary_row(evaluation: Evaluation) -> dict[str, object]:
     return round_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread_or_nan("mean_gate_weight").mean}
 
 
-def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
-    """One method's rows of ``clients.csv``, one per client; accuracies and gate weights are fractions."""
-    return [
-        {
-            **{
-                name: getattr(evaluation, name)
-                for name in ("method", "round", "model", "evaluation_point", "selection")
-            },
-            "client": client.client,
-            "n_train": client.n_train,
-            **{metric: getattr(client, metric) for metric in METRICS},
-            "mean_gate_weight": client.mean_gate_weight,
-            **client.metrics,
-            **({"validation_loss": client.validation_loss} if client.metrics else {}),
-        }
-        for client in evaluation.clients
-    ]
-
-
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Writes the rows under a header of their keys; a reader never sees half a file.
 

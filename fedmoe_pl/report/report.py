@@ -15,6 +15,7 @@ from fedmoe_pl.callbacks.figures import styles
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of
 from fedmoe_pl.report.runs import RunFiles, find_runs
@@ -37,6 +38,7 @@ def report_parser() -> ArgumentParser:
     parser.add_argument(
         "--markdown", help="the Markdown file, by default beside the page; alone, it is all that is made"
     )
+    parser.add_argument("--latex", help="also write the tables as LaTeX, into this file")
     parser.add_argument("--section", help="write only this section of the Markdown file, between its two marks")
     parser.add_argument("--title", default="Results", help="the page's title")
     parser.add_argument("--baseline", help="method with which the others are compared; by default, the grid's")
@@ -50,7 +52,7 @@ def report_parser() -> ArgumentParser:
 
 
 def report(arguments: Sequence[str]) -> list[Path]:
-    """Runs ``fedmoe report`` with the arguments after it; the files are the page and the Markdown, or the latter."""
+    """Runs ``fedmoe report`` with the arguments after it; returns the files that it wrote."""
     options = report_parser().parse_args([*arguments])
     choices = Choices(options.metric, options.target, options.baseline, _rounds(options.rounds))
     runs = find_runs(map(Path, options.runs))
@@ -76,6 +78,9 @@ def report(arguments: Sequence[str]) -> list[Path]:
         before = files[-1].read_text(encoding="utf-8") if files[-1].is_file() else ""
         text = with_section(before, options.section, text)
     _write(files[-1], text)
+    if options.latex:
+        files.append(Path(options.latex))
+        _write(files[-1], "\n".join(map(latex, grouped)))
     print(f"Report: {', '.join(map(str, files))}")
     return files
 

@@ -19,8 +19,6 @@ _INDEPENDENCE = (
     "holds for these clients in these runs. It is marked only if it also has the same sign in every seed, of at least "
     "two. p is not corrected for the number of methods"
 )
-_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-_LATEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}
 
 
 class Table(NamedTuple):
@@ -43,14 +41,6 @@ class Table(NamedTuple):
         lines.insert(1, ["-" * width for width in widths])
         padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
         return "\n".join(f"| {' | '.join(line)} |" for line in padded)
-
-    def latex(self) -> str:
-        r"""The table in LaTeX, which needs ``\usepackage{booktabs}``."""
-        escapes = str.maketrans(_LATEX)
-        lines = (self.header, *self.rows)
-        header, *rows = (" & ".join(cell.translate(escapes) for cell in line) + r" \\" for line in lines)
-        begin = rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}"
-        return "\n".join([begin, r"\toprule", header, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}", ""])
 
 
 class Column(NamedTuple):

@@ -99,8 +99,11 @@ def test_the_files_have_the_table(pretend, tmp_path):
     assert header == ["method", "reweighted test", "paper", "to FedAvg", "global test", "to FedAvg"]
     assert fedavg == ["FedAvg", "64.55 ± 0.07", "60.00 ± 0.50", "-", "60.05 ± 0.07", "-"]
     latex = (tmp_path / "runs/table.tex").read_text()
-    assert r"FedAvg & 64.55 $\pm$ 0.07 & 60.00 $\pm$ 0.50 & - & 60.05 $\pm$ 0.07 & - \\" in latex
-    assert latex.count(r" \\") == 4 and "\\begin{tabular}{lrrrrr}" in latex
+    assert r"FedAvg & $64.55_{\pm 0.07}$ & $60.00_{\pm 0.50}$ & \textemdash & $60.05_{\pm 0.07}$ \\" in latex
+    assert r"PFL-FT & $\mathbf{74.55}_{\pm 0.07}$ & -- & $+10.00^{*}$ & $\mathbf{70.05}_{\pm 0.07}$ \\" in latex
+    assert r"Local & $54.55_{\pm 0.07}$ & -- & $-10.00^{*}$ & $50.05_{\pm 0.07}$ \\" in latex
+    assert r" & \multicolumn{3}{c}{reweighted test} & \multicolumn{1}{c}{global test} \\" in latex
+    assert r"\cmidrule(lr){2-4} \cmidrule(lr){5-5}" in latex and "X" + 4 * "r" + "}" in latex
 
 
 def test_a_failed_cell_is_named_and_the_others_go_on(pretend, tmp_path, capsys):

@@ -9,7 +9,7 @@ from helpers.evaluations import evaluation, mixture, nan
 from helpers.reports import csv_rows
 
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, expert_usage, gate_rows
-from fedmoe_pl.logs.summary import client_rows, format_table, round_row, summary_row, write_csv
+from fedmoe_pl.logs.summary import format_table, round_row, summary_row, write_csv
 
 
 def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
@@ -29,7 +29,7 @@ def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
 
 
 def test_client_rows_and_summary_row_have_the_mean_gate_weight():
-    rows = client_rows(mixture())
+    rows = mixture().rows
     assert [row["mean_gate_weight"] for row in rows] == pytest.approx([0.4375, 0.75, 0.15])
     assert [row["n_train"] for row in rows] == [10, 11, 12]
     assert summary_row(mixture())["mean_gate_weight_mean"] == pytest.approx((0.4375 + 0.75 + 0.15) / 3)

@@ -38,7 +38,7 @@ def written(tmp_path, monkeypatch):
     monkeypatch.setattr("fedmoe_pl.report.page.picture", lambda name, caption, figure: Picture(name, caption, "", b""))
 
     def write(*arguments):
-        output, markdown = report([*map(str, arguments), "--output", str(tmp_path / "page.html")])
+        output, markdown, *_ = report([*map(str, arguments), "--output", str(tmp_path / "page.html")])
         return Page(output.read_text()), markdown.read_text()
 
     return write
@@ -250,6 +250,30 @@ def test_differences_to_a_baseline_are_paired_over_the_clients_of_each_seed(copi
         "+0.00",
     ]
     assert "Wilcoxon" in markdown and "to FedAvg" in parsed.tables["methods"][1]
+
+
+def test_the_table_in_latex_has_the_numbers_of_the_markdown(copied, written, tmp_path):
+    folders = [copied(f"seed{seed}", seed, better=0.01 * seed) for seed in range(2)]
+    path = tmp_path / "table.tex"
+    _, markdown = written(*folders, "--baseline", "FedAvg", "--latex", str(path))
+    ((_, *expected),) = markdown_tables(markdown)
+    lines = path.read_text().splitlines()
+    columns = len(re.findall("r", re.search(r"X(r+)\}", path.read_text())[1]))
+    rows = [line.removesuffix(r" \\").split(" & ") for line in lines if " & " in line]
+    assert sum(int(number) for number in re.findall(r"\\multicolumn\{(\d)\}", " ".join(rows[0]))) == columns
+    bold = [max(float(line[column].split()[0]) for line in expected) for column in (1, 3)]
+    for (name, *cells), line in zip(rows[2:], expected, strict=True):
+        plain = [re.sub(r"\\mathbf\{(.+?)\}", r"\1", cell) for cell in cells]
+        plain = [re.sub(r"_\{\\pm (.+?)\}", r" ± \1", cell).strip("$").replace("^{*}", "*") for cell in plain]
+        assert [name, *plain] == [
+            line[0],
+            line[1],
+            line[2].replace("-", "\\textemdash") if line[2] == "-" else line[2],
+            line[3],
+        ]
+        assert [r"\mathbf" in cells[0], r"\mathbf" in cells[2]] == [
+            float(line[column].split()[0]) == best for column, best in zip((1, 3), bold, strict=True)
+        ]
 
 
 def test_accuracies_after_some_rounds_are_a_table(finished, written):

@@ -1,0 +1,131 @@
+"""A report's table in LaTeX, as wide as a column of an article with two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from fedmoe_pl.logs.summary import change_text, value_text
+from fedmoe_pl.report.statistics import SIGNIFICANCE, Spread
+from fedmoe_pl.report.tables import Condition, Method, difference, words
+
+_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+_ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}
+_MOST_COLUMNS = 4  # of numbers, which fit beside the methods' names
+
+
+def latex(condition: Condition) -> str:
+    r"""The methods in rows; for each metric the mean over clients and seeds, and the paper's number.
+
+    The compared metric also has the difference to the baseline. The best mean of each metric is bold. The table needs
+    ``\usepackage{booktabs,tabularx}``.
+    """
+    by_rank = [condition.metric, *(metric for metric in condition.metrics if metric != condition.metric)]
+    blocks, left_out, room = dict[str, dict[str, list[str]]](), list[str](), _MOST_COLUMNS
+    for metric in by_rank:
+        block = _block(condition, metric)
+        room -= len(block)
+        if room >= 0 or not blocks:
+            blocks[metric] = block
+        else:
+            left_out.append(metric)
+    groups = [rf"\multicolumn{{{len(block)}}}{{c}}{{{_escaped(words(name))}}}" for name, block in blocks.items()]
+    columns = [cells for block in blocks.values() for cells in block.values()]
+    lines = [
+        rf"% needs \usepackage{{booktabs,tabularx}}{_left_out(left_out)}",
+        r"\begin{table}[t]",
+        r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
+        rf"\caption{{{_caption(condition)}}}",
+        rf"\begin{{tabularx}}{{\columnwidth}}{{>{{\raggedright\arraybackslash}}X{'r' * len(columns)}}}",
+        r"\toprule",
+        _row(["", *groups]),
+        " ".join(_rules(blocks.values())),
+        _row(["method", *(title for block in blocks.values() for title in block)]),
+        r"\midrule",
+        *(_row([_escaped(m.label), *cells]) for m, *cells in zip(condition.methods, *columns, strict=True)),
+        r"\bottomrule",
+        r"\end{tabularx}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _block(condition: Condition, metric: str) -> dict[str, list[str]]:
+    """The columns of a metric by their titles."""
+    methods, baseline = condition.methods, condition.baseline
+    spreads = [method.over_seeds(f"{metric}_mean") for method in methods]
+    texts = [value_text(metric, spread.mean) for spread in spreads]
+    best = _best(texts, condition.lower_is_better(metric))
+    block = {"ours": [_number(metric, spread, text == best) for spread, text in zip(spreads, texts, strict=True)]}
+    if any(method.published(metric) for method in methods):
+        block["paper"] = [_published(method, metric) for method in methods]
+    if baseline is not None and metric == condition.metric:
+        block[r"$\Delta$"] = [
+            r"\textemdash" if method is baseline else _difference(method, baseline, metric) for method in methods
+        ]
+    return block
+
+
+def _best(texts: Sequence[str], lower_is_better: bool) -> str:
+    """The best value as it is shown, so that methods which look equal are equally bold."""
+    shown = [text for text in texts if text != "-"]
+    return (min if lower_is_better else max)(shown, key=float, default="")
+
+
+def _number(metric: str, spread: Spread, is_best: bool) -> str:
+    if math.isnan(spread.mean):
+        return "--"
+    text = value_text(metric, spread.mean)
+    return _with_deviation(
+        rf"\mathbf{{{text}}}" if is_best else text,
+        "" if math.isnan(spread.std) else value_text(metric, spread.std),
+    )
+
+
+def _published(method: Method, metric: str) -> str:
+    cells = method.published(metric)
+    texts = [_with_deviation(f"{cell.mean:.2f}", "" if cell.std is None else f"{cell.std:.2f}") for cell in cells]
+    return " / ".join(texts) or "--"
+
+
+def _with_deviation(mean: str, deviation: str) -> str:
+    return rf"${mean}_{{\pm {deviation}}}$" if deviation else f"${mean}$"
+
+
+def _difference(method: Method, baseline: Method, metric: str) -> str:
+    found = difference(method, baseline, metric)
+    if math.isnan(found.mean):
+        return "--"
+    return f"${change_text(metric, found.mean)}{'^{*}' if found.is_more_than_noise else ''}$"
+
+
+def _caption(condition: Condition) -> str:
+    facts = [fact for fact in (condition.name, condition.data, condition.seeds_text) if fact]
+    baseline = condition.baseline
+    if baseline is not None:
+        facts.append(
+            f"Δ: difference to {baseline.label} in {words(condition.metric)}; *: p < {SIGNIFICANCE} in a Wilcoxon "
+            "signed-rank test over the clients of all seeds, and the same sign in every seed"
+        )
+    sentences = ". ".join(fact[0].upper() + fact[1:] for fact in facts)
+    return _escaped(f"{sentences}.").replace("Δ", r"$\Delta$")
+
+
+def _left_out(metrics: Sequence[str]) -> str:
+    return f"; left out, because they do not fit: {', '.join(metrics)}" if metrics else ""
+
+
+def _rules(blocks: Iterable[dict[str, list[str]]]) -> Iterator[str]:
+    """A rule below the name of each metric."""
+    first = 2
+    for block in blocks:
+        yield rf"\cmidrule(lr){{{first}-{first + len(block) - 1}}}"
+        first += len(block)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _escaped(text: str) -> str:
+    return text.translate(str.maketrans(_ESCAPES))
