@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +20,13 @@ import torch
 from sklearn.datasets import load_digits
 
 from fedmoe_pl.aggregation import SecureAggregation
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federation
+from fedmoe_pl.backends import local_client
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, ROWS, load_federation
+from fedmoe_pl.checkpoints.files import read_tensors
 from fedmoe_pl.cli import main
 from fedmoe_pl.deployment.connection import free_port
 from fedmoe_pl.deployment.own_files import read_own
+from fedmoe_pl.deployment.private_rounds import PrivateRounds
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 pytestmark = pytest.mark.slow
@@ -219,10 +225,21 @@ def memory_of(process: int):
                     continue
 
 
+def simulate_in_this_process(deployed: Deployment, root: str) -> None:
+    own = ["--federation.default_root_dir", root, "--trainer.devices", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(deployed.folder)
+        patch.setattr(sys, "argv", ["fedmoe", "fit", "--config", str(deployed.config), *own])
+        main()
+
+
+@pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads another process's memory")
-def test_with_secure_aggregation_five_clients_end_with_the_bits_of_a_simulation_and_the_server_sees_no_update(
-    deployment, monkeypatch
-):
+def test_five_clients_whose_updates_are_masked_and_private_end_with_the_bits_of_a_simulation(deployment, monkeypatch):
+    """The server sees no update, no secret and no private part, in its memory or its files.
+
+    With noise from the clients' own secrets, a simulation ends with the bits of the private phase, too.
+    """
     deployed, encode, secret = deployment(5, HERE / "secure.yaml"), SecureAggregation.encoded, []
 
     def note(self, update, start, num_clients):
@@ -232,30 +249,65 @@ def test_with_secure_aggregation_five_clients_end_with_the_bits_of_a_simulation_
         return encoded
 
     monkeypatch.setattr(SecureAggregation, "encoded", note)
-    monkeypatch.chdir(deployed.folder)
-    own = ["--federation.default_root_dir", "simulation", "--trainer.devices", "1"]
-    monkeypatch.setattr(sys, "argv", ["fedmoe", "fit", "--config", str(deployed.config), *own])
-    main()
-    assert len(secret) == 5 * 2 + 4 and all(len(pieces) > 10 for of_client in secret for pieces in of_client)
+    simulate_in_this_process(deployed, "simulation")
+    assert len(secret) == 5 * 2 + 4 + 5 and all(len(pieces) > 10 for of_client in secret for pieces in of_client)
+
+    def in_server() -> list[bytes]:
+        return [*memory_of(server.pid), *(path.read_bytes() for path in deployed.folder.glob("runs/flower/*.db*"))]
+
+    def private_parts() -> list[list[bytes]]:
+        files = deployed.folder.glob(f"client */secure/client_*/*/{CLIENT_STATES}/PFL-FT/1_*.safetensors")
+        trees = [read_tensors(file) for file in files]
+        known = {*pieces_of(deployed.states("runs")["private"].server.values())} if trees else set()
+        return [[piece for piece in pieces_of(tree.values()) if piece not in known] for tree in trees]
 
     server = deployed.serve()
     joined = [deployed.join(client) for client in range(5)]
-    found, looks = [], 0
+    found, looks, looks_for_parts = [], 0, 0
     while server.poll() is None:
         state = deployed.states("runs").get("FedAvg") if deployed.rows("secure") else None
         if state is not None and looks < state.round:
-            looks, known = state.round, pieces_of(state.server.values())
-            parts = [*memory_of(server.pid), *(path.read_bytes() for path in deployed.folder.glob("runs/flower/*.db*"))]
+            looks, known, parts = state.round, pieces_of(state.server.values()), in_server()
             sought = [piece for of_client in secret[5 * (looks - 1) :][:5] for each in of_client for piece in each[:2]]
             found += [piece for piece in sought if any(piece in part for part in parts)]
             assert any(piece in part for piece in known[:4] for part in parts), "it looks where tensors are"
+        if not looks_for_parts and len(kept := private_parts()) == 5:
+            looks_for_parts, parts = 1, in_server()
+            assert all(len(of_client) > 10 for of_client in kept)
+            sought = [piece for of_client in kept for piece in of_client[:4]]
+            sought += [path.read_bytes()[:32] for path in deployed.folder.glob("client */secure/client_*/secret")]
+            found += [piece for piece in sought if any(piece in part for part in parts)]
         time.sleep(0.2)
     assert server.wait() == 0, deployed.log("server")
     assert [process.wait(timeout=WITHIN) for process in joined] == [0] * 5
-    assert looks and not found
+    assert looks and looks_for_parts and not found
+
+    there, secret_seeds, checkpoints = deployed.states("runs"), {}, []
+    for client in range(5):
+        (path,) = deployed.folder.glob(f"client {client}/secure/client_{client}/secret")
+        (own,) = path.parent.glob("*/private_rounds.json")
+        checkpoints.append(own.parent / FILE)
+        rounds = PrivateRounds(path.parent, own.parent.name, client)
+        secret_seeds[client] = rounds.begin(SimpleNamespace(phase="private", rounds_before=0))
+        secret.append(([path.read_bytes()[:32]], [f"{secret_seeds[client]}".encode()]))
+    of_seed = local_client._private_generator
+
+    def of_secret(training, client, purpose):
+        return of_seed(replace(training, secret_seed=secret_seeds[client.id]), client, purpose)
+
+    secret += [([], of_client) for of_client in private_parts()]
+    monkeypatch.setattr(local_client, "_private_generator", of_secret)
+    simulate_in_this_process(deployed, "with secrets")
+    simulated, with_secrets = deployed.states("simulation"), deployed.states("with secrets")
+    for phase in simulated:
+        torch.testing.assert_close(there[phase].server, with_secrets[phase].server, rtol=0, atol=0)
+        differ = any(not torch.equal(simulated[phase].server[name], each) for name, each in there[phase].server.items())
+        assert differ == (phase in ("private", "PFL-FT")), "noise changes its phase and the one that starts from it"
+    accounts = [load_federation(path)["phases"]["private"] for path in checkpoints]
+    spent = [account.sample_epsilon for account in accounts]
+    assert len(spent) == 5 and max(spent) == pytest.approx(there["private"].sample_epsilon, rel=1e-9)
+    assert 0 < min(spent) and max(spent) <= 4 and there["private"].counted_steps == simulated["private"].counted_steps
     files = [path.read_bytes() for path in deployed.folder.glob("runs/**/*") if path.is_file()]
+    assert len(secret) == 2 * (5 * 2 + 4 + 5) + 5 + 5
     sought = [piece for of_client in secret for each in of_client for piece in each]
     assert not [piece for piece in sought if any(piece in content for content in files)]
-    there, simulated = deployed.states("runs"), deployed.states("simulation")
-    for phase in simulated:
-        torch.testing.assert_close(there[phase].server, simulated[phase].server, rtol=0, atol=0)
