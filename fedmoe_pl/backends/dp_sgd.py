@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
@@ -29,6 +29,8 @@ from fedmoe_pl.trees import Tree
 
 _BYTES_AT_ONCE = 2**28  # of the gradients of single samples
 _LARGE = 2**20  # bytes of a sample's gradient from which a CPU computes one after another in less time
+
+SampleLoss: TypeAlias = Callable[[Tree, Any], Tensor]
 
 
 @dataclass
@@ -76,9 +78,7 @@ def samples_at_once(parameters: Mapping[str, Tensor]) -> int:
     return 1 if on_cpu and size > _LARGE else max(_BYTES_AT_ONCE // max(size, 1), 1)
 
 
-def clipped_sum(
-    loss: Callable[[Tree, Any], Tensor], parameters: Tree, samples: Any, max_norm: float, counts: Tensor | None = None
-) -> Tree:
+def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: float) -> Tree:
     """The sum over samples of the loss's gradients, each clipped to a norm; one that is not finite counts as none.
 
     Args:
@@ -86,28 +86,60 @@ def clipped_sum(
         parameters: what is differentiated.
         samples: tensors of shape (n, ...), perhaps in tuples and dicts.
         max_norm: the norm to which a gradient over all parameters is clipped.
-        counts: what each sample counts, shape (n,), such as 0 for padding; None for 1.
     """
+    sums, size = zeros(parameters), samples_at_once(parameters)
+    gradients = _gradient_of_one if size == 1 else sample_gradients
+    first = tree_leaves(samples)[0]
+    counts = first.new_ones(len(first), dtype=torch.bool)
+    with torch.no_grad():
+        for start in range(0, len(first) if sums else 0, size):
+            part = slice(start, start + size)
+            of_part = gradients(loss, parameters, tree_map(lambda tensor: tensor[part], samples))  # noqa: B023
+            add_clipped(sums, of_part, counts[part], max_norm)
+    return sums
+
+
+def zeros(parameters: Tree) -> Tree:
+    """Zeros of the parameters' shapes, in rows one after another."""
+    return {name: torch.zeros_like(each, memory_format=torch.contiguous_format) for name, each in parameters.items()}
+
+
+def sample_gradients(loss: SampleLoss, parameters: Tree, samples: Any) -> Tree:
+    """The gradients of single samples, shape (n, ...), for the arguments of :func:`clipped_sum`."""
 
     def of_one(parameters: Tree, sample: Any) -> Tensor:
         return loss(parameters, tree_map(lambda tensor: tensor[None], sample))
 
-    if len(tree_leaves(samples)[0]) == 1:
-        gradients = grad(loss)(parameters, samples)
-        gradients = {name: gradient[None] for name, gradient in gradients.items()}
-    else:
-        gradients = vmap(grad(of_one), in_dims=(None, 0), randomness="different")(parameters, samples)
-    norms = [torch.linalg.vector_norm(each.reshape(len(each), -1), dim=1) for each in gradients.values()]
-    norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (n,)
+    return vmap(grad(of_one), in_dims=(None, 0), randomness="different")(parameters, samples)
+
+
+def _gradient_of_one(loss: SampleLoss, parameters: Tree, sample: Any) -> Tree:
+    """The same for a batch of one; ``torch.func.grad`` takes twice the time, to be differentiated once more."""
+    leaves = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
+    with torch.enable_grad():
+        found = torch.autograd.grad(loss(leaves, sample), [*leaves.values()], materialize_grads=True)
+    return {name: gradient[None] for name, gradient in zip(leaves, found, strict=True)}
+
+
+def add_clipped(sums: Tree, gradients: Tree, counts: Tensor, max_norm: float) -> None:
+    """Adds clipped gradients to sums, in place: a copy of a large model's takes longer than to compute them.
+
+    Args:
+        sums: what is added to, of one client, or of several along the first axis.
+        gradients: those of n samples of each client, shape (n, ...) or (clients, n, ...).
+        counts: what each sample counts, shape (n,) or (clients, n), such as 0 for padding.
+        max_norm: the norm to which a gradient over all parameters is clipped.
+    """
+    counts = counts.view(-1, counts.shape[-1])
+    rows = {name: each.reshape(*counts.shape, -1) for name, each in gradients.items()}
+    norms = torch.stack([torch.linalg.vector_norm(each, dim=2) for each in rows.values()])
+    norm = torch.linalg.vector_norm(norms, dim=0)  # (clients, n)
     is_finite = norm.isfinite()
-    factors = torch.where(is_finite, (max_norm / norm).clamp(max=1), 0)
-    if counts is not None:
-        factors = factors * counts
-    return {
-        # nan times 0 is nan
-        name: torch.tensordot(factors, torch.where(is_finite.view(-1, *[1] * (each.dim() - 1)), each, 0), dims=1)
-        for name, each in gradients.items()
-    }
+    if not is_finite.all():  # nan times 0 is nan
+        rows = {name: torch.where(is_finite[:, :, None], each, 0) for name, each in rows.items()}
+    factors = torch.where(is_finite, (max_norm / norm).clamp(max=1), 0) * counts
+    for name, each in rows.items():
+        sums[name].view(len(each), 1, -1).baddbmm_(factors[:, None], each)
 
 
 def noisy_mean(sums: Tree, expected: float, max_norm: float, noise_multiplier: float, generator: Generator) -> Tree:

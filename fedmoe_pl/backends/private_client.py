@@ -11,15 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.dp_sgd import clipped_sum, noisy_mean, samples_at_once
+from fedmoe_pl.backends.dp_sgd import clipped_sum, noisy_mean
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, noise_of_client, on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, OneStep, needs_every_batch
 from fedmoe_pl.backends.loss import Loss
-from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
@@ -88,7 +87,7 @@ class PrivateClient(Learner):
         assert privacy is not None
         noisy = noisy_mean(loss, self.expected, privacy.max_grad_norm, self.noise_multiplier, self.generator)
         for name, gradient in noisy.items():
-            parameters[name].grad = gradient
+            parameters[name].grad = with_strides_of(parameters[name], gradient)
         if self.clipping[0] is not None:
             self.step.clip_gradients(optimizer, *self.clipping)
 
@@ -111,14 +110,8 @@ def clipped_gradients(
         lookup.update(rows)
         return module_loss.of(parameters, x, y, constants)
 
-    sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    size = samples_at_once(parameters)
-    with torch.no_grad(), dense_experts():
-        for start in range(0, len(batch[1]) if sums else 0, size):
-            part = tree_map(lambda tensor: tensor[start : start + size], samples)  # noqa: B023  called at once
-            of_part = clipped_sum(loss, parameters, part, max_norm)
-            sums = {name: total + of_part[name] for name, total in sums.items()}
-    return sums
+    with dense_experts():
+        return clipped_sum(loss, parameters, samples, max_norm)
 
 
 def names_in_loss(

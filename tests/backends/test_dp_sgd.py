@@ -17,7 +17,7 @@ from torch import Generator, nn
 
 from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, dp_sgd
-from fedmoe_pl.backends.dp_sgd import DPSGD, clipped_sum, noisy_mean
+from fedmoe_pl.backends.dp_sgd import DPSGD, add_clipped, clipped_sum, noisy_mean
 from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.data import PoissonBatches, RandomCrop, RandomHorizontalFlip, poisson_sampling
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LeNet5, LinearGate
@@ -109,8 +109,9 @@ def test_each_gradient_over_all_parameters_is_clipped_and_one_that_is_not_finite
 
     sums = clipped_sum(loss, parameters, samples, 2.0)
     assert sums["w"].tolist() == pytest.approx([1.2]) and sums["v"].item() == pytest.approx(1.6 + 0.5 - 2)
-    counts = torch.tensor([True, False, False, False, False, False])
-    assert clipped_sum(loss, parameters, samples, 2.0, counts)["v"].item() == pytest.approx(1.6)
+    counts, sums = torch.tensor([[True, False, False], [True, False, True]]), {"v": torch.ones(2)}
+    add_clipped(sums, {"v": samples[:, 1].view(2, 3)}, counts, 2.0)
+    assert sums["v"].tolist() == [1 + 2, 1 + 0 - 2]
 
 
 def test_the_noise_has_the_multiplier_times_the_norm_on_the_sum():

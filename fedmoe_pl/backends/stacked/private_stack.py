@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_map, tree_unflatten
 
-from fedmoe_pl.backends.dp_sgd import clipped_sum, noisy_mean, samples_at_once
+from fedmoe_pl.backends.dp_sgd import add_clipped, noisy_mean, sample_gradients, samples_at_once, zeros
 from fedmoe_pl.backends.local_client import noise_of_client
 from fedmoe_pl.backends.loss import Loss
 from fedmoe_pl.backends.stacked.members import Member, Share
@@ -51,24 +51,21 @@ class PrivateStack(Stack):
         trained, others, constants = self._tensors(share, self.names)
         module = Loss(self.training.algorithm, self.module)
 
-        def sums_of_client(
-            trained: Tree, others: Tree, share: tuple[Any, ...], counts: Tensor, constants: list[Any]
-        ) -> Tree:
+        def gradients(trained: Tree, others: Tree, samples: tuple[Any, ...], constants: list[Any]) -> Tree:
             def loss(parameters: Tree, sample: tuple[Tensor, Tensor, Tree]) -> Tensor:
                 x, y, rows = sample
                 self._lookup.update(rows)
                 return module.of(parameters | others, x, y, tree_unflatten(constants, self._const_spec))
 
-            return clipped_sum(loss, trained, share, max_norm, counts)
+            return sample_gradients(loss, trained, samples)
 
-        sums = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
-        in_dims, size = (0, 0, 0, 0, self._mapped), samples_at_once(trained)
+        sums, size = zeros(trained), samples_at_once(trained)
         with torch.no_grad(), dense_experts():
             for start in range(0, counts.shape[1], size):
-                part = share.apply(lambda tensor: tensor[:, start : start + size])  # noqa: B023  called at once
-                arguments = trained, others, (part.x, part.y, part.rows), counts[:, start : start + size], constants
-                of_part = vmap(sums_of_client, in_dims=in_dims)(*arguments)
-                sums = {name: total + of_part[name] for name, total in sums.items()}
+                part = slice(start, start + size)
+                samples = tree_map(lambda tensor: tensor[:, part], (share.x, share.y, share.rows))  # noqa: B023
+                of_part = vmap(gradients, in_dims=(0, 0, 0, self._mapped))(trained, others, samples, constants)
+                add_clipped(sums, of_part, counts[:, part], max_norm)
         return sums
 
     def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
