@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import signal
 import warnings
 from collections.abc import Iterable, Iterator
@@ -119,6 +120,12 @@ class _Garbage:
 
 
 _garbage = _Garbage()  # of this process
+
+
+def cores_of_process() -> list[int]:
+    """The cores that this process may use; all of the machine's where the system does not say."""
+    known = hasattr(os, "sched_getaffinity")
+    return sorted(os.sched_getaffinity(0)) if known else [*range(os.cpu_count() or 1)]
 
 
 @contextmanager

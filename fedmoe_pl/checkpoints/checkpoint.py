@@ -93,7 +93,8 @@ class CheckpointWriter:
         with replacing(self.path) as temporary:
             write_json(temporary, {**content, "files": [*(files | staying)]})
             if time.monotonic() - self._flushed >= _SECONDS_BETWEEN_FLUSHES:
-                os.sync()  # one call for all files, which are many where clients keep tensors
+                if hasattr(os, "sync"):  # Windows has none
+                    os.sync()  # one call for all files, which are many where clients keep tensors
                 self._flushed = time.monotonic()
             if self.path.is_file():
                 copy_checkpoint(self.path, self.path.with_name(PREVIOUS))

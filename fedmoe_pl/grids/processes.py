@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from fedmoe_pl.backends.fitting import cores_of_process
 from fedmoe_pl.grids.cells import Cell, cut_run, finished_run
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
 from fedmoe_pl.rounds.interruption import Interruption, raising
@@ -45,7 +46,7 @@ def run_cells(cells: Sequence[Cell], grid: Grid) -> list[Cell]:
         else:
             print(f"{title} is finished: {run}", flush=True)
     running, failed = list[_Process](), list[Cell]()
-    with raising(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with raising(signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
         try:
             while waiting or running:
                 free = [slot for slot in range(grid.parallel) if slot not in [each.slot for each in running]]
@@ -95,8 +96,9 @@ def _start(title: str, cell: Cell, slot: int, parallel: int) -> _Process:
             env=environment,
             start_new_session=True,
         )
-    cores = sorted(os.sched_getaffinity(0))
-    if device is None and 1 < parallel <= len(cores):  # or runs would start more worker processes than there are cores
+    cores = cores_of_process()
+    if device is None and 1 < parallel <= len(cores) and hasattr(os, "sched_setaffinity"):
+        # or runs would start more worker processes than there are cores
         os.sched_setaffinity(process.pid, cores[slot::parallel])
     where = f" on GPU {device}" if device is not None else ""
     print(f"{title} starts{where}" if checkpoint is None else f"{title} goes on{where} from {checkpoint}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,10 +148,13 @@ class ClientFailures:
             raise InvalidArgumentError(self, "max_change", self.max_change, "a number above 1")
 
     def check_thread(self) -> None:
-        """Refuses a time limit where Python cannot keep it."""
+        """Refuses a time limit where Python or the system cannot keep it."""
         if self.timeout is not None and threading.current_thread() is not threading.main_thread():
             because = "only the main thread can be interrupted"
             raise InvalidArgumentError(self, "timeout", self.timeout, "left out outside of the main thread", because)
+        if self.timeout is not None and not hasattr(signal, "SIGALRM"):
+            because = "the system has no SIGALRM, which ends a client's training; Linux and macOS do"
+            raise InvalidArgumentError(self, "timeout", self.timeout, "left out here", because)
 
     def dropped(self, cohort: Sequence[int], seed: int, round: int, attempt: int, one_stays: bool = True) -> list[int]:
         """The clients that drop out before their training, each with the same probability.

@@ -42,7 +42,7 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
     The signals are Ctrl-C, SIGTERM and, in a job of SLURM, that for requeueing, after which the job is requeued. A
     second signal ends the process at once. So does a thread ten seconds after the first, if the main thread is in an
     operation that Python cannot interrupt. Signals that are ignored, or that the user handles, are left alone. So are
-    all outside of the main thread, where Python has no signals.
+    all outside of the main thread, where Python has no signals; on Windows, only Ctrl-C is heard.
     """
     try:
         with _handled():
@@ -52,7 +52,7 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
         checkpoint = run.folder / FILE
         if command is not None:
             print(how_to_continue(signum, checkpoint, command), file=sys.stderr, flush=True)
-            if signum == signal.SIGUSR1:
+            if signum == getattr(signal, "SIGUSR1", None):
                 requeue(runs, checkpoint)
         raise (KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)) from None
 
@@ -60,7 +60,7 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
 @contextmanager
 def _handled() -> Iterator[None]:
     """In this context, a signal raises :class:`Interruption` in the main thread, and another thread watches."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         yield
         return
     with raising(signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if SLURMEnvironment.detect() else [])) as handled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +24,10 @@ from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm, Need, averages, overrides, sends_more
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed, overridden_hooks, packages_read_once, quiet
+from fedmoe_pl.backends.fitting import cores_of_process
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
+from fedmoe_pl.backends.workers.fork_server import FORKS
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
@@ -489,7 +490,8 @@ _PROCESSES_PER_CORE = 8
 def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
     """Refuses arguments of a Trainer that no client can have; gives a device for each process that trains clients.
 
-    A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use.
+    A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use. Where processes
+    cannot be forked, there is one device.
     """
     key, known = "trainer" if owner == "Trainer" else "train.trainer", inspect.signature(Trainer).parameters
     for name in (name for name in arguments if name not in known):
@@ -501,11 +503,17 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
-        accelerator, cores = trainer.accelerator, len(os.sched_getaffinity(0))
+        accelerator, cores = trainer.accelerator, len(cores_of_process())
         devices = arguments.get("devices", "auto")
-        if devices == "auto":
+        if devices == "auto" and not FORKS:
+            devices = 1
+        elif devices == "auto":
             devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
         parsed = accelerator.parse_devices(devices)
+    devices = accelerator.get_parallel_devices(parsed)
+    if len(devices) > 1 and not FORKS:
+        because = "clients are trained in several processes on Linux only"
+        raise InvalidArgumentError(owner, f"{key}.devices", arguments["devices"], "1 here", because)
     _check_strategy(trainer, arguments, owner, key)
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
@@ -513,7 +521,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
         because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
         raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
-    return accelerator.get_parallel_devices(parsed)
+    return devices
 
 
 def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:
