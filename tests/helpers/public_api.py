@@ -1,0 +1,96 @@
+"""What is public, as the text of a stub: names, arguments and defaults of everything that the reference documents.
+
+PYTHONPATH=tests python -m helpers.public_api >public_api.pyi && mv public_api.pyi tests
+"""
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fedmoe_pl.version import __version__
+
+REFERENCE = Path(__file__).parents[2] / "docs/reference"
+_DIRECTIVE = re.compile(r"^\.\. auto(module|class|function):: (\S+)", re.MULTILINE)
+
+
+def documented() -> dict[str, list[str]]:
+    """The documented names of each module."""
+    names = dict[str, list[str]]()
+    for page in sorted(REFERENCE.glob("*.md")):
+        for kind, path in _DIRECTIVE.findall(page.read_text()):
+            if kind == "module":
+                names.setdefault(path, []).extend(importlib.import_module(path).__all__)
+            else:
+                module, _, name = path.rpartition(".")
+                names.setdefault(module, []).append(name)
+    return {module: sorted({*names[module]}) for module in sorted(names)}
+
+
+def stub() -> str:
+    """The stub: a class for each module, because all of them are one file."""
+    public = {
+        module: [getattr(importlib.import_module(module), name) for name in names]
+        for module, names in documented().items()
+    }
+    classes = {each for objects in public.values() for each in objects if inspect.isclass(each)}
+    lines = [f"# fedmoe_pl {__version__}"]
+    for module, objects in public.items():
+        lines += ["", f"class {module.replace('.', '_')}:"]
+        for name, each in zip(documented()[module], objects, strict=True):
+            shown = _class(name, each, classes) if inspect.isclass(each) else _function(name, each)
+            lines += [f"    {line}" for line in shown]
+    return "\n".join(lines) + "\n"
+
+
+def _class(name: str, of: type, public: set[type]) -> Iterator[str]:
+    """A class with its constructor, and with what it or a class that is not public defines."""
+    yield f"class {name}:"
+    yield f"    def __init__({_arguments(of, 'self')}): ..."
+    for member in sorted(each for each in dir(of) if not each.startswith("_")):
+        owner = next((each for each in of.__mro__ if member in vars(each)), None)
+        if owner is None or not owner.__module__.startswith("fedmoe_pl") or (owner in public and owner is not of):
+            continue
+        found = inspect.getattr_static(of, member)
+        call = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+        yield from (f"    {line}" for line in _function(member, call))
+
+
+def _function(name: str, each: Any) -> Iterator[str]:
+    """A function, or a name with a value."""
+    yield f"def {name}({_arguments(each)}): ..." if inspect.isfunction(each) else f"{name} = ..."
+
+
+def _arguments(call: Callable[..., Any], *first: str) -> str:
+    """The names of arguments with their defaults; what is no literal is three dots."""
+    signature = inspect.signature(call)
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    shown = [
+        parameter.replace(default=_Default(parameter.default))
+        if parameter.default is not parameter.empty
+        else parameter
+        for parameter in parameters
+    ]
+    text = str(signature.replace(parameters=shown, return_annotation=signature.empty))[1:-1]
+    return ", ".join([*first, *([text] if text else [])])
+
+
+class _Default:
+    """A default as a stub has it."""
+
+    def __init__(self, value: object) -> None:
+        self.text = repr(value)
+        try:
+            ast.literal_eval(self.text)
+        except (ValueError, SyntaxError):
+            self.text = "..."
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+if __name__ == "__main__":
+    print(stub(), end="")
