@@ -11,6 +11,7 @@ from fedmoe_pl.callbacks.partition_monitor import PartitionMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
 from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor
 from fedmoe_pl.callbacks.result_files import ResultFiles
+from fedmoe_pl.callbacks.sample_monitor import SampleMonitor
 from fedmoe_pl.callbacks.token_gate_monitor import TokenGateMonitor
 from fedmoe_pl.callbacks.traffic_ledger import TrafficLedger
 from fedmoe_pl.rounds.run import FederationCallback
@@ -28,6 +29,7 @@ __all__ = [
     "ProgressBar",
     "RepresentationMonitor",
     "ResultFiles",
+    "SampleMonitor",
     "TokenGateMonitor",
     "TrafficLedger",
 ]

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from fedmoe_pl.callbacks.figures import log_figure, new_figure, styled, styles
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
+from fedmoe_pl.callbacks.own_samples import check_clients
 from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
 from fedmoe_pl.logs.summary import format_table, present_metrics, scale
 from fedmoe_pl.phases.phase import Phase
@@ -25,10 +26,21 @@ class AccuracyMonitor(FederationCallback):
     tags; in other loggers the method's name comes first: ``FedAvg/local_test/mean``. Loggers that take pictures get
     sorted curves of all clients' accuracies. At the end of a phase, the final means over the clients are logged, in
     TensorBoard as a row of the page HParams. The other loggers get the hyperparameters before the first round.
+
+    Args:
+        clients: ids of clients that get curves of their own, such as ``local_test/client_003``.
+
+    Raises:
+        MisconfigurationException: if an id is no client's.
     """
+
+    def __init__(self, clients: list[int] | None = None) -> None:
+        self.clients = clients or []
 
     def on_fit_start(self, run: Run) -> None:
         """Logs the hyperparameters, so that a logger that cannot take them fails before any training."""
+        if self.clients:
+            check_clients(self, self.clients, run.datamodule)
         if run.loggers.all:  # reading the configuration takes longer than a round of a small model
             run.loggers.log_hparams(run_hparams(run.configuration, run.seed))
 
@@ -40,6 +52,9 @@ class AccuracyMonitor(FederationCallback):
             for name, value in evaluation.spread_or_nan(metric)._asdict().items()
             if not math.isnan(value)
         }
+        for client in (each for each in evaluation.clients if each.client in self.clients):
+            own = {f"{metric}/client_{client.client:03d}": client.value(metric) for metric in evaluation.metrics}
+            values |= {tag: value for tag, value in own.items() if not math.isnan(value)}
         state = run.states[phase.name]
         privacy = {"epsilon": state.epsilon, "sample_epsilon": state.sample_epsilon}
         costs = {**state.traffic, "flops": state.flops, **privacy} if state.round else {}

@@ -67,7 +67,10 @@ class GateMonitor(FederationCallback):
 
     def _log_samples(self, run: Run, evaluation: Evaluation) -> None:
         description = "Weight of the global expert on the client's own samples: one count per sample."
-        for client in evaluation.clients[: self.max_clients]:
+        weighed = [client for client in evaluation.clients if client.global_weights is not None]
+        if len(weighed) > self.max_clients:
+            description += f" The first {self.max_clients} of {len(weighed)} clients; max_clients shows others."
+        for client in weighed[: self.max_clients]:
             if client.global_weights is not None:
                 tag = f"weight_of_samples/client_{client.client:03d}"
                 weights = client.global_weights.detach().cpu().double().numpy()

@@ -21,7 +21,8 @@ from matplotlib.patches import Patch
 from torch import Tensor, nn
 
 from fedmoe_pl.callbacks.figures import MARKERS, log_figure, new_figure, styled
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.callbacks.own_samples import check_clients, own_batch
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of
 from fedmoe_pl.logs.loggers import method_tag
@@ -60,9 +61,7 @@ class RepresentationMonitor(FederationCallback):
 
     def on_fit_start(self, run: Run) -> None:
         """Refuses ids that no client has, and says what cannot be shown."""
-        ids = range(run.datamodule.num_clients)
-        if not self.clients or not {*self.clients} <= {*ids}:
-            raise InvalidArgumentError(self, "clients", self.clients, f"ids of clients, from 0 to {len(ids) - 1}")
+        check_clients(self, self.clients, run.datamodule)
         if not run.loggers.take_images:
             rank_zero_warn("RepresentationMonitor: nothing is shown, because no logger takes pictures.")
         for phase in run.phases:
@@ -98,9 +97,7 @@ class RepresentationMonitor(FederationCallback):
         of_clients: list[dict[str, Tensor]] = []
         classes, owners, has_extractor = [], [], False  # a model without one has been named before the run
         for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
-            held_out = datamodule.test_samples[client]
-            samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
-            (batch,) = datamodule.batches(samples, batch_size=len(samples))
+            samples, batch = own_batch(datamodule, client, self.samples_per_client)
             has_extractor = has_extractor or bool(_extractors(module))
             of_clients.append(representations_of(module, batch, len(samples), datamodule.has_pairs))
             no_classes = torch.zeros(len(samples), dtype=torch.int64)

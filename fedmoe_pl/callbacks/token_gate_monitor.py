@@ -8,11 +8,10 @@ from functools import partial
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from fedmoe_pl.callbacks.figures import add_colorbar, beside_samples, draw_map, log_figure, new_figure, styled
+from fedmoe_pl.callbacks.own_samples import own_batch, words_of
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.models import LayerwiseAdapterMoE, TokenGate
 from fedmoe_pl.models.inputs import Inputs, first_tensor, inputs_of
@@ -60,7 +59,8 @@ class TokenGateMonitor(FederationCallback):
         means, tokens, ids = [], np.empty((0, 0)), torch.empty(0)
         for client, own in zip(clients, run.client_modules(phase.name, clients), strict=True):
             assert isinstance(own, LayerwiseAdapterMoE)
-            x = _inputs(own, run.datamodule, client, self.samples_per_client)
+            batch = own_batch(run.datamodule, client, self.samples_per_client)[1]
+            x = inputs_of(batch, own.target_key)
             by_layer = token_weights(own, x)
             means.append({path: float(np.nanmean(weights)) for path, weights in by_layer.items()})
             if client == clients[0]:
@@ -71,7 +71,7 @@ class TokenGateMonitor(FederationCallback):
         title = f"{evaluation.method}: mean weight of the global expert"
         draw = partial(layer_figure, clients, means, title)
         log_figure(run, "token_gate/by_client_and_layer", draw, evaluation.step, evaluation.method)
-        words = _words(run.datamodule, ids, tokens.shape)
+        words = words_of(run.datamodule, ids) if tuple(ids.shape) == tokens.shape else None
         draw = partial(token_figure, tokens, words, f"{evaluation.method}: client {clients[0]}, mean over layers")
         log_figure(run, "token_gate/by_token", draw, evaluation.step, evaluation.method)
 
@@ -86,21 +86,6 @@ def token_weights(module: LayerwiseAdapterMoE, x: Inputs) -> dict[str, np.ndarra
         padding = module.mask_of(x, tokens) == 0
         found[path] = tokens[..., :-1].sum(-1).masked_fill(padding, torch.nan).float().cpu().numpy()
     return found
-
-
-def _inputs(module: LayerwiseAdapterMoE, datamodule: FederatedDataModule, client: int, number: int) -> Inputs:
-    held_out = datamodule.test_samples[client]
-    samples = (held_out if len(held_out) else datamodule.train_samples[client])[:number]
-    (batch,) = datamodule.batches(samples, batch_size=len(samples))
-    return inputs_of(batch, module.target_key)
-
-
-def _words(datamodule: FederatedDataModule, ids: Tensor, shape: Sequence[int]) -> list[list[str]] | None:
-    """The words of tokens, if the data have a vocabulary and samples are their ids."""
-    if not datamodule.vocabulary or tuple(ids.shape) != tuple(shape):
-        return None
-    words = ["", "?", *datamodule.vocabulary]
-    return [[words[token] if token < len(words) else "?" for token in row] for row in ids.tolist()]
 
 
 @styled
