@@ -1,4 +1,4 @@
-"""Loggers of the clients' own Trainers, each named by what it logs."""
+"""Loggers and folders of the clients' own Trainers, each named by phase, client and round."""
 
 from __future__ import annotations
 
@@ -23,11 +23,21 @@ class SilentLogger(DummyLogger):
         return SilentLogger, ()
 
 
+def client_name(training: LocalTraining, client: Client) -> str:
+    """The name of a client's training in one round, such as ``FedAvg/client_003/round_0012``; rounds count from 1."""
+    return f"{training.phase}/client_{client.id:03d}/round_{client.round + 1:04d}"
+
+
+def client_folder(training: LocalTraining, client: Client) -> str:
+    """The ``default_root_dir`` of its Trainer, in which a ``ModelCheckpoint`` and a profiler write without a logger."""
+    root = training.trainer.get("default_root_dir") or os.getcwd()
+    return os.path.join(root, training.run, client_name(training, client))
+
+
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     """Copies of the loggers in the Trainer's arguments for one client's training in one round.
 
-    They are named by phase, client and round, such as ``FedAvg/client_003/round_0012`` (rounds count from 1). In
-    TensorBoard and CSV files, that is a folder below the logger's own or, if it has no ``version``, below one in it
+    In TensorBoard and CSV files, that is a folder below the logger's own or, if it has no ``version``, below one in it
     with the end of the run's path: another run must not log to the same files. In MLflow and Weights & Biases, it is
     the name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
     their names come before those of the metrics. Other loggers keep the name that they have.
@@ -35,7 +45,7 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     given = training.trainer.get("logger")
     if given is True:
         given = TensorBoardLogger(training.trainer.get("default_root_dir") or os.getcwd())
-    name = f"{training.phase}/client_{client.id:03d}/round_{client.round + 1:04d}"
+    name = client_name(training, client)
     return [
         _renamed(logger, name, training.run)
         for logger in (given if isinstance(given, list | tuple) else [given])

@@ -16,7 +16,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
 from fedmoe_pl.backends.batch_shares import Sharing
-from fedmoe_pl.backends.client_loggers import client_loggers, finish
+from fedmoe_pl.backends.client_loggers import client_folder, client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
@@ -125,7 +125,7 @@ class TrainerPlan(Plan):
         module = module_to_fit(training, client, constants, sharing)
         freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
         callbacks = [freezing, _LossCheck(client), *([] if sharing is None else [sharing])]
-        arguments = {"max_epochs": freezing.epochs}
+        arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
         try:
             return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
         finally:

@@ -541,10 +541,14 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
 
 
 def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: str) -> None:
-    """Refuses several machines for a client, and strategies that would not give the result of one device."""
+    """Refuses a folder for all clients, machines for one, and strategies that would not give one device's result."""
     if trainer.num_nodes > 1:
         because = "a client trains on one machine; RayBackend trains clients on several machines"
         raise InvalidArgumentError(owner, f"{key}.num_nodes", trainer.num_nodes, "left out", because)
+    for callback in trainer.checkpoint_callbacks:
+        if given := getattr(callback, "dirpath", None):
+            because = "the files of all clients would be there; each client and round has a folder in default_root_dir"
+            raise InvalidArgumentError(owner, f"{type(callback).__name__}.dirpath", given, "left out", because)
     strategy, given = trainer.strategy, arguments.get("strategy")
     is_plain_ddp = isinstance(strategy, DDPStrategy) and strategy._start_method == "popen"
     if not (is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import blobs, mixture, run
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
+from fedmoe_pl.checks import InvalidArgumentError
 
 
 def named(logger, **trainer):
@@ -88,6 +90,22 @@ def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
     runs = [below / f"version_{n}" for n in (0, 1)]
     assert found == [run / folder / "metrics.csv" for run in runs for folder in folders]
     assert "validation_loss" in found[0].read_text()
+
+
+def test_every_client_of_every_round_has_its_checkpoints_without_a_logger(tmp_path):
+    trainer = {"enable_checkpointing": True, "default_root_dir": str(tmp_path / "clients")}
+    phase = Phase("one", FedAvg(), rounds=2, train=Train(callbacks=[ModelCheckpoint()], trainer=trainer))
+    run([phase], mixture(), blobs(), tmp_path)
+    (below,) = (tmp_path / "clients").glob("**/version_0")
+    found = sorted(str(path.parent.relative_to(below)) for path in tmp_path.rglob("*.ckpt"))
+    assert found == [f"one/client_{c:03d}/round_{r:04d}/checkpoints" for c in range(3) for r in (1, 2)]
+
+
+def test_one_folder_for_the_checkpoints_of_all_clients_is_refused(tmp_path):
+    callbacks = [ModelCheckpoint(dirpath=tmp_path / "here")]
+    train = Train(callbacks=callbacks, trainer={"enable_checkpointing": True})
+    with pytest.raises(InvalidArgumentError, match=r"ModelCheckpoint\.dirpath is '.*here', but must be left out"):
+        run([Phase("one", FedAvg(), train=train)], mixture(), blobs(), tmp_path)
 
 
 def test_clients_of_mixtures_log_the_loss_of_each_epoch_and_of_every_nth_step(tmp_path):
