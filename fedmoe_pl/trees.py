@@ -15,8 +15,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.mapped import copy_on_write, equal_bytes, map_tensors
+
 Module = TypeVar("Module", bound=nn.Module)
-_BORROWED = "_fedmoe_pl_borrowed"  # of a parameter
+_BORROWED, _MAPPED = "_fedmoe_pl_borrowed", "_fedmoe_pl_mapped"  # of a parameter
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
@@ -161,6 +163,8 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
             if is_borrowed(target):
                 with torch.inference_mode(False):
                     target.data = torch.empty_like(target, requires_grad=False)
+            elif is_mapped(target) and same_bits(target, tensor):
+                continue  # writing would take memory
             target.copy_(tensor)
 
 
@@ -195,7 +199,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same in every bit: nan is itself, and 0 is not -0."""
     return same_memory(one, other) or (
-        (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits_of(one), bits_of(other))
+        (one.dtype, one.shape) == (other.dtype, other.shape) and equal_bytes(bits_of(one), bits_of(other))
     )
 
 
@@ -209,21 +213,29 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
+def copy_module(module: Module, borrowed: Collection[str] = (), maps: bool = False) -> Module:
     """A deep copy of a module that shares the functions with which LightningCLI creates optimizers.
 
     A copy of such a function would copy the command line's parser and everything it configured, including the data.
+    Parameters that are in a file in memory (see :mod:`fedmoe_pl.mapped`) are mapped again, and take memory only when
+    they are written to.
 
     Args:
         module: the module.
         borrowed: names of parameters that the copy is going to read only; they share the module's memory.
+        maps: whether frozen parameters are put into a file in memory, so that copies of this copy map them.
     """
     _copies.free_dead_ones()
     known = dict[int, object]()
-    for name, parameter in module.named_parameters() if borrowed else ():
-        if name in borrowed and type(parameter) is nn.Parameter:
-            known[id(parameter)] = own = nn.Parameter(parameter.data, parameter.requires_grad)
-            setattr(own, _BORROWED, own.data_ptr())
+    parameters = {name: parameter for name, parameter in module.named_parameters() if type(parameter) is nn.Parameter}
+    lent = {name: parameter.data for name, parameter in parameters.items() if name in borrowed}
+    others = {name: parameter.data for name, parameter in parameters.items() if name not in borrowed}
+    mapped = map_tensors(_frozen(module, others)) if maps else copy_on_write(others)
+    for mark, tensors in ((_BORROWED, lent), (_MAPPED, mapped)):
+        for name, tensor in tensors.items():
+            parameter = parameters[name]
+            known[id(parameter)] = own = nn.Parameter(tensor, parameter.requires_grad)
+            setattr(own, mark, own.data_ptr())
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
@@ -232,7 +244,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
             elif type(value) is OrderedDict and not value:  # a dozen of hooks in every part; copying them takes long
                 known[id(value)] = OrderedDict()
     copied = copy.deepcopy(module, known)
-    own = [parameter for name, parameter in copied.named_parameters() if name not in borrowed]
+    own = [p for name, p in copied.named_parameters() if name not in borrowed and name not in mapped]
     _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
     return copied
 
@@ -252,6 +264,18 @@ class _Copies:
 
 
 _copies = _Copies()  # of this process
+
+
+def _frozen(module: nn.Module, parameters: Tree) -> Tree:
+    """Those of a module's parameters that are frozen and share no memory with its other tensors."""
+    others = [*module.buffers(), *(p for p in module.parameters() if p.requires_grad and not is_lazy(p))]
+    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+    return {name: tensor for name, tensor in parameters.items() if tensor.untyped_storage().data_ptr() not in taken}
+
+
+def is_mapped(parameter: Tensor) -> bool:
+    """Whether a parameter is mapped from a file, so that it is in memory once more where it is written to."""
+    return getattr(parameter, _MAPPED, None) == parameter.data_ptr()
 
 
 def is_borrowed(parameter: Tensor) -> bool:

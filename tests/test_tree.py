@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "fedmoe_pl"
 PARTS = (
     "version",
     "seeds",
+    "mapped",
     "trees",
     "checks",
     "data",

@@ -28,7 +28,7 @@ from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, is_borrowed
+from fedmoe_pl.trees import Tree, is_borrowed, is_mapped, same_bits
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
 _SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as to train a few hundred
@@ -283,6 +283,7 @@ class _ReusedModule:
         self.freezing = Freezing(training, self.module, round)
         self.is_trained = bool(trainable_names(training, self.module, round))
         self._tensors = self._of_module()
+        self._mapped = {name for name, tensor in self.module.state_dict(keep_vars=True).items() if is_mapped(tensor)}
         self._initial = {**dict(training.module.named_buffers()), **training.initial}
         self._modes = [(part, part.training) for part in self.module.modules()]
 
@@ -299,8 +300,9 @@ class _ReusedModule:
         """Loads the initial tensors, but those that are replaced next."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                if name not in replaced:
-                    tensor.copy_(self._initial[name])
+                initial = self._initial[name]
+                if name not in replaced and not (name in self._mapped and same_bits(tensor, initial)):
+                    tensor.copy_(initial)
 
     def _of_module(self) -> Tree:
         """What a client may change."""

@@ -83,7 +83,8 @@ def _models(
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for module in given.values():
         _check_configured(module)
-    models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
+    copies = {name: copy_module(module, maps=True) for name, module in given.items()}
+    models = {name: sized(module, datamodule, named_seed(seed, name)) for name, module in copies.items()}
     for name, module in models.items():
         load_tree(module, initial.get(name, {}))
     return models
