@@ -198,19 +198,22 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(path: Path, head: bytes, arrays: Iterable[np.ndarray] = ()) -> None:
-    """Writes bytes and arrays, and the checksum of all of them where the first has zeros in its place."""
+    """Writes bytes and arrays of bytes, and the checksum of all of them where the first has zeros in its place."""
     seal = _SEAL.search(head)
     assert seal is not None, "the first key of both formats"
     checksum = zlib.crc32(head)
     with path.open("wb") as file:
         file.write(head)
         for array in arrays:
-            checksum = zlib.crc32(array.data, checksum)
-            file.write(array.data)
+            for start in range(0, len(array), _AT_ONCE):
+                part = array[start : start + _AT_ONCE].data
+                checksum = zlib.crc32(part, checksum)
+                file.write(part)
         file.seek(seal.start(1))
         file.write(b"%08x" % checksum)
 
 
+_AT_ONCE = 2**20  # bytes; for more, Linux looks for so much connected memory that writing can take ten times as long
 _COMPARED = 16  # elements that tell most tensors apart
 _TOLERATED = 2**16  # bytes of a file that are not worth writing its other ones again
 

@@ -8,7 +8,7 @@ from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 
-from fedmoe_pl.checkpoints.files import _DTYPES, TensorFiles, same_bits, write_tensors
+from fedmoe_pl.checkpoints.files import _AT_ONCE, _DTYPES, TensorFiles, read_tensors, same_bits, write_tensors
 
 
 def read(folder, content):
@@ -86,3 +86,10 @@ def test_the_library_reads_every_type_that_is_written(dtype, tmp_path):
     found = load_file(tmp_path / "of a view")
     assert {name: same_bits(tensor, found[name]) for name, tensor in tensors.items()} == dict.fromkeys(tensors, True)
     assert found["view"].shape == (3, 2) and same_bits(found["view"], tensors["a"].expand(2, 3).T)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_tensors_that_are_written_in_pieces_are_read_whole(more, tmp_path):
+    tensor = torch.randint(256, (2 * _AT_ONCE + more,), dtype=torch.uint8)
+    write_tensors(tmp_path / "large", {"x": tensor})
+    assert load_file(tmp_path / "large")["x"].equal(tensor) and read_tensors(tmp_path / "large")["x"].equal(tensor)
