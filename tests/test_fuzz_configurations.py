@@ -148,7 +148,7 @@ def outcome(options: list[str], capfd) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            command_line.main(["fit", *options])
+            command_line.run(["fit", *options])
         result = "started: the run is over"
     except Started:
         result = "started"
