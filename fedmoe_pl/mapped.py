@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,7 @@ from weakref import WeakValueDictionary, finalize
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 Key = TypeVar("Key")
 ALIGNMENT = 64  # bytes; that of PyTorch's own memory
@@ -67,7 +69,7 @@ def file_at(address: int, size: int) -> MappedFile | None:
 
 
 def map_tensors(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copies of tensors, of those on the CPU, in a new file; there are none on other systems than Linux."""
+    """Copies of tensors that are plain memory, in a new file; there are none on other systems than Linux."""
     storages, places = _storages(tensors.values()), dict[int, int]()
     if sys.platform != "linux" or not storages:
         return {}
@@ -78,6 +80,12 @@ def map_tensors(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     file.flush()
     mapped = MappedFile.of(OpenFile(file))
     return _moved(tensors, {address: mapped.storage(places[address], len(storages[address])) for address in storages})
+
+
+def return_freed_memory() -> None:
+    """Returns to the system what was freed, which malloc keeps for later; does nothing without glibc."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def copy_on_write(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
@@ -108,17 +116,28 @@ def equal_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor on the CPU; None if it has none, or more than bytes, strides and a dtype describe it."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or is_lazy(tensor):
+        return None
+    if tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.nbytes() else None
+
+
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    """The bytes of all storages on the CPU that are not empty, by address."""
-    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu")
-    return {each.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(each) for each in storages if each.nbytes()}
+    """The bytes of all storages, by address."""
+    storages = [storage for tensor in tensors if (storage := storage_of(tensor)) is not None]
+    return {each.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(each) for each in storages}
 
 
 def _moved(tensors: Mapping[Key, Tensor], storages: Mapping[int, Tensor]) -> dict[Key, Tensor]:
     """The tensors whose storages have another by address, in the others."""
     moved = {}
     for key, tensor in tensors.items():
-        if (storage := storages.get(tensor.untyped_storage().data_ptr())) is not None:
+        own = storage_of(tensor)
+        if own is not None and (storage := storages.get(own.data_ptr())) is not None:
             place = storage.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
             moved[key] = torch.empty(0, dtype=tensor.dtype).set_(*place)
     return moved

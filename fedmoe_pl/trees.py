@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.mapped import copy_on_write, equal_bytes, map_tensors
+from fedmoe_pl.mapped import copy_on_write, equal_bytes, map_tensors, storage_of
 
 Module = TypeVar("Module", bound=nn.Module)
 _BORROWED, _MAPPED = "_fedmoe_pl_borrowed", "_fedmoe_pl_mapped"  # of a parameter
@@ -213,7 +213,7 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def copy_module(module: Module, borrowed: Collection[str] = (), maps: bool = False) -> Module:
+def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     """A deep copy of a module that shares the functions with which LightningCLI creates optimizers.
 
     A copy of such a function would copy the command line's parser and everything it configured, including the data.
@@ -223,14 +223,12 @@ def copy_module(module: Module, borrowed: Collection[str] = (), maps: bool = Fal
     Args:
         module: the module.
         borrowed: names of parameters that the copy is going to read only; they share the module's memory.
-        maps: whether frozen parameters are put into a file in memory, so that copies of this copy map them.
     """
     _copies.free_dead_ones()
     known = dict[int, object]()
-    parameters = {name: parameter for name, parameter in module.named_parameters() if type(parameter) is nn.Parameter}
+    parameters = _plain_parameters(module)
     lent = {name: parameter.data for name, parameter in parameters.items() if name in borrowed}
-    others = {name: parameter.data for name, parameter in parameters.items() if name not in borrowed}
-    mapped = map_tensors(_frozen(module, others)) if maps else copy_on_write(others)
+    mapped = copy_on_write({name: parameter.data for name, parameter in parameters.items() if name not in borrowed})
     for mark, tensors in ((_BORROWED, lent), (_MAPPED, mapped)):
         for name, tensor in tensors.items():
             parameter = parameters[name]
@@ -266,11 +264,24 @@ class _Copies:
 _copies = _Copies()  # of this process
 
 
-def _frozen(module: nn.Module, parameters: Tree) -> Tree:
-    """Those of a module's parameters that are frozen and share no memory with its other tensors."""
-    others = [*module.buffers(), *(p for p in module.parameters() if p.requires_grad and not is_lazy(p))]
-    taken = {tensor.untyped_storage().data_ptr() for tensor in others}
-    return {name: tensor for name, tensor in parameters.items() if tensor.untyped_storage().data_ptr() not in taken}
+def map_frozen(module: nn.Module) -> None:
+    """Puts a module's frozen parameters into a file in memory, so that copies of the module map them.
+
+    Those that share memory with trained ones or with buffers stay where they are.
+    """
+    parameters = _plain_parameters(module)
+    others = [*module.buffers(), *(p for p in module.parameters() if p.requires_grad)]
+    taken = {storage.data_ptr() for tensor in others if (storage := storage_of(tensor)) is not None}
+    frozen = {name: parameter.data for name, parameter in parameters.items() if not parameter.requires_grad}
+    alone = {n: tensor for n, tensor in frozen.items() if (s := storage_of(tensor)) and s.data_ptr() not in taken}
+    known = copy_on_write(alone)  # of an earlier run
+    for name, tensor in map_tensors({name: tensor for name, tensor in alone.items() if name not in known}).items():
+        parameters[name].data = tensor
+
+
+def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's parameters, without those of classes derived from ``Parameter``."""
+    return {name: parameter for name, parameter in module.named_parameters() if type(parameter) is nn.Parameter}
 
 
 def is_mapped(parameter: Tensor) -> bool:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from helpers import assert_same_bits
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.mapped import copy_on_write, file_at, map_tensors
-from fedmoe_pl.trees import copy_module, is_mapped, load_tree
+from fedmoe_pl.trees import copy_module, is_mapped, load_tree, map_frozen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no files in memory")
 
@@ -94,15 +95,55 @@ class Tied(nn.Module):
 
 def test_only_frozen_parameters_with_memory_of_their_own_are_put_into_a_file():
     module = Tied()
-    copied = copy_module(copy_module(module, maps=True))
-    assert_same_bits(copied.state_dict(), module.state_dict())
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    map_frozen(module)
+    copied = copy_module(module)
+    assert_same_bits(copied.state_dict(), before)
+    assert_same_bits(module.state_dict(), before)
+    assert module.state_dict()["seen"].data_ptr() == module.frozen.bias.data_ptr()
     mapped = {name for name, parameter in copied.named_parameters() if is_mapped(parameter)}
     assert mapped == {"frozen.weight", "kept.bias"}
     assert not any(parameter.requires_grad for parameter in (copied.frozen.weight, copied.kept.bias))
 
 
+def test_a_module_that_is_in_a_file_stays_there_until_it_is_written_to():
+    module = nn.Linear(4, 300).requires_grad_(False)
+    map_frozen(module)
+    places = [module.weight.data_ptr(), module.bias.data_ptr()]
+    with torch.no_grad():
+        module.bias[0] = 7
+    map_frozen(module)
+    assert module.weight.data_ptr() == places[0] and module.bias.data_ptr() != places[1] and module.bias[0] == 7
+    assert is_mapped(copy_module(module).bias)
+
+
+class Unusual(nn.Module):
+    """Tensors that are more than bytes, strides and a dtype, or less."""
+
+    def __init__(self):
+        super().__init__()
+        values = torch.randn(3, 3)
+        self.register_buffer("adjacency", values.to_sparse())
+        self.conjugate = nn.Parameter(values.to(torch.complex64).conj(), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+        self.meta = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+        self.integers = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.lazy = nn.LazyLinear(2)
+
+
+def test_unusual_tensors_stay_as_they_are():
+    module = Unusual()
+    map_frozen(module)
+    copied = copy_module(module)
+    parameters = {name: parameter for name, parameter in copied.named_parameters() if not is_lazy(parameter)}
+    assert [name for name, parameter in parameters.items() if is_mapped(parameter)] == ["integers"]
+    assert copied.conjugate.is_conj() and torch.equal(copied.conjugate, module.conjugate)
+    assert torch.equal(copied.integers, torch.arange(3))
+
+
 def test_loading_writes_only_what_differs():
-    module = copy_module(nn.Linear(4, 300).requires_grad_(False), maps=True)
+    module = nn.Linear(4, 300).requires_grad_(False)
+    map_frozen(module)
     copied, weight = copy_module(module), module.weight.clone()
     load_tree(copied, {"weight": weight})
     assert private_pages(copied.weight) == 0

@@ -31,13 +31,14 @@ from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
+from fedmoe_pl.mapped import return_freed_memory
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import freeze_shared, read_result, share_memory, sized
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.setup.check_run import check_run
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, copy_module, load_tree, map_frozen
 
 
 def make_run(
@@ -83,8 +84,9 @@ def _models(
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for module in given.values():
         _check_configured(module)
-    copies = {name: copy_module(module, maps=True) for name, module in given.items()}
-    models = {name: sized(module, datamodule, named_seed(seed, name)) for name, module in copies.items()}
+        map_frozen(module)
+    return_freed_memory()
+    models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
     for name, module in models.items():
         load_tree(module, initial.get(name, {}))
     return models
