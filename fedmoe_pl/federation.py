@@ -142,7 +142,7 @@ class Federation:
         """The final evaluation of every evaluated phase of the last run, by name."""
         return self.run.results
 
-    def client_module(self, method: str, client: int) -> ClientModule:  # pyright: ignore[reportInvalidTypeVarUse]
+    def client_module(self, method: str, client: int | str) -> ClientModule:  # pyright: ignore[reportInvalidTypeVarUse]
         """A client's personalized model after the last run; to type checkers a mixture, or what a variable says."""
         return cast(ClientModule, self.run.client_module(method, client))
 

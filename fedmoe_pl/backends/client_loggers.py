@@ -25,7 +25,8 @@ class SilentLogger(DummyLogger):
 
 def client_name(training: LocalTraining, client: Client) -> str:
     """The name of a client's training in one round, such as ``FedAvg/client_003/round_0012``; rounds count from 1."""
-    return f"{training.phase}/client_{client.id:03d}/round_{client.round + 1:04d}"
+    name = training.datamodule.client_names.file(client.id)
+    return f"{training.phase}/{name}/round_{client.round + 1:04d}"
 
 
 def client_folder(training: LocalTraining, client: Client) -> str:

@@ -53,7 +53,8 @@ class AccuracyMonitor(FederationCallback):
             if not math.isnan(value)
         }
         for client in (each for each in evaluation.clients if each.client in self.clients):
-            own = {f"{metric}/client_{client.client:03d}": client.value(metric) for metric in evaluation.metrics}
+            name = run.datamodule.client_names.file(client.client)
+            own = {f"{metric}/{name}": client.value(metric) for metric in evaluation.metrics}
             values |= {tag: value for tag, value in own.items() if not math.isnan(value)}
         state = run.states[phase.name]
         privacy = {"epsilon": state.epsilon, "sample_epsilon": state.sample_epsilon}

@@ -12,7 +12,8 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 class ClientCheckpoint(FederationCallback):
     """Writes the model of every client of every method as a Lightning checkpoint at the end of its phase.
 
-    ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
+    ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one; the file of
+    a client with a name is called as the client. A method whose clients
     all have the same model is written once, as ``all_clients.ckpt``. Each file holds a whole model; at any later time,
     ``fedmoe export --format lightning`` writes the same for the clients that are asked for.
 
@@ -34,6 +35,7 @@ class ClientCheckpoint(FederationCallback):
         """Writes the clients' models of an evaluated phase."""
         if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
+        names = run.datamodule.client_names
         for method in map(phase.method, phase.evaluation_points):
             folder = run.folder / "clients" / method
-            write_lightning(run, method, {client: folder / f"client_{client:03d}.ckpt" for client in run.clients})
+            write_lightning(run, method, {client: folder / f"{names.file(client)}.ckpt" for client in run.clients})

@@ -115,6 +115,11 @@ def by_class(rows: Iterable[Mapping[str, Any]]) -> np.ndarray:
     return np.array([[row[name] for name in row if name.startswith("class_")] for row in rows], dtype=float)
 
 
+def names_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """The clients' names, as far as the rows of a file have them."""
+    return {int(row["client"]): row["name"] for row in rows if row.get("name")}
+
+
 def client_order(counts: np.ndarray) -> list[int]:
     """Up to 40 clients in their order, more by their largest class and its share."""
     if len(counts) <= _MOST_NAMED or not counts.shape[1]:
@@ -131,7 +136,7 @@ def partition_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
     ids = [int(rows[place]["client"]) for place in order]
     ordered = "their largest class" if order != sorted(order) else ""
     label = "training and validation samples"
-    figure, (axes,) = beside_samples(ids, counts[order], ordered, ratios=(3, 1), label=label)
+    figure, (axes,) = beside_samples(ids, counts[order], ordered, ratios=(3, 1), label=label, names=names_of(rows))
     edges, before = np.arange(len(ids) + 1) - 0.5, np.zeros(len(ids))
     for name in ("train", "validation", "test"):
         after = before + np.array([rows[place][name] for place in order])
@@ -161,7 +166,7 @@ def gate_figure(
     experts = [*of_experts][:_MOST_EXPERTS]
     samples = counts[ids] if len(experts) == 1 and counts is not None else None
     ordered = "mean weight" if len(experts) == 1 else ""
-    figure, panels = beside_samples(ids, samples, ordered, title, panels=len(experts))
+    figure, panels = beside_samples(ids, samples, ordered, title, panels=len(experts), names=names_of(rows))
     missing = np.full_like(by_class(rows[:1])[0], np.nan)
     images = []
     for axes, expert in zip(panels, experts, strict=True):
@@ -182,10 +187,12 @@ def beside_samples(
     panels: int = 1,
     ratios: tuple[int, int] = (2, 3),
     label: str = "samples",
+    names: Mapping[int, str] | None = None,
 ) -> tuple[Figure, list[Axes]]:
     """A figure with clients' samples by class, if there are any, on the left, and empty panels with the same rows.
 
-    ``ids`` are the clients of the rows, from top to bottom; neighbouring rows of the same client have its id once.
+    ``ids`` are the clients of the rows, from top to bottom; neighbouring rows of the same client have its id, or its
+    name, once.
     """
     figure = new_figure(1.2 + min(max(0.115 * len(ids), 1.2), 4.8))
     figure.suptitle(title)
@@ -198,7 +205,7 @@ def beside_samples(
     clients = len({*ids})
     rows = [row for row, client in enumerate(ids) if row == 0 or ids[row - 1] != client]
     rows = rows[:: -(-len(rows) // _MOST_NAMED)]
-    first.set_yticks(rows, [str(ids[row]) for row in rows])
+    first.set_yticks(rows, [(names or {}).get(ids[row], str(ids[row])) for row in rows])
     first.set(
         ylabel=f"{clients} clients, sorted by {sorted_by}" if sorted_by else "client", ylim=(len(ids) - 0.5, -0.5)
     )

@@ -72,7 +72,7 @@ class GateMonitor(FederationCallback):
             description += f" The first {self.max_clients} of {len(weighed)} clients; max_clients shows others."
         for client in weighed[: self.max_clients]:
             if client.global_weights is not None:
-                tag = f"weight_of_samples/client_{client.client:03d}"
+                tag = f"weight_of_samples/{run.datamodule.client_names.file(client.client)}"
                 weights = client.global_weights.detach().cpu().double().numpy()
                 run.loggers.log_histogram(tag, weights, description, evaluation.step, evaluation.method)
 

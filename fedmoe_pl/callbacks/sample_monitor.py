@@ -93,14 +93,15 @@ class SampleMonitor(FederationCallback):
             number = min(self.samples, len(order) // 2)
             panels = {"least certain": gated.take(order[:number]), "most certain": gated.take(order.flip(0)[:number])}
             texts = {name: words_of(run.datamodule, part.x) for name, part in panels.items()}
-            title = f"{evaluation.method}: samples of client {client}"
+            title = f"{evaluation.method}: samples of client {run.datamodule.client_names[client]}"
             if number and gated.x.dim() == 4 and gated.x.shape[1] in (1, 3):
                 draw = partial(image_samples_figure, panels, title)
             elif number and None not in texts.values():
                 draw = partial(text_samples_figure, panels, texts, title)
             else:
                 continue
-            log_figure(run, f"samples/client_{client:03d}", draw, evaluation.step, evaluation.method)
+            tag = f"samples/{run.datamodule.client_names.file(client)}"
+            log_figure(run, tag, draw, evaluation.step, evaluation.method)
         certainty = torch.cat([gated.certainty for gated in of_clients.values()]).numpy()
         right = torch.cat([gated.predicted == gated.classes for gated in of_clients.values()]).numpy()
         draw = partial(certainty_figure, certainty, right, f"{evaluation.method}: {len(of_clients)} clients")

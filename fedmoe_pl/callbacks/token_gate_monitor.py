@@ -72,7 +72,8 @@ class TokenGateMonitor(FederationCallback):
         draw = partial(layer_figure, clients, means, title)
         log_figure(run, "token_gate/by_client_and_layer", draw, evaluation.step, evaluation.method)
         words = words_of(run.datamodule, ids) if tuple(ids.shape) == tokens.shape else None
-        draw = partial(token_figure, tokens, words, f"{evaluation.method}: client {clients[0]}, mean over layers")
+        title = f"{evaluation.method}: client {run.datamodule.client_names[clients[0]]}, mean over layers"
+        draw = partial(token_figure, tokens, words, title)
         log_figure(run, "token_gate/by_token", draw, evaluation.step, evaluation.method)
 
 

@@ -39,12 +39,13 @@ FILE = "checkpoints/last.ckpt"
 CLIENT_STATES = "checkpoints/clients"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
-_FORMAT = 8  # the version of the checkpoint format
+_FORMAT = 9  # the version of the checkpoint format
 _OF_ANOTHER_VERSION = f"which another version of this package wrote; this one reads format {_FORMAT}"
 _TENSORS = "tensors"  # the folder of their files, beside the checkpoints
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
-_KEYS = {"seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows"}
+_IDENTITY = {"seed", "partition", "client_names", "classes", "normalization", "vocabulary"}
+_KEYS = _IDENTITY | {"configuration", "versions", "models", "phases", "rows"}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase
 
 _SAMPLES = 10_000
+_NAMED = 10  # clients or classes in a refusal
 
 
 def keys_of(allow_changes: str | list[str] | None) -> list[str]:
@@ -55,9 +56,8 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
         if content[name] != now:
             config = path.parent.parent / "config.yaml"
             advice = f"take the configuration of that run, '{config}', or " if config.is_file() else ""
-            values = f" ({content[name]}, now {now})" if name in ("seed", "partition") else ""
             raise MisconfigurationException(
-                f"{key}, a run with another {name}{values}; {advice}start a new run without ckpt_path."
+                f"{key}, a run with {_difference(name, content[name], now)}; {advice}start a new run without ckpt_path."
             )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
@@ -67,6 +67,17 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
             )
         check_states(state.clients, state.best_clients)
     return {**content, "rows": rows_of(path, content), "writer": writer}
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    """How the data or the seed of two runs differ, such as ``other clients (now with hospital_I)``."""
+    if name not in ("client_names", "classes"):
+        values = f" ({before}, now {now})" if name in ("seed", "partition") else ""
+        return f"another {name}{values}"
+    what, before, now = "clients" if name == "client_names" else name, before or [], now or []
+    changed = {"now with": sorted({*now} - {*before}), "without": sorted({*before} - {*now})}
+    texts = [f"{word} {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}" for word, names in changed.items()]
+    return f"other {what} ({' and '.join(text for text, names in zip(texts, changed.values(), strict=True) if names)})"
 
 
 def check_configuration(
@@ -111,9 +122,11 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """The seed, partition, image normalization and vocabulary of a run, by which another run's are told apart."""
+    """The seed, partition, names, image normalization and vocabulary of a run, which tell it apart from others."""
     normalization = datamodule.normalization and [*datamodule.normalization]  # as JSON gives it back
-    read = {"normalization": normalization, "vocabulary": datamodule.vocabulary}
+    names = [*datamodule.client_names] if datamodule.client_names.given else None
+    read = {"client_names": names, "classes": datamodule.classes}
+    read |= {"normalization": normalization, "vocabulary": datamodule.vocabulary}
     return {"seed": seed, **read, "partition": fingerprint(datamodule)}
 
 

@@ -70,7 +70,7 @@ Function = Callable[[Tensor], tuple[Tensor, ...]]
 def export_clients(
     run: Run,
     method: str,
-    client: int | Literal["all"] = 0,
+    client: int | str = 0,
     format: Format = "onnx",
     output: str | None = None,
 ) -> str:
@@ -83,7 +83,7 @@ def export_clients(
     Args:
         run: a run from a checkpoint.
         method: a row of the table.
-        client: the client's id, or ``all``.
+        client: the client's number or name, or ``all``.
         format: ``onnx``, checked with onnxruntime; ``torch_export``, a file for ``torch.export.load``; or
             ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model;
             ``peft``, folders for ``PeftModel.from_pretrained``; or ``merged``, a folder for ``from_pretrained``.
@@ -96,7 +96,8 @@ def export_clients(
         MisconfigurationException: if an argument is wrong, the model cannot be exported, or the exported one computes
             something else.
     """
-    clients = [*run.clients] if client == "all" else [client]
+    names = run.datamodule.client_names
+    clients = [*run.clients] if client == "all" else [names.number("Federation", client)]
     if run.only_client not in (None, *clients):
         raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
     check_choice("Federation", "format", format, get_args(Format))
@@ -106,7 +107,7 @@ def export_clients(
         because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
     folder = run.folder / "exported" / method if output is None else Path(output)
-    paths = {each: folder / f"client_{each:03d}{SUFFIXES[format]}" for each in clients}
+    paths = {each: folder / f"{names.file(each)}{SUFFIXES[format]}" for each in clients}
     if output is not None and client != "all":
         paths = {clients[0]: folder}
     if format == "lightning":
@@ -125,8 +126,9 @@ def _export(run: Run, method: str, client: int, format: Format, path: Path) -> s
         raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+    name = run.datamodule.client_names[client]
     return (
-        f"Client {client} of {method}: {path} ({len(content):,} bytes; {' and '.join(module.names)} for x)\n"
+        f"Client {name} of {method}: {path} ({len(content):,} bytes; {' and '.join(module.names)} for x)\n"
         f"On {len(x)} of its samples, the outputs differ by at most {difference:.1e} from the module's."
     )
 

@@ -41,7 +41,7 @@ def write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator
         with replacing_files(folder / part) as temporary:
             # the base's embedding is no part of an adapter, also where it has one
             model.save_pretrained(str(temporary), save_embedding_layers=False)
-        yield f"Client {client} of {method}: {folder / part} ({difference})"
+        yield f"Client {run.datamodule.client_names[client]} of {method}: {folder / part} ({difference})"
 
 
 def write_merged(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
@@ -55,7 +55,7 @@ def write_merged(run: Run, method: str, client: int, folder: Path) -> Iterator[s
     difference = _difference(module, module, base, _inputs(run, client, module))
     with replacing_files(folder) as temporary:
         save_base(base, temporary)
-    yield f"Client {client} of {method}: {folder} ({difference})"
+    yield f"Client {run.datamodule.client_names[client]} of {method}: {folder} ({difference})"
 
 
 def _adapter_moe(run: Run, method: str, client: int) -> AdapterMoE:

@@ -38,8 +38,12 @@ def set_up_new_clients(
     content = load_federation(path)
     if not datamodule.is_set_up:
         datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
+        datamodule.classes = datamodule.classes or content["classes"]
     set_up(datamodule, phases, seed)
     identity = identify(seed, datamodule)
+    if content["classes"] not in (None, datamodule.classes):
+        allowed = f"left out or those of the federation, {content['classes']}"
+        raise InvalidArgumentError(datamodule, "classes", datamodule.classes, allowed)
     for name, what in (("normalization", "normalizes images"), ("vocabulary", "numbers words")):
         if content[name] != identity[name]:
             allowed = f"that of a federation that {what} as the new clients' data do"

@@ -58,6 +58,7 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
             names = ("sample", *columns, "gate_weight")
             of_gate = [math.nan] * len(samples) if weights is None else weights[:, :-1].sum(dim=1).tolist()
             of_all = {"method": evaluation.method, "evaluation_point": evaluation.evaluation_point, "client": client}
+            of_all |= {"name": name} if (name := datamodule.client_names.given_name(client)) else {}
             for values in zip(samples.tolist(), *map(Tensor.tolist, columns.values()), of_gate, strict=True):
                 yield of_all | dict(zip(names, values, strict=True))
 

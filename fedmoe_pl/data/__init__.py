@@ -3,9 +3,12 @@
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, PoissonBatches, SampleBatches, Share, poisson_sampling
+from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.ag_news import AGNews
+from fedmoe_pl.data.datasets.client_folders import ClientFolders
+from fedmoe_pl.data.datasets.csv_file import CsvFile
 from fedmoe_pl.data.datasets.femnist import FEMNIST
 from fedmoe_pl.data.datasets.image_folder import ImageFolder
 from fedmoe_pl.data.datasets.npz import NpzFile
@@ -44,7 +47,10 @@ __all__ = [
     "BalancedDirichlet",
     "Batches",
     "ClientDirichlet",
+    "ClientFolders",
+    "ClientNames",
     "ClientSamples",
+    "CsvFile",
     "Diabetes",
     "Digits",
     "Dirichlet",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
+from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
@@ -57,6 +59,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         num_classes: number of classes; 0 if the targets are not one class for each sample.
         reader: reads the samples one by one; None for samples in memory.
         num_clients: number of clients.
+        client_names: what they are called, in the order of their numbers: their names in the data or, without any, the
+            numbers as texts.
         train_samples: indices into ``x``, one tensor per client, see :class:`ClientSamples`.
         validation_samples: the same, held out for validation; may be empty.
         test_samples: the same, each client's local test set; may be empty.
@@ -68,6 +72,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             none, set it before ``setup`` to use another federation's.
         vocabulary: words of texts in the order of their ids; None for other data. Set it before ``setup`` to use
             another federation's.
+        classes: names of the classes in the order of their labels; None if the data have labels only. Set it before
+            ``setup`` to use another federation's.
         learn_from: the training samples that normalization and vocabulary are computed from, shape (n,); None for all.
             A federation with data that opt out sets it between ``deal`` and ``setup``.
         has_learned: whether one of them was computed from training samples.
@@ -84,6 +90,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     black: Tensor
     num_classes: int
     num_clients: int
+    client_names: ClientNames
     num_shared: int
     train_samples: ClientSamples
     validation_samples: ClientSamples
@@ -129,6 +136,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.rotations = None if rotations is None else list(rotations)
         self.normalization: tuple[list[float], list[float]] | None = None
         self.vocabulary: list[str] | None = None
+        self.classes: list[str] | None = None
         self.learn_from: Tensor | None = None
         self.has_learned = self.is_set_up = False
         self.reader: SampleReader | None = None
@@ -152,7 +160,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         elif self.rotations is not None:
             data = rotated(self, data, self.rotations, self.requested_clients, rng)
         self.y = data.targets
-        self.num_classes = int(self.y.max()) + 1 if are_classes(self.y) else 0
+        self.num_classes = max(int(self.y.max()) + 1, len(self.classes or ())) if are_classes(self.y) else 0
         self.num_shared = len(self.y) if self.pool else data.sizes[0]
         self._deal(data, rng)
         self._choose_global_test()
@@ -203,10 +211,14 @@ class FederatedDataModule(LightningDataModule, ABC):
             if needs_classes and not self.num_classes:
                 raise InvalidArgumentError(self, name, value, "left out", "the targets are not one class per sample")
         classes = self.y[: self.num_shared] if self.num_classes else torch.zeros(self.num_shared, dtype=torch.int64)
-        parts = partitioner(classes.numpy(), self.requested_clients, rng, ids)
+        dealt = partitioner(classes.numpy(), self.requested_clients, rng, ids)
+        parts = [*dealt.values()] if isinstance(dealt, Mapping) else dealt
+        self.client_names = ClientNames(dealt) if isinstance(dealt, Mapping) else ClientNames.numbers(len(parts))
+        self.client_names.check(self)
         sizes = np.array([len(part) for part in parts])
         if not sizes.all() and not isinstance(partitioner, AllToOne):
-            reason = f"{type(partitioner).__name__} gives client {sizes.argmin()} of {len(parts)} no training samples"
+            client = self.client_names[sizes.argmin()]
+            reason = f"{type(partitioner).__name__} gives client {client} of {len(parts)} no training samples"
             allowed = "lower, or partition_seed another one"
             raise InvalidArgumentError(self, "num_clients", self.requested_clients, allowed, reason)
         self.num_clients = len(sizes)

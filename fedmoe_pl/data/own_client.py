@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 
@@ -21,5 +22,6 @@ def add_clients(datamodule: FederatedDataModule, num_clients: int, num_classes: 
         sizes = torch.cat((parts.sizes, parts.sizes.new_zeros(num_clients - len(parts))))
         setattr(datamodule, name, ClientSamples(parts.indices, sizes))
     datamodule.num_clients, datamodule.num_classes = num_clients, num_classes
+    datamodule.client_names = ClientNames.numbers(num_clients)
     counts = datamodule.class_counts()
     datamodule.class_shares = counts / counts.sum(dim=1, keepdim=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +31,8 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     n = datamodule.num_clients
     listed = list(range(n)) if n <= _MOST_CLIENTS else [*range(_MOST_CLIENTS - 10), *range(n - 10, n)]
     rows = [["client", *columns]]
-    rows += [[str(client), *(str(column[client]) for column in columns.values())] for client in listed]
+    names = datamodule.client_names
+    rows += [[names[client], *(str(column[client]) for column in columns.values())] for client in listed]
     if n > len(listed):
         rows.insert(_MOST_CLIENTS - 9, ["..."] * len(rows[0]))
     rows.append(["mean", *(f"{sum(column) / n:.1f}" for column in columns.values())])
@@ -45,11 +47,11 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     return "\n".join([title, "", *body])
 
 
-def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, int]]:
+def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, Any]]:
     """The rows of ``partition.csv``, one per client.
 
-    ``train``, ``validation`` and ``test`` are the sizes of its sets, and ``class_<c>`` its number of training and
-    validation samples of class c.
+    ``name`` is what the data call the client, if they name it, ``train``, ``validation`` and ``test`` are the sizes of
+    its sets, and ``class_<c>`` its number of training and validation samples of class c.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -59,7 +61,8 @@ def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, int]]:
     columns = [part.sizes.tolist() for part in parts]
     counts = datamodule.class_counts().long().tolist()
     for client, (*sizes, of_classes) in enumerate(zip(*columns, counts, strict=True)):
-        yield dict(zip(names, (client, *sizes, *of_classes), strict=True))
+        row = dict(zip(names, (client, *sizes, *of_classes), strict=True))
+        yield {"client": client, "name": name, **row} if (name := datamodule.client_names.given_name(client)) else row
 
 
 def _shared(datamodule: FederatedDataModule) -> str:

@@ -278,7 +278,7 @@ class Participant:
             training, self._server(message), of_client, values["round"], values["evaluation_point"], [self.client]
         )
         weights = evaluation.gate_weights
-        found = asdict(replace(evaluation, gate_weights=None, gate_labels=None))
+        found = asdict(replace(evaluation, gate_weights=None, gate_labels=None, name=""))
         # only their mean leaves the client: single weights would tell of single samples
         tensors = {} if weights is None else {"gate_weights": weights.double().mean(0, keepdim=True)}
         return Message("evaluation", found, tensors)

@@ -149,6 +149,7 @@ _EVALUATION_OF_CLIENT = {
     "validation_loss": _number,
     "has_global_expert": _flag,
     "metrics": _by_name(_number),
+    "name": _one_of(""),  # names stay on the clients' machines
 }
 _EVALUATION = {
     **dict.fromkeys(("method", "model", "selection"), _name),

@@ -27,6 +27,7 @@ from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
 from fedmoe_pl.deployment.plan import ClientsBackend
@@ -69,6 +70,7 @@ class StandIn(FederatedDataModule):
         first, sizes = descriptions[0], torch.tensor([each["sizes"] for each in descriptions])
         total, of_test = int(sizes.sum()), max(each["global_test"] for each in descriptions)
         self.num_clients = len(descriptions)
+        self.client_names = ClientNames.numbers(self.num_clients)
         self.num_classes = max(each["num_classes"] for each in descriptions)
         self.num_shared = total
         self.x = _zeros(total + of_test, first["shape"], first["dtype"])

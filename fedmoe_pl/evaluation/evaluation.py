@@ -61,6 +61,7 @@ class ClientEvaluation:
         has_global_expert: whether all experts but the last one are global.
         metrics: the values of other metrics, such as ``local_test_f1``, which is on the client's held-out samples; nan
             if there are none.
+        name: what the data call the client; empty if they do not name it.
     """
 
     client: int
@@ -74,6 +75,7 @@ class ClientEvaluation:
     validation_loss: float = math.nan
     has_global_expert: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    name: str = ""
 
     def value(self, metric: str) -> float:
         """An accuracy, the loss, the mean gate weight, or another metric, by name; nan if the client lacks it.
@@ -155,6 +157,7 @@ class Evaluation:
             {
                 **{name: getattr(self, name) for name in ("method", "round", "model", "evaluation_point", "selection")},
                 "client": client.client,
+                **({"name": client.name} if client.name else {}),
                 "n_train": client.n_train,
                 **{metric: getattr(client, metric) for metric in METRICS},
                 "mean_gate_weight": client.mean_gate_weight,
@@ -259,6 +262,7 @@ def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, ob
                 "method": evaluation.method,
                 "evaluation_point": evaluation.evaluation_point,
                 "client": client.client,
+                **({"name": client.name} if client.name else {}),
                 "expert": expert,
                 **{f"class_{label}": mean for label, mean in enumerate(means)},
             }

@@ -267,6 +267,7 @@ def evaluate(
         of_validation.values.pop(LOSS, validation_loss.tolist()),
         [getattr(module, "has_global_expert", True)] * len(clients),
         _by_client(len(clients), own.values, of_global.values, of_validation.values),
+        map(datamodule.client_names.given_name, clients),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)

@@ -16,6 +16,7 @@ from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.backends import Failure
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number, is_finite
+from fedmoe_pl.data import ClientNames
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.seeds import derive_seed, named_seed
 
@@ -179,19 +180,19 @@ class ClientFailures:
             return aggregation.min_clients, f"{type(aggregation).__name__} needs {aggregation.min_clients}"
         return least, f"min_clients is {least}"
 
-    def stop(self, phase: Phase, round: int, failed: Mapping[int, Failure]) -> None:
+    def stop(self, phase: Phase, round: int, failed: Mapping[int, Failure], names: ClientNames) -> None:
         """Stops the run if a client failed where none may; from the exception in the first client's training."""
         if self.action == "raise" and failed:
             client, failure = min(failed.items(), key=lambda item: item[0])
-            raise client_error(f"{phase}, round {round}, client {client}: {failure.reason}", failure)
+            raise client_error(f"{phase}, round {round}, client {names[client]}: {failure.reason}", failure)
 
-    def report(self, phase: Phase, round: int, failed: Mapping[int, Failure]) -> None:
+    def report(self, phase: Phase, round: int, failed: Mapping[int, Failure], names: ClientNames) -> None:
         """Warns of clients that failed, once for each reason."""
         clients: dict[str, list[int]] = {}
         for client in sorted(failed):
             clients.setdefault(failed[client].reason, []).append(client)
         for reason, ids in clients.items():
-            who = f"client {ids[0]} is" if len(ids) == 1 else f"clients {', '.join(map(str, ids))} are"
+            who = f"{names.text(ids)} {'is' if len(ids) == 1 else 'are'}"
             rank_zero_warn(f"{phase}, round {round}: {who} left out: {reason}")
 
 

@@ -17,7 +17,7 @@ from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.checkpoints.client_state import MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.client_models import client_predictor, evaluate_moments, personal_tensors
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
@@ -191,17 +191,17 @@ class Run:
             rounds.append(self.rounds_before(before) + max(before.rounds, state.given_round or 0 if state else 0))
         return max(rounds, default=0)
 
-    def client_module(self, method: str, client: int) -> LightningModule:
+    def client_module(self, method: str, client: int | str) -> LightningModule:
         """A client's personalized model, on the CPU and in eval mode.
 
         Args:
             method: name of a phase that has begun, or of its row in the table.
-            client: the client's id.
+            client: the client's number or name.
 
         Raises:
             MisconfigurationException: if there is no such method or client.
         """
-        return next(self.client_modules(method, [client]))
+        return next(self.client_modules(method, [self.datamodule.client_names.number("Federation", client)]))
 
     def client_modules(self, method: str, clients: Iterable[int]) -> Iterator[LightningModule]:
         """As :meth:`client_module`, for several clients: each module may be the one before it, with other tensors."""
@@ -236,8 +236,7 @@ class Run:
             phase.method(point): (phase, point) for phase in begun for point in phase.evaluation_points
         }
         check_choice("Federation", "method", method, tuple(rows))
-        if client not in range(self.datamodule.num_clients):
-            raise InvalidArgumentError("Federation", "client", client, f"from 0 to {self.datamodule.num_clients - 1}")
+        self.datamodule.client_names.number("Federation", client)
         return rows[method]
 
     def call(self, hook: str, *arguments: Any) -> None:

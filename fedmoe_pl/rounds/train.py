@@ -65,7 +65,7 @@ def train_round(
         combined, written, failed = _train_clients(run, phase, plan, clients, added, tried)
         _count_down(state, down, failed, tried, log)
         state.failed += len(dropped) + len(failed)
-        failures.report(phase, state.round + 1, failed)
+        failures.report(phase, state.round + 1, failed, run.datamodule.client_names)
         answered = [client for client in clients if client not in failed]
         expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
         if len(answered) >= (needed if secure else min(needed, len(expected))):
@@ -74,8 +74,8 @@ def train_round(
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
         if attempt == RETRIES:
-            client, failure = min(failed.items(), key=lambda item: item[0], default=(None, None))
-            example = f"; client {client}: {failure.reason}" if failure else ""
+            client, failure = min(failed.items(), key=lambda item: item[0], default=(0, None))
+            example = f"; client {run.datamodule.client_names[client]}: {failure.reason}" if failure else ""
             raise client_error(f"{reason}, also after {RETRIES} more tries{example}", failure)
         rank_zero_warn(f"{reason}; the round is tried again.")
         attempt += 1
@@ -175,7 +175,7 @@ def _train_clients(
     written: dict[int, Any] = {}
     failed: dict[int, Failure] = {}
     for group in plan.train({**state.server, **added}, clients, state.clients, state.round) if clients else ():
-        failures.stop(phase, state.round + 1, group.failed)
+        failures.stop(phase, state.round + 1, group.failed, run.datamodule.client_names)
         if group.update is not None:
             with one_thread():
                 combined = group.update if combined is None else plan.training.combining.combine(combined, group.update)

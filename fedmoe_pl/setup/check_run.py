@@ -257,9 +257,10 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
         raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
     single = (train.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):
+        client = datamodule.client_names[int(single[0])]
         raise MisconfigurationException(
-            f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
-            "num_clients or change partition_seed."
+            f"{phase}: client {client} has one training sample, but batch normalization needs two; lower num_clients "
+            "or change partition_seed."
         )
 
 

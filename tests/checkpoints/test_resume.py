@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
     old.parent.mkdir(parents=True)
     for write in (
         lambda: torch.save({"fedmoe_pl": 7}, old),
-        lambda: write_json(old, {**content, "fedmoe_pl": 9, "crc32": "0" * 8}),
+        lambda: write_json(old, {**content, "fedmoe_pl": 99, "crc32": "0" * 8}),
     ):
         write()
         with pytest.raises(MisconfigurationException, match="which another version of this package wrote"):

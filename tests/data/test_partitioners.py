@@ -23,8 +23,9 @@ from fedmoe_pl.data import (
 @settings(max_examples=50, deadline=None)
 def test_natural_ids_keep_every_sample_with_its_client(ids):
     parts = NaturalIds()(np.zeros(len(ids)), None, np.random.default_rng(0), np.array(ids))
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(ids)))
-    for name, part in zip(sorted(set(ids)), parts, strict=True):
+    assert sorted(np.concatenate([*parts.values()]).tolist()) == list(range(len(ids)))
+    assert [*parts] == sorted(set(ids))
+    for name, part in parts.items():
         assert {ids[i] for i in part} == {name}
 
 

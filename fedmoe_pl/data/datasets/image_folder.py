@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchvision import datasets
-from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import resize
+from fedmoe_pl.data.datasets.images import read_images
 
 
 class ImageFolder(FederatedDataModule):
@@ -51,15 +49,10 @@ class ImageFolder(FederatedDataModule):
         # by name, because a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
         return Arrays(
-            _read_images(train, self.image_size),
+            read_images(self, [path for path, _ in train.samples], self.image_size),
             torch.tensor(train.targets),
-            _read_images(test, self.image_size),
+            read_images(self, [path for path, _ in test.samples], self.image_size),
             torch.tensor(y_test),
             mean=self.mean,
             std=self.std,
         )
-
-
-def _read_images(folder: datasets.ImageFolder, image_size: int | None) -> Tensor:
-    images = (functional.pil_to_tensor(folder.loader(path)) for path, _ in folder.samples)
-    return torch.stack([resize("ImageFolder", image.unsqueeze(0), image_size)[0] for image in images])

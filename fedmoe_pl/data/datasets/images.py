@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.datasets.folder import default_loader
 from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
@@ -23,6 +26,19 @@ def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Ten
         return x.permute(0, 3, 1, 2)
     allowed = "(n, height, width), or (n, height, width, channels) or (n, channels, height, width) of 1 or 3 channels"
     raise InvalidArgumentError(owner, name, tuple(x.shape), allowed)
+
+
+def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> Tensor:
+    """Images from files as RGB, uint8, shape (n, 3, height, width), resized as by :func:`resize`."""
+    images: list[Tensor] = []
+    for path in paths:
+        image = functional.pil_to_tensor(default_loader(path))
+        images.append(resize(owner, image.unsqueeze(0), image_size)[0])
+        if image_size is None and image.shape != images[0].shape:
+            own, first = ("{1} x {2} pixels".format(*shape) for shape in (image.shape, images[0].shape))
+            because = f"'{path}' has {own}, and '{paths[0]}' {first}"
+            raise InvalidArgumentError(owner, "image_size", None, "given for images of several sizes", because)
+    return torch.stack(images)
 
 
 def resize(owner: object, images: Tensor, image_size: int | None) -> Tensor:

@@ -16,7 +16,7 @@ from fedmoe_pl.data.targets import imported
 class NaturalIds(Partitioner):
     """Gives every client the samples with its id in the data set, such as one writer's images.
 
-    The clients are numbered in the sorted order of their ids.
+    The clients are numbered in the sorted order of their ids. Ids that are texts are the clients' names.
     """
 
     needs_classes = False
@@ -27,13 +27,14 @@ class NaturalIds(Partitioner):
         num_clients: int | None,
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray] | dict[str, np.ndarray]:
         if client_ids is None:
             reason = "these data have no client ids; FromDatasets and FromDataModule get them by their argument groups"
             raise InvalidArgumentError("data", "partitioner", self, "another one", reason)
         ids, owners = np.unique(client_ids, return_inverse=True)
         _check_number(self, num_clients, len(ids))
-        return group_by(owners, len(ids))
+        parts = group_by(owners, len(ids))
+        return dict(zip(ids.tolist(), parts, strict=True)) if isinstance(ids[0], str) else parts
 
 
 class PredefinedIndices(Partitioner):
@@ -42,8 +43,8 @@ class PredefinedIndices(Partitioner):
     Args:
         indices: a file with a list of indices for each client, or a function that gets the classes of the samples, as
             an array, and returns such lists. A .json file has a list of lists, or an object with a list for each
-            client. An .npz file has an array for each client. Clients are numbered in the order of the lists. Samples
-            that are in no list are not used.
+            client. An .npz file has an array for each client. Keys of an object, a dict or an .npz file are the
+            clients' names. Clients are numbered in the order of the lists. Samples that are in no list are not used.
 
     Raises:
         MisconfigurationException: when samples are dealt, if the lists cannot be read, a list is empty, an index is not
@@ -61,7 +62,7 @@ class PredefinedIndices(Partitioner):
         num_clients: int | None,
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray] | dict[str, np.ndarray]:
         lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
         together = np.concatenate(parts)
@@ -74,7 +75,8 @@ class PredefinedIndices(Partitioner):
         if counts.max() > 1:
             raise self._refused("lists without common indices", f"the index {values[counts.argmax()]} is there twice")
         _check_number(self, num_clients, len(parts))
-        return [part.astype(np.int64) for part in parts]
+        parts = [part.astype(np.int64) for part in parts]
+        return dict(zip(map(str, lists), parts, strict=True)) if isinstance(lists, Mapping) else parts
 
     def _refused(self, allowed: str, because: str = "") -> InvalidArgumentError:
         return InvalidArgumentError(self, "indices", self.indices, f"a file or a function with {allowed}", because)
@@ -105,7 +107,9 @@ class AllToOne(Partitioner):
 def _read(path: str) -> Any:
     if path.endswith(".npz"):
         with np.load(path) as file:
-            return {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
+        # np.savez has numbered them
+        return [*arrays.values()] if all(name.startswith("arr_") for name in arrays) else arrays
     with open(path, encoding="utf-8") as file:
         return json.load(file)
 

@@ -27,7 +27,7 @@ class Partitioner(ABC):
         num_clients: int | None,
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
+    ) -> list[np.ndarray] | dict[str, np.ndarray]:
         """Returns the sample indices of every client.
 
         Args:
@@ -37,7 +37,7 @@ class Partitioner(ABC):
             client_ids: the client that every sample comes from, shape (n,); None if unknown.
 
         Returns:
-            One array of indices into ``labels`` per client.
+            One array of indices into ``labels`` per client; in a dict, under the client's name.
 
         Raises:
             MisconfigurationException: if the samples cannot be dealt as the arguments ask.

@@ -1,0 +1,56 @@
+"""Classes that clients name: their numbers, which are the same at all clients, and names that seem misspelt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.datamodule import FederatedDataModule
+
+_CLOSE = 0.75  # how similar two names are of which one may be misspelt
+
+
+def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: Sequence[str]) -> Tensor:
+    """The number of each sample's class, int64, shape (n,), given the names of its class and its client.
+
+    Classes are numbered in the order of ``owner.classes``; if that is None, it becomes the names that any client has,
+    sorted (integers by their size), and a warning tells which of them may be misspelt.
+
+    Raises:
+        MisconfigurationException: if a class is not among ``owner.classes``.
+    """
+    holders: dict[str, dict[str, None]] = {}
+    for name, client in zip(names, clients, strict=True):
+        holders.setdefault(name, {})[client] = None
+    if owner.classes is None:
+        owner.classes = sorted(holders, key=int if are_integers(holders) else None)
+        _warn_of_misspelt(owner, holders)
+    if unknown := sorted({*holders} - {*owner.classes}):
+        because = f"{next(iter(holders[unknown[0]]))} has the class '{unknown[0]}'"
+        raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes", because)
+    number = {name: label for label, name in enumerate(owner.classes)}
+    return torch.tensor([number[name] for name in names], dtype=torch.int64)
+
+
+def are_integers(names: Iterable[str]) -> bool:
+    """Whether all names are integers."""
+    return all(name.removeprefix("-").isdecimal() for name in names)
+
+
+def _warn_of_misspelt(owner: FederatedDataModule, holders: dict[str, dict[str, None]]) -> None:
+    """Warns of classes of a single client that lacks a class of others with nearly the same name."""
+    folded = {name: " ".join(name.casefold().split()) for name in holders}
+    for name, (client, *others) in holders.items():
+        if others:
+            continue
+        common = {folded[other]: other for other in holders if len(holders[other]) > 1 and client not in holders[other]}
+        if similar := get_close_matches(folded[name], [*common], 1, _CLOSE):
+            rank_zero_warn(
+                f"{type(owner).__name__}: only {client} has the class '{name}', and it lacks "
+                f"'{common[similar[0]]}'; if it is misspelt, correct it, because it counts as a class of its own."
+            )

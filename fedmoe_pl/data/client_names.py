@@ -1,0 +1,99 @@
+"""What the clients are called."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from functools import cached_property
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fedmoe_pl.checks import InvalidArgumentError, is_file_name
+
+_SHOWN = 10  # names in a refusal
+_LONGEST = 60  # characters of a name in a file's
+_NOT_IN_FILES = re.compile(r"[^\w .()+@'-]")
+
+
+class ClientNames(list[str]):
+    """What the clients are called in tables and messages: their names in the data or, without any, their numbers.
+
+    Example:
+        >>> names = ClientNames(["Berlin", "St. Mary's / North"])
+        >>> names[1], names.file(0), names.file(1), names.number("Federation", "Berlin")
+        ("St. Mary's / North", 'Berlin', "St. Mary's _ North~1", 0)
+        >>> numbers = ClientNames.numbers(12)
+        >>> numbers[7], numbers.file(7), numbers.number("Federation", 7)
+        ('7', 'client_007', 7)
+    """
+
+    @classmethod
+    def numbers(cls, num_clients: int) -> ClientNames:
+        """Clients without names."""
+        return cls(map(str, range(num_clients)))
+
+    @cached_property
+    def given(self) -> bool:
+        """Whether the data name the clients."""
+        return any(name != str(client) for client, name in enumerate(self))
+
+    @cached_property
+    def _alike(self) -> dict[str, list[str]]:
+        """Names that differ only in case or spaces at their ends, which some file systems take for the same."""
+        alike = defaultdict[str, list[str]](list)
+        for name in self:
+            alike[name.strip().casefold()].append(name)
+        return {key: names for key, names in alike.items() if len(names) > 1}
+
+    def check(self, owner: object) -> None:
+        """Refuses an empty name, and warns of names that are hardly different."""
+        if not all(map(str.strip, self)):
+            empty = [name.strip() for name in self].index("")
+            raise InvalidArgumentError(owner, "client_names", self[empty], "a name of at least one letter or digit")
+        if self._alike:
+            pairs = ["'" + "' and '".join(names) + "'" for names in self._alike.values()]
+            more = f" and {len(pairs) - _SHOWN} more" if len(pairs) > _SHOWN else ""
+            rank_zero_warn(
+                f"{type(owner).__name__}: clients differ only in case or spaces, and are different clients: "
+                f"{', '.join(pairs[:_SHOWN])}{more}."
+            )
+
+    def given_name(self, client: int) -> str:
+        """The client's name; empty if the data name none."""
+        return self[client] if self.given else ""
+
+    def file(self, client: int) -> str:
+        """The name of the client's files and of its tags, without suffix: ``client_003`` of a client without a name.
+
+        What a file cannot be called is replaced; the client's number then keeps it apart from others.
+        """
+        name = self[client]
+        if name == str(client):
+            return f"client_{client:03d}"
+        if is_file_name(name) and "~" not in name and name.casefold() not in self._alike:
+            return name
+        return f"{_NOT_IN_FILES.sub('_', name.strip())[:_LONGEST]}~{client}"
+
+    def text(self, clients: list[int]) -> str:
+        """Clients in a sentence, such as ``client 3`` or ``clients hospital_A, hospital_C``."""
+        return f"client{'s' * (len(clients) > 1)} {', '.join(self[client] for client in clients)}"
+
+    def number(self, owner: object, client: int | str) -> int:
+        """The number of a client, given its name or its number.
+
+        Raises:
+            MisconfigurationException: if there is no such client.
+        """
+        if isinstance(client, str) and client in self:
+            return self.index(client)
+        try:
+            number = int(client)
+        except ValueError:
+            number = -1
+        if number not in range(len(self)):
+            allowed = f"from 0 to {len(self) - 1}"
+            if self.given:
+                shown = ", ".join(self[:_SHOWN]) + (", ..." if len(self) > _SHOWN else "")
+                allowed = f"one of {shown}, or a number {allowed}"
+            raise InvalidArgumentError(owner, "client", client, allowed)
+        return number

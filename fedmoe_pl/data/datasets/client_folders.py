@@ -1,0 +1,80 @@
+"""A user's own images, in a folder for each client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torchvision import datasets
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.class_names import numbered_classes
+from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.datasets.images import read_images
+
+
+class ClientFolders(FederatedDataModule):
+    """A user's own images, a folder for each client with one for each of its classes: ``hospital_A/tumour/1.png``.
+
+    Clients are called as their folders, and numbered in the sorted order of their names. Classes are numbered in the
+    sorted order of the names that any client has; a client may lack some. A warning tells which name may be misspelt.
+    Images are read as RGB; files with another ending than an image's are left out.
+
+    Args:
+        root: folder with the clients' folders.
+        test_root: folder like it with the clients' test images; None to hold out ``test_fraction`` of those in
+            ``root``. The global test set has the test images of all clients.
+        classes: names of all classes, in the order of their numbers; others are refused. None for those in the folders.
+            Needed in a deployed federation, where no client sees the folders of the others.
+        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
+            None for images that all have the same size.
+        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
+        std: standard deviation of each channel; None to compute it.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        test_root: str | None = None,
+        classes: list[str] | None = None,
+        image_size: int | None = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(pool=test_root is None, **kwargs)
+        self.root = root
+        self.test_root = test_root
+        self.classes = classes
+        self.image_size = image_size
+        self.mean = mean
+        self.std = std
+
+    def load(self) -> Arrays:
+        """Reads all images."""
+        samples = self._samples("root", self.root)
+        number = len(samples)
+        if self.test_root is not None:
+            samples += self._samples("test_root", self.test_root)
+        clients, classes, paths = zip(*samples, strict=True)
+        x, y = read_images(self, paths, self.image_size), numbered_classes(self, classes, clients)
+        ids = np.array(clients)
+        return Arrays(
+            *(x[:number], y[:number], x[number:], y[number:], ids[:number], ids[number:]), mean=self.mean, std=self.std
+        )
+
+    def _samples(self, argument: str, root: str) -> list[tuple[str, str, str]]:
+        """Client, class and path of each image in a folder."""
+        # of all folders below root, torchvision's reader takes the first for a class: here, it is the client
+        folders = datasets.ImageFolder(root, allow_empty=True)
+        allowed = "a folder with one for each client, in which each class has a folder of images"
+        parts = [(client, path, Path(path).relative_to(root).parts) for path, client in folders.samples]
+        for _, path, (_, *below) in parts:
+            if len(below) < 2:
+                raise InvalidArgumentError(self, argument, root, allowed, f"'{path}' is in no folder of a class")
+        if empty := {*range(len(folders.classes))} - {client for client, *_ in parts}:
+            raise InvalidArgumentError(self, argument, root, allowed, f"{folders.classes[min(empty)]} has no images")
+        return [(folders.classes[client], of_class, path) for client, path, (_, of_class, *_) in parts]

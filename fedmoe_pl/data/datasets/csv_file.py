@@ -1,0 +1,144 @@
+"""A user's own table, in CSV files."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.class_names import are_integers, numbered_classes
+from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.datasets.images import read_images
+
+
+class CsvFile(FederatedDataModule):
+    """A user's own table, in one CSV file with a column of clients, or in a file for each client.
+
+    The other columns are numbers, which are not changed, or one of them has the files of images. Targets that are all
+    numbers with a decimal point are values, as those of a regression; others are the names of classes, which are
+    numbered in sorted order, integers by their size.
+
+    Args:
+        path: the file; or a folder with a file for each client, who is called as the file without its ``.csv``.
+        target: the column of the targets.
+        client: the column of the clients' names; None if each has a file.
+        images: the column of the images' files, relative to the folder of the table; None for numbers.
+        test_path: file or folder like ``path`` of test samples; None to hold out ``test_fraction`` of each client's.
+        classes: names of all classes, in the order of their numbers; others are refused. None for those in the table.
+            Needed in a deployed federation, where no client sees the tables of the others.
+        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
+            None for images that all have the same size.
+        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
+        std: standard deviation of each channel; None to compute it.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        target: str,
+        client: str | None = None,
+        images: str | None = None,
+        test_path: str | None = None,
+        classes: list[str] | None = None,
+        image_size: int | None = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(pool=test_path is None, **kwargs)
+        self.path = path
+        self.target = target
+        self.client = client
+        self.images = images
+        self.test_path = test_path
+        self.classes = classes
+        self.image_size = image_size
+        self.mean = mean
+        self.std = std
+
+    def load(self) -> Arrays:
+        """Reads the tables, and the images that they name."""
+        rows = self._rows("path", self.path)
+        number = len(rows)
+        if self.test_path is not None:
+            rows += self._rows("test_path", self.test_path)
+        clients, targets = [row.client for row in rows], [row.cell(self, self.target) for row in rows]
+        x, y = self._inputs(rows), _values(targets)
+        if y is None:
+            y = numbered_classes(self, targets, clients)
+        ids = np.array(clients)
+        return Arrays(
+            *(x[:number], y[:number], x[number:], y[number:], ids[:number], ids[number:]), mean=self.mean, std=self.std
+        )
+
+    def _inputs(self, rows: Sequence[_Row]) -> Tensor:
+        """Images, uint8, or the numbers of all other columns, float32, shape (n, columns)."""
+        if self.images is not None:
+            paths = [str(row.path.parent / row.cell(self, self.images)) for row in rows]
+            return read_images(self, paths, self.image_size)
+        columns = [name for name in rows[0].cells if name not in (self.target, self.client)]
+        return torch.tensor([[row.number(self, column) for column in columns] for row in rows])
+
+    def _rows(self, argument: str, path: str) -> list[_Row]:
+        """The rows of a file, or of all files of a folder."""
+        if (self.client is None) != Path(path).is_dir():
+            because = "a table needs a column of clients, unless each has a file"
+            raise InvalidArgumentError(self, "client", self.client, f"left out where {argument} is a folder", because)
+        files = sorted(Path(path).glob("*.csv")) if self.client is None else [Path(path)]
+        rows: list[_Row] = []
+        for each in files:
+            with each.open(newline="", encoding="utf-8-sig") as file:
+                reader = csv.DictReader(file)
+                for cells in reader:
+                    row = _Row(each, reader.line_num, each.stem, cells)
+                    rows.append(row if self.client is None else replace(row, client=row.cell(self, self.client)))
+        if not rows:
+            raise InvalidArgumentError(self, argument, path, "a CSV file with rows, or a folder of such files")
+        return rows
+
+
+@dataclass
+class _Row:
+    """A row of a table, and where it is."""
+
+    path: Path
+    line: int
+    client: str
+    cells: dict[str, str]
+
+    def cell(self, owner: CsvFile, column: str) -> str:
+        """The text in a column; refuses none."""
+        if not (text := (self.cells.get(column) or "").strip()):
+            problem = f"the column '{column}' is empty" if column in self.cells else f"there is no column '{column}'"
+            because = f"in line {self.line} of '{self.path}', {problem}"
+            raise InvalidArgumentError(owner, "path", owner.path, "a table with a value in every cell", because)
+        return text
+
+    def number(self, owner: CsvFile, column: str) -> float:
+        """The number in a column; refuses others."""
+        text = self.cell(owner, column)
+        try:
+            return float(text)
+        except ValueError:
+            because = f"line {self.line} of '{self.path}' has '{text}' in the column '{column}'"
+            allowed = "a table of numbers, beside the columns of targets and clients"
+            raise InvalidArgumentError(owner, "path", owner.path, allowed, because) from None
+
+
+def _values(texts: Sequence[str]) -> Tensor | None:
+    """Targets as numbers, float32, shape (n,); None if they are classes: integers, or no numbers."""
+    if are_integers(texts):
+        return None
+    try:
+        return torch.tensor([float(text) for text in texts])
+    except ValueError:
+        return None

@@ -1,0 +1,142 @@
+"""Images in a folder for each client, and tables with a column or a file for each client."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import ClientFolders, CsvFile, NpzFile, partition_rows, partition_table
+
+HOSPITALS = {  # the number of images of each class
+    "hospital_B": {"healthy": 4, "tumour": 2},
+    "hospital_A": {"healthy": 3},
+    "Klinikum Süd": {"tumour": 5, "cyst": 1},
+}
+
+
+def samples_of(data, client):
+    """Indices of a client's samples in the order of the files, whichever part they are in."""
+    return torch.cat([data.train_samples[client], data.test_samples[client]]).sort().values
+
+
+def write_image(path, shade):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((4, 4, 3), shade, np.uint8)).save(path)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A folder in which every image has a grey of its own."""
+    shade = 0
+    for hospital, classes in HOSPITALS.items():
+        for name, number in classes.items():
+            for index in range(number):
+                write_image(tmp_path / "data" / hospital / name / f"{index}.png", shade := shade + 1)
+    return tmp_path / "data"
+
+
+def test_every_image_is_its_client_s_with_its_class(folders):
+    data = ClientFolders(str(folders), mean=(0.0,) * 3, std=(1.0,) * 3, test_fraction=0.5)
+    data.setup()
+    assert data.client_names == ["Klinikum Süd", "hospital_A", "hospital_B"] and data.client_names.given
+    assert data.classes == ["cyst", "healthy", "tumour"] and data.num_classes == 3
+    greys = {}
+    for hospital in HOSPITALS:
+        for path in (folders / hospital).rglob("*.png"):
+            greys[round(np.asarray(Image.open(path))[0, 0, 0] / 255, 4)] = hospital, path.parent.name
+    for client, name in enumerate(data.client_names):
+        samples = samples_of(data, client)
+        assert len(samples) == sum(HOSPITALS[name].values()) and len(data.test_samples[client])
+        found = [greys[round(grey, 4)] for grey in data.x[samples, 0, 0, 0].tolist()]
+        assert [(name, data.classes[label]) for label in data.y[samples]] == found
+    assert [row["name"] for row in partition_rows(data)] == data.client_names
+    assert "Klinikum Süd" in partition_table(data)
+
+
+def test_a_client_s_test_images_are_its_own(folders, tmp_path):
+    for hospital in HOSPITALS:
+        write_image(tmp_path / "test" / hospital / "healthy" / "1.png", 200)
+    data = ClientFolders(str(folders), test_root=str(tmp_path / "test"))
+    data.setup()
+    assert data.test_samples.sizes.tolist() == [1, 1, 1] and len(data.global_test) == 3
+
+
+def test_classes_are_those_of_all_clients_in_a_given_order(folders):
+    data = ClientFolders(str(folders), classes=["tumour", "healthy", "cyst", "other"], test_fraction=0.5)
+    data.setup()
+    assert data.classes[data.y[data.train_samples[1]][0]] == "healthy" and data.num_classes == 4
+    with pytest.raises(InvalidArgumentError, match=r"classes is .*, because Klinikum Süd has the class 'cyst'"):
+        ClientFolders(str(folders), classes=["tumour", "healthy"]).setup()
+
+
+def test_a_misspelt_class_is_named(folders):
+    (folders / "hospital_A/healthy").rename(folders / "hospital_A/helthy")
+    for index in range(2):
+        write_image(folders / "Klinikum Süd/healthy" / f"{index}.png", 100)
+    with pytest.warns(UserWarning, match="only hospital_A has the class 'helthy', and it lacks 'healthy'"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()
+
+
+def test_a_folder_of_another_form_is_refused(folders):
+    (folders / "empty").mkdir()
+    with pytest.raises(InvalidArgumentError, match="empty has no images"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()
+    (folders / "empty").rmdir()
+    write_image(folders / "hospital_A/1.png", 9)
+    with pytest.raises(InvalidArgumentError, match=r"hospital_A/1\.png' is in no folder of a class"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()
+    (folders / "hospital_A/1.png").unlink()
+    Image.fromarray(np.zeros((5, 4, 3), np.uint8)).save(folders / "hospital_A/healthy/0.png")
+    with pytest.raises(InvalidArgumentError, match=r"image_size is None, .* has 5 x 4 pixels, and .* 4 x 4 pixels"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()
+
+
+def write_table(path, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def test_a_table_has_a_column_of_clients(tmp_path):
+    rows = [["site", "age", "dose", "outcome"], ["b", 1, 2.5, "bad"], ["a", 3, 4, "good"], ["b", 5, 6, "good"]]
+    write_table(tmp_path / "table.csv", rows)
+    data = CsvFile(str(tmp_path / "table.csv"), target="outcome", client="site", test_fraction=0.5)
+    data.setup()
+    assert data.client_names == ["a", "b"] and data.classes == ["bad", "good"]
+    assert data.x[samples_of(data, 1)].tolist() == [[1, 2.5], [5, 6]]
+    assert data.y[samples_of(data, 1)].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("made", [CsvFile, NpzFile])
+def test_a_client_may_have_a_file(tmp_path, made):
+    for name, ages in {"x": [1.5, 2.5], "y": [3.5]}.items():
+        if made is CsvFile:
+            write_table(tmp_path / f"{name}.csv", [["age", "risk"], *([age, 2 * age] for age in ages)])
+        else:
+            x, y = np.array(ages, np.float32)[:, None], 2 * np.array(ages, np.float32)
+            np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    data = CsvFile(str(tmp_path), "risk", test_path=str(tmp_path)) if made is CsvFile else NpzFile(str(tmp_path))
+    data.setup()
+    assert data.client_names == ["x", "y"] and data.num_classes == 0
+    assert data.y[data.train_samples[1]].tolist() == [7.0] and data.x[data.train_samples[0]].tolist() == [[1.5], [2.5]]
+
+
+@pytest.mark.parametrize(
+    ("cell", "sentence"),
+    [("old", "line 2 of '.*' has 'old' in the column 'age'"), ("", "in line 2 of '.*', the column 'age' is empty")],
+)
+def test_a_cell_that_is_no_number_is_named(tmp_path, cell, sentence):
+    write_table(tmp_path / "table.csv", [["site", "age", "outcome"], ["a", cell, "bad"]])
+    with pytest.raises(InvalidArgumentError, match=sentence):
+        CsvFile(str(tmp_path / "table.csv"), target="outcome", client="site").setup()
+
+
+def test_images_of_a_table_are_read(tmp_path):
+    write_image(tmp_path / "images/1.png", 51)
+    write_table(tmp_path / "table.csv", [["site", "file", "outcome"], *[["a", "images/1.png", "bad"]] * 2])
+    look = {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    data = CsvFile(str(tmp_path / "table.csv"), "outcome", "site", images="file", test_fraction=0.5, **look)
+    data.setup()
+    torch.testing.assert_close(data.x, torch.full((2, 3, 4, 4), 0.2))
