@@ -86,14 +86,11 @@ class ClientNames(list[str]):
         """
         if isinstance(client, str) and client in self:
             return self.index(client)
-        try:
-            number = int(client)
-        except ValueError:
-            number = -1
+        number = int(client) if isinstance(client, str) and client.isdecimal() else client
         if number not in range(len(self)):
             allowed = f"from 0 to {len(self) - 1}"
             if self.given:
                 shown = ", ".join(self[:_SHOWN]) + (", ..." if len(self) > _SHOWN else "")
                 allowed = f"one of {shown}, or a number {allowed}"
             raise InvalidArgumentError(owner, "client", client, allowed)
-        return number
+        return int(number)
