@@ -27,8 +27,8 @@ class OpenFile:
 
     @property
     def path(self) -> str:
-        """Where all processes of this machine find it, even if it has no name."""
-        return f"/proc/{os.getpid()}/fd/{self.file.fileno()}" if sys.platform == "linux" else self.file.name
+        """Where all processes of this machine find it, although it has no name."""
+        return f"/proc/{os.getpid()}/fd/{self.file.fileno()}"
 
 
 class MappedFile(np.ndarray):

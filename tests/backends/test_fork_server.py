@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.backends import begin
-from helpers.runs import assert_same, data
-from helpers.workers import CPU, SIZES, trained, training, wait_until
+from helpers.runs import assert_same
+from helpers.workers import CPU, trained, training
 from torch.utils.data import DataLoader
 
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
-from fedmoe_pl.backends.workers import fork_server, pool, process
+from fedmoe_pl.backends.workers import pool
 from fedmoe_pl.backends.workers.fork_server import start_server
 from fedmoe_pl.backends.workers.shared import SharedObject
 
@@ -124,19 +124,3 @@ def test_another_server_starts_where_one_was_killed():
 
 def plan_server(phase):
     return phase.algorithm.server_init(phase.module)
-
-
-@pytest.mark.slow
-def test_where_forks_are_unsafe_each_worker_is_an_interpreter(monkeypatch):
-    for module in (fork_server, pool, process):
-        monkeypatch.setattr(module, "FORKS", False)
-    phase, backend = training(datamodule=data(sizes=SIZES)), PoolBackend(TrainerBackend(), [CPU, CPU])
-    assert_same(trained(backend, phase), trained(TrainerBackend(), phase))
-    assert len({worker.pid.result() for worker in backend.workers}) == 2
-    processes = [Path(f"/proc/{worker.pid.result()}") for worker in backend.workers]
-    backend.close()
-    wait_until(lambda: not any(is_running(process) for process in processes))
-
-
-def is_running(process: Path) -> bool:
-    return process.exists() and (process / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

@@ -18,14 +18,14 @@ from multiprocessing.util import _args_from_interpreter_flags  # pyright: ignore
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT
 
 FORKS = sys.platform == "linux"
-"""Whether workers are forked. On other systems, libraries of the system do not survive that: each is an interpreter."""
+"""Whether workers can be forked. On other systems, libraries of the system do not survive that."""
 
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
 from fedmoe_pl.backends.workers.fork_server import serve
 from fedmoe_pl.backends.workers.process import work
-serve({control}, work, forks={forks})
+serve({control}, work)
 """
 _server: ForkServer | None = None
 
@@ -41,7 +41,7 @@ class ForkServer:
     def __init__(self) -> None:
         self.driver = os.getpid()
         self.control, theirs = socket.socketpair()
-        program = _PROGRAM.format(path=sys.path, control=theirs.fileno(), forks=FORKS)
+        program = _PROGRAM.format(path=sys.path, control=theirs.fileno())
         # Ctrl-C is for the driver, which ends its workers. A process started while the signal is blocked never gets it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -77,7 +77,7 @@ class ForkServer:
         """Ends the server and its workers."""
         if not self.is_alive:
             return
-        if not (FORKS and self.is_ready):  # it would only notice after its imports, or a worker after its work
+        if not self.is_ready:  # it would only notice after its imports
             self.process.kill()
         self.control.close()
         self.process.wait()
@@ -96,16 +96,8 @@ def is_server_ready() -> bool:
     return _server is not None and _server.is_alive and _server.is_ready
 
 
-def new_process() -> socket.socket:
-    """A connection to a new worker process."""
-    return (start_server() if FORKS else ForkServer()).connect()
-
-
-def serve(control: int, work: Callable[[socket.socket], None], forks: bool) -> None:
-    """Forks a worker at each request of the driver, and kills those that are left when the driver ends; the server.
-
-    One that does not fork becomes the worker itself.
-    """
+def serve(control: int, work: Callable[[socket.socket], None]) -> None:
+    """Forks a worker at each request of the driver, and kills those that are left when the driver ends; the server."""
     gc.collect()
     gc.freeze()  # a worker's collections would write to all imported objects, and so copy their memory
     driver = socket.socket(fileno=control)
@@ -113,7 +105,7 @@ def serve(control: int, work: Callable[[socket.socket], None], forks: bool) -> N
     with suppress(ConnectionError):
         driver.send(b"\0")
         while connections := socket.recv_fds(driver, 1, 1)[1]:
-            worker = os.fork() if forks else 0
+            worker = os.fork()
             if not worker:
                 driver.close()
                 run_worker(work, socket.socket(fileno=connections[0]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fedmoe_pl.backends.backend import Backend
-from fedmoe_pl.backends.workers.fork_server import FORKS, is_server_ready, start_server
+from fedmoe_pl.backends.workers.fork_server import is_server_ready, start_server
 from fedmoe_pl.backends.workers.process import LocalWorker
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkersBackend
@@ -34,13 +34,11 @@ class PoolBackend(WorkersBackend):
 
     def open(self) -> None:
         """Has the processes' server import everything while the run is prepared."""
-        if FORKS and not self.lazy:
+        if not self.lazy:
             start_server()
 
     def is_worth_starting(self, gain: float) -> bool:
         """Whether to start the processes; has their server started if it is not there, without waiting for it."""
-        if not FORKS:
-            return super().is_worth_starting(gain)
         if not is_server_ready() and gain >= _WORTH_A_SERVER:
             start_server()
         return is_server_ready() and gain >= _WORTH_FORKING

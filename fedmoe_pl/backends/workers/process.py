@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 
 from fedmoe_pl.backends.failures import portable
-from fedmoe_pl.backends.workers.fork_server import FORKS, new_process
+from fedmoe_pl.backends.workers.fork_server import start_server
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied
@@ -28,7 +28,7 @@ class LocalWorker(RemoteWorker):
 
     def __init__(self, data: SharedObject, device: torch.device, **environment: str) -> None:
         super().__init__(device)
-        self.connection = new_process()
+        self.connection = start_server().connect()
         self.stream = self.connection.makefile("rwb")
         self.thread = ThreadPoolExecutor(1)
         here = sys.path, sys.argv, os.getcwd(), {**os.environ, **environment}
@@ -71,8 +71,8 @@ class LocalWorker(RemoteWorker):
 def work(connection: socket.socket) -> None:
     """Answers the driver's calls until it ends or closes the connection; the worker's end."""
     stream = connection.makefile("rwb")
-    if FORKS:  # for the processes of a DataLoader; in others, classes of the user's script could not be unpickled
-        multiprocessing.set_start_method("fork", force=True)
+    # for the processes of a DataLoader; in others, classes of the user's script could not be unpickled
+    multiprocessing.set_start_method("fork", force=True)
     worker = None
     with suppress(EOFError, ConnectionError):
         (sys.path[:], sys.argv[:], folder, environment), data, device = pickle.load(stream)

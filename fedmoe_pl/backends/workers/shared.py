@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import tempfile
 from typing import Any
 
@@ -28,8 +27,7 @@ class SharedObject:
     def __init__(self, obj: Any, datamodule: FederatedDataModule | None = None) -> None:
         buffers: list[pickle.PickleBuffer] = []
         pickled = dumps(obj, datamodule, buffer_callback=buffers.append)
-        # without a name, where there is such a file
-        file = tempfile.TemporaryFile() if sys.platform == "linux" else tempfile.NamedTemporaryFile()
+        file = tempfile.TemporaryFile()
         own = OpenFile(file)
         self._files = {own}
         self.spans: list[_Span] = []
