@@ -31,8 +31,8 @@ from fedmoe_pl.rounds.run import Run
 def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Path]:
     """Writes the models of clients as checkpoints of Lightning; one for all if several have the same model.
 
-    The arguments of PyTorch's and this package's modules are known, and those of all classes that a configuration
-    names; of your own classes in Python, what they gave to ``save_hyperparameters()``. Pass others to
+    The arguments of PyTorch's and this package's modules are known, and those of all classes and functions that a
+    configuration names; of your own classes in Python, what they gave to ``save_hyperparameters()``. Pass others to
     ``load_from_checkpoint``.
     """
     phase, evaluation_point = run.phase_and_point(method, next(iter(paths)))

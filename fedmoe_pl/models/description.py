@@ -6,10 +6,13 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from pydoc import locate
 from typing import Any
 
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import Tensor, nn
+
+from fedmoe_pl.checks import InvalidArgumentError
 
 _CONFIGURED = "_configured"  # attribute of a module with the node of the configuration that it was made from
 _PLAIN = (type(None), bool, int, float, str, Tensor)
@@ -41,7 +44,8 @@ def describe(value: Any, configured: Any = None) -> Any:
     """A description of a value, as a configuration would have it; of a function, its import path.
 
     Modules of this package and of torch keep their arguments as attributes; others may have saved hyperparameters, or
-    have no arguments. Of a module that does neither, the description is the one in the configuration, if there is one.
+    have no arguments. Of a module that does neither, and of whatever a function of the configuration has made, such as
+    ``torchvision.models.resnet18``, the description is the one in the configuration, if there is one.
 
     Raises:
         UndescribedError: if there is none.
@@ -65,6 +69,8 @@ def describe(value: Any, configured: Any = None) -> Any:
         raise UndescribedError
     if _CONFIGURED in vars(value):
         return vars(value)[_CONFIGURED]
+    if isinstance(configured, dict) and not isinstance(locate(configured["class_path"]), type):
+        return configured  # the function may have changed what it made, which the class does not tell
     if type(value) is nn.Sequential:
         return _node(sequential, {"modules": {name: describe(part) for name, part in value.named_children()}})
     try:
@@ -73,6 +79,23 @@ def describe(value: Any, configured: Any = None) -> Any:
         if isinstance(configured, dict) and configured["class_path"].rpartition(".")[2] == type(value).__name__:
             return configured
         raise
+
+
+def stand_in(owner: str, argument: str, value: nn.Module) -> Any:
+    """A description of an argument that has none, with which making the owner is refused."""
+    node = _node(refuse, {"owner": owner, "argument": argument, "kind": type(value).__name__})
+    return [node] if isinstance(value, nn.ModuleList) else node
+
+
+def refuse(owner: str, argument: str, kind: str) -> nn.Module:
+    """Refuses to make an argument that a checkpoint cannot describe, in place of which one must be given."""
+    raise not_described(owner, argument, None, kind)
+
+
+def not_described(owner: object, argument: str, value: Any, kind: str) -> InvalidArgumentError:
+    """The refusal of a value in place of one, of a class of that name, that a checkpoint cannot describe."""
+    reason = f"the checkpoint cannot describe it; pass it to load_from_checkpoint(path, {argument}=...)"
+    return InvalidArgumentError(owner, argument, value, f"a {kind}", reason)
 
 
 def sequential(modules: dict[str, nn.Module]) -> nn.Sequential:

@@ -145,13 +145,14 @@ def absolute_error(outputs, targets):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("global_expert", nn.Sequential(Expert(), nn.Tanh())),
         ("gate", OwnGate(0.25)),
         ("loss", lambda outputs, targets: absolute_error(outputs, targets)),
         ("local_expert", nn.Sequential(Expert(), nn.Tanh())),
     ],
 )
 def test_a_part_that_cannot_be_described_must_be_given(name, value, tmp_path):
-    module = PersonalizedMoE(nn.Linear(5, 3), task="regression", **{name: value})
+    module = PersonalizedMoE(**{"global_expert": nn.Linear(5, 3), "task": "regression", name: value})
     path = written(module, tmp_path / "own.ckpt")
     with pytest.raises(InvalidArgumentError) as error:
         PersonalizedMoE.load_from_checkpoint(path)
@@ -295,3 +296,46 @@ def test_all_arguments_of_a_configurations_modules_are_known(tmp_path, monkeypat
     loaded = own.Mixture.load_from_checkpoint(paths["mixture"])
     assert has_its_tensors(loaded, paths["mixture"])
     assert (loaded.hidden.in_features, loaded.twice, loaded.mixing) == (5, 3.0, "probabilities")
+
+
+FACTORIES = """
+import torchvision
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def widened(width: int) -> Net:
+    net = Net()
+    net.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
+    return net
+
+
+def grey(num_classes: int) -> torchvision.models.MobileNetV3:
+    net = torchvision.models.mobilenet_v3_small(num_classes=num_classes)
+    net.features[0][0] = nn.Conv2d(1, 16, 3, stride=2, padding=1, bias=False)
+    return net
+"""
+
+
+def test_parts_that_functions_of_a_configuration_make_are_made_again(tmp_path, monkeypatch):
+    parts = {
+        "global_expert": node("factories.grey", num_classes=10),
+        "local_expert": node("factories.widened", width=6),
+    }
+    configuration = {
+        "model": node("PersonalizedMoE", **parts),
+        "data": node("Digits", num_clients=2, partitioner="IID"),
+        "trainer": {"accelerator": "cpu"},
+        "federation": {"phases": [{"name": "FedAvg", "algorithm": "FedAvg", "train": {"max_epochs": 0}}]},
+    }
+    paths, _ = fitted(configuration, "factories", FACTORIES, tmp_path, monkeypatch)
+    loaded = PersonalizedMoE.load_from_checkpoint(paths["FedAvg"])
+    assert has_its_tensors(loaded, paths["FedAvg"]) and loaded.local_expert.layers[1].out_features == 6

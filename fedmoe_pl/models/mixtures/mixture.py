@@ -11,11 +11,20 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
+from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
+from typing_extensions import Self
 
 from fedmoe_pl.checks import InvalidArgumentError, check_number
-from fedmoe_pl.models.description import UndescribedError, configured_arguments, describe, hyperparameters_of
+from fedmoe_pl.models.description import (
+    UndescribedError,
+    configured_arguments,
+    describe,
+    hyperparameters_of,
+    not_described,
+    stand_in,
+)
 from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.models.inputs import Inputs, inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import to_channels_last
@@ -306,7 +315,25 @@ class MixtureOfExperts(LightningModule, ABC):
                 arguments[name] = describe(value, configured.get(name))
             except UndescribedError:
                 checkpoint[_UNDESCRIBED][name] = type(value).__name__
+                if name in _required_arguments(type(self)) and isinstance(value, nn.Module):
+                    arguments[name] = stand_in(type(self).__name__, name, value)
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
+
+    @_restricted_classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
+        """Lightning's method, with its arguments, which also says which of the mixture's own it needs.
+
+        Raises:
+            MisconfigurationException: if the mixture refuses an argument, or needs one that the checkpoint cannot
+                describe. Pass it, as in ``load_from_checkpoint(path, global_expert=...)``.
+        """
+        try:
+            return super().load_from_checkpoint(*args, **kwargs)
+        except ValueError as error:  # of jsonargparse, in many lines
+            cause = error.__cause__
+            if not isinstance(cause, InvalidArgumentError):
+                raise
+        raise cause
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses an argument of another class than the one that the checkpoint could not describe.
@@ -317,8 +344,7 @@ class MixtureOfExperts(LightningModule, ABC):
         for name, kind in checkpoint.get(_UNDESCRIBED, {}).items():
             value = self._argument(name)
             if type(value).__name__ != kind:
-                reason = f"the checkpoint cannot describe it; pass it to load_from_checkpoint(path, {name}=...)"
-                raise InvalidArgumentError(self, name, value, f"a {kind}", reason)
+                raise not_described(self, name, value, kind)
 
     def _saved_arguments(self) -> dict[str, Any]:
         """The arguments in the configuration, and what a subclass of your own gave to ``save_hyperparameters``."""
@@ -340,3 +366,8 @@ def _kept_arguments(kind: type) -> set[str]:
     """The arguments of a class and its bases that are from this package."""
     named = [inspect.signature(base).parameters for base in kind.__mro__ if _is_own(base)]
     return {name for parameters in named for name in parameters if name != "kwargs"}
+
+
+def _required_arguments(kind: type) -> set[str]:
+    parameters = inspect.signature(kind).parameters.values()
+    return {each.name for each in parameters if each.default is each.empty}
