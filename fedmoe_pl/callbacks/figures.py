@@ -110,9 +110,9 @@ def log_figure(run: Run, tag: str, draw: Callable[[], Figure], step: int, method
     run.loggers.log_image(tag, np.asarray(canvas.buffer_rgba())[..., :3].copy(), step, method)
 
 
-def by_class(rows: Iterable[Mapping[str, Any]]) -> np.ndarray:
-    """The columns ``class_<c>`` of rows of a file, shape (rows, classes)."""
-    return np.array([[row[name] for name in row if name.startswith("class_")] for row in rows], dtype=float)
+def by_class(rows: Iterable[Mapping[str, Any]], kind: str = "class") -> np.ndarray:
+    """The columns ``class_<c>``, or of another kind of label, of rows of a file, shape (rows, classes)."""
+    return np.array([[row[name] for name in row if name.startswith(f"{kind}_")] for row in rows], dtype=float)
 
 
 def names_of(rows: Iterable[Mapping[str, Any]]) -> dict[int, str]:
@@ -130,13 +130,14 @@ def client_order(counts: np.ndarray) -> list[int]:
 
 @styled
 def partition_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Every client's samples, a row each: on the left by class, on the right in training, validation and test sets."""
-    counts = by_class(rows)
+    """Every client's samples, a row each: by class or bin of the target, and in training, validation and test sets."""
+    kind = "bin" if "bin_0" in rows[0] else "class"
+    counts = by_class(rows, kind)
     order = client_order(counts)
     ids = [int(rows[place]["client"]) for place in order]
-    ordered = "their largest class" if order != sorted(order) else ""
-    label = "training and validation samples"
-    figure, (axes,) = beside_samples(ids, counts[order], ordered, ratios=(3, 1), label=label, names=names_of(rows))
+    ordered = f"their largest {kind}" if order != sorted(order) else ""
+    labels = {"label": "training and validation samples", "columns": kind, "names": names_of(rows)}
+    figure, (axes,) = beside_samples(ids, counts[order], ordered, ratios=(3, 1), **labels)
     edges, before = np.arange(len(ids) + 1) - 0.5, np.zeros(len(ids))
     for name in ("train", "validation", "test"):
         after = before + np.array([rows[place][name] for place in order])
@@ -187,6 +188,7 @@ def beside_samples(
     panels: int = 1,
     ratios: tuple[int, int] = (2, 3),
     label: str = "samples",
+    columns: str = "class",
     names: Mapping[int, str] | None = None,
 ) -> tuple[Figure, list[Axes]]:
     """A figure with clients' samples by class, if there are any, on the left, and empty panels with the same rows.
@@ -200,7 +202,7 @@ def beside_samples(
     widths = [ratios[0]] * has_samples + [ratios[1]] * panels
     first, *others = all_axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths, squeeze=False)[0]
     if samples is not None and has_samples:
-        add_colorbar(figure, draw_map(first, samples, "class", "Blues", None), [first], label)
+        add_colorbar(figure, draw_map(first, samples, columns, "Blues", None), [first], label)
         first.set_facecolor(colormaps["Blues"](0))  # what shows between cells on a dark page
     clients = len({*ids})
     rows = [row for row, client in enumerate(ids) if row == 0 or ids[row - 1] != client]

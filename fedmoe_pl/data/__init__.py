@@ -15,6 +15,7 @@ from fedmoe_pl.data.datasets.npz import NpzFile
 from fedmoe_pl.data.datasets.own import FromDataModule, FromDatasets
 from fedmoe_pl.data.datasets.scikit_learn import Diabetes, Digits
 from fedmoe_pl.data.datasets.synthetic import SyntheticMultilabel, SyntheticShapes
+from fedmoe_pl.data.datasets.time_series import SyntheticTimeSeries, TimeSeriesDataModule, TimeSeriesFile
 from fedmoe_pl.data.datasets.torchvision import (
     CIFAR10,
     CIFAR100,
@@ -74,6 +75,9 @@ __all__ = [
     "Share",
     "SyntheticMultilabel",
     "SyntheticShapes",
+    "SyntheticTimeSeries",
+    "TimeSeriesDataModule",
+    "TimeSeriesFile",
     "TorchvisionDataModule",
     "TwoClasses",
     "batch_length",

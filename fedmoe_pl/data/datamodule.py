@@ -22,6 +22,7 @@ from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
 from fedmoe_pl.data.rotation import check_rotations, rotated
 from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
+from fedmoe_pl.data.target_bins import quantile_bins
 
 
 class FederatedDataModule(LightningDataModule, ABC):
@@ -50,6 +51,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         rotations: one angle for each group of clients, in degrees: 0, 90, 180 or 270, counterclockwise. Each group
             divides among its clients all training images, and all test images as local test samples, rotated by its
             angle. The global test set has each test image in every rotation. None for no rotations.
+        target_bins: number of bins of a target that is one number for each sample. Edges between bins are quantiles of
+            the training targets, so that all bins have as many of them. Partitioners and ``stratify`` take the bins for
+            classes. None for data with classes, or partitioners that need none.
 
     Attributes:
         x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
@@ -58,6 +62,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             batches have other targets, and the shape is (m, 0).
         num_classes: number of classes; 0 if the targets are not one class for each sample.
         reader: reads the samples one by one; None for samples in memory.
+        bins: bin of each sample's target, int64, shape (m,), see ``target_bins``; None without it.
         num_clients: number of clients.
         client_names: what they are called, in the order of their numbers: their names in the data or, without any, the
             numbers as texts.
@@ -112,6 +117,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         pool: bool = False,
         global_test_size: int | None = None,
         rotations: list[int] | None = None,
+        target_bins: int | None = None,
     ) -> None:
         super().__init__()
         check_at_least(self, "batch_size", batch_size, 1)
@@ -134,12 +140,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.pool = pool
         self.global_test_size = global_test_size
         self.rotations = None if rotations is None else list(rotations)
+        self.target_bins = target_bins
         self.normalization: tuple[list[float], list[float]] | None = None
         self.vocabulary: list[str] | None = None
         self.classes: list[str] | None = None
         self.learn_from: Tensor | None = None
         self.has_learned = self.is_set_up = False
         self.reader: SampleReader | None = None
+        self.bins: Tensor | None = None
 
     @abstractmethod
     def load(self) -> Arrays | MapStyleData:
@@ -162,6 +170,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.y = data.targets
         self.num_classes = max(int(self.y.max()) + 1, len(self.classes or ())) if are_classes(self.y) else 0
         self.num_shared = len(self.y) if self.pool else data.sizes[0]
+        if self.target_bins is not None:
+            self.bins = quantile_bins(self, self.y, data.sizes[0], self.target_bins)
         self._deal(data, rng)
         self._choose_global_test()
         self._data, counts = data, self.class_counts()
@@ -204,14 +214,16 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Deals the samples to the clients and splits each client's samples."""
         ids = pooled_ids(self, data) if self.pool else data.client_train
         partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
+        labels = self.y if self.num_classes else self.bins
         for name, value, needs_classes in (
             ("partitioner", partitioner, partitioner.needs_classes),
             ("stratify", self.stratify, self.stratify),
         ):
-            if needs_classes and not self.num_classes:
-                raise InvalidArgumentError(self, name, value, "left out", "the targets are not one class per sample")
-        classes = self.y[: self.num_shared] if self.num_classes else torch.zeros(self.num_shared, dtype=torch.int64)
-        dealt = partitioner(classes.numpy(), self.requested_clients, rng, ids)
+            if needs_classes and labels is None:
+                because = "the targets are not one class per sample; target_bins makes classes of numbers"
+                raise InvalidArgumentError(self, name, value, "left out", because)
+        labels = torch.zeros(len(self.y), dtype=torch.int64) if labels is None else labels
+        dealt = partitioner(labels[: self.num_shared].numpy(), self.requested_clients, rng, ids)
         parts = [*dealt.values()] if isinstance(dealt, Mapping) else dealt
         self.client_names = ClientNames(dealt) if isinstance(dealt, Mapping) else ClientNames.numbers(len(parts))
         self.client_names.check(self)
@@ -223,12 +235,22 @@ class FederatedDataModule(LightningDataModule, ABC):
             raise InvalidArgumentError(self, "num_clients", self.requested_clients, allowed, reason)
         self.num_clients = len(sizes)
         samples = np.concatenate(parts).astype(np.int64, copy=False)
-        labels = self.y.numpy() if self.stratify else None
-        self.train_samples, self.validation_samples, self.test_samples = split(
-            samples, sizes, self.test_fraction, self.validation_fraction, self.partition_seed, labels
-        )
+        of_class = labels.numpy() if self.stratify else None
+        self.train_samples, self.validation_samples, self.test_samples = self.split_clients(samples, sizes, of_class)
         if isinstance(partitioner, NaturalIds) and data.client_test is not None and not self.pool:
             self.test_samples = natural_test_samples(self, data, self.test_fraction)
+
+    def split_clients(
+        self, samples: np.ndarray, sizes: np.ndarray, labels: np.ndarray | None
+    ) -> tuple[ClientSamples, ClientSamples, ClientSamples]:
+        """Splits every client's samples into training, validation and test; override it to split them by other rules.
+
+        Args:
+            samples: indices into ``x`` of the clients' samples, one client after another, shape (n,).
+            sizes: number of samples of each client, shape (num_clients,).
+            labels: class or bin of each sample in ``x``, shape (m,), with ``stratify``; otherwise None.
+        """
+        return split(samples, sizes, self.test_fraction, self.validation_fraction, self.partition_seed, labels)
 
     def _choose_global_test(self) -> None:
         """Sets the global test set: of pooled samples, what the clients hold out."""
@@ -246,14 +268,22 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def class_counts(self) -> Tensor:
         """Each client's number of training and validation samples of each class, float64, (clients, classes)."""
-        if not self.num_classes:
+        return self._counts(self.y, self.num_classes)
+
+    def bin_counts(self) -> Tensor:
+        """The same of each bin of ``target_bins``, float64, (clients, bins); there are no bins without it."""
+        return self._counts(self.y, 0) if self.bins is None else self._counts(self.bins, int(self.bins.max()) + 1)
+
+    def _counts(self, labels: Tensor, number: int) -> Tensor:
+        """Each client's number of training and validation samples with each label, float64, (clients, number)."""
+        if not number:
             return torch.zeros(self.num_clients, 0, dtype=torch.float64)
-        counts = torch.zeros(self.num_clients * self.num_classes, dtype=torch.int64)
+        counts = torch.zeros(self.num_clients * number, dtype=torch.int64)
         for parts in (self.train_samples, self.validation_samples):
-            first_cells = torch.arange(0, len(counts), self.num_classes)
-            cells = first_cells.repeat_interleave(parts.sizes).add_(self.y[parts.indices])
+            first_cells = torch.arange(0, len(counts), number)
+            cells = first_cells.repeat_interleave(parts.sizes).add_(labels[parts.indices])
             counts += torch.bincount(cells, minlength=len(counts))
-        return counts.view(self.num_clients, self.num_classes).double()
+        return counts.view(self.num_clients, number).double()
 
     @property
     def has_pairs(self) -> bool:

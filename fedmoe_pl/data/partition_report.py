@@ -1,4 +1,4 @@
-"""The samples of every client by class, as a table."""
+"""The samples of every client by class or by bin of the target, as a table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     """Returns a table of the samples of every client.
 
     A row has the sizes of a client's training, validation and local test sets, and its number of training and
-    validation samples of each class. If there are more than 20 classes, it has the number of the client's classes and
-    its largest class instead. If there are more than 40 clients, the first 30 and the last 10 are listed. The last rows
-    have the mean, the smallest and the largest value of each column over all clients.
+    validation samples of each class, or of each bin of the target (``target_bins``). If there are more than 20 of
+    these, it has the number of those that the client has, and the largest one, instead. If there are more than 40
+    clients, the first 30 and the last 10 are listed. The last rows have the mean, the smallest and the largest value of
+    each column over all clients.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -27,7 +28,7 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     of_clients = [*partition_rows(datamodule)]
     columns = {name: [row[name] for row in of_clients] for name in ("train", "validation", "test")}
     columns = {name: sizes for name, sizes in columns.items() if any(sizes)}  # without sets that are all empty
-    columns |= _class_columns(datamodule.class_counts())
+    columns |= _label_columns(*_labels(datamodule))
     n = datamodule.num_clients
     listed = list(range(n)) if n <= _MOST_CLIENTS else [*range(_MOST_CLIENTS - 10), *range(n - 10, n)]
     rows = [["client", *columns]]
@@ -51,17 +52,18 @@ def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, Any]]:
     """The rows of ``partition.csv``, one per client.
 
     ``name`` is what the data call the client, if they name it, ``train``, ``validation`` and ``test`` are the sizes of
-    its sets, and ``class_<c>`` its number of training and validation samples of class c.
+    its sets, and ``class_<c>`` its number of training and validation samples of class c; with ``target_bins``,
+    ``bin_<b>`` those whose target is in bin b.
 
     Args:
         datamodule: a data module after ``setup``.
     """
     parts = (datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples)
-    names = ("client", "train", "validation", "test", *(f"class_{c}" for c in range(datamodule.num_classes)))
+    kind, counts = _labels(datamodule)
+    names = ("client", "train", "validation", "test", *(f"{kind}_{label}" for label in range(counts.shape[1])))
     columns = [part.sizes.tolist() for part in parts]
-    counts = datamodule.class_counts().long().tolist()
-    for client, (*sizes, of_classes) in enumerate(zip(*columns, counts, strict=True)):
-        row = dict(zip(names, (client, *sizes, *of_classes), strict=True))
+    for client, (*sizes, of_labels) in enumerate(zip(*columns, counts.long().tolist(), strict=True)):
+        row = dict(zip(names, (client, *sizes, *of_labels), strict=True))
         yield {"client": client, "name": name, **row} if (name := datamodule.client_names.given_name(client)) else row
 
 
@@ -73,12 +75,17 @@ def _shared(datamodule: FederatedDataModule) -> str:
     return f"{dealt}{whole} {'pooled' if datamodule.pool else 'training'} samples"
 
 
-def _class_columns(counts: Tensor) -> dict[str, list[int]]:
-    num_classes = counts.shape[1]
-    if num_classes <= _MOST_CLASSES:
-        return {f"class {c}": counts[:, c].long().tolist() for c in range(num_classes)}
+def _labels(datamodule: FederatedDataModule) -> tuple[str, Tensor]:
+    """What samples are counted by, and each client's counts."""
+    return ("class", datamodule.class_counts()) if datamodule.bins is None else ("bin", datamodule.bin_counts())
+
+
+def _label_columns(kind: str, counts: Tensor) -> dict[str, list[int]]:
+    number = counts.shape[1]
+    if number <= _MOST_CLASSES:
+        return {f"{kind} {label}": counts[:, label].long().tolist() for label in range(number)}
     return {
-        "classes": (counts > 0).sum(dim=1).tolist(),
-        "largest class": counts.argmax(dim=1).tolist(),
+        "classes" if kind == "class" else "bins": (counts > 0).sum(dim=1).tolist(),
+        f"largest {kind}": counts.argmax(dim=1).tolist(),
         "its samples": counts.max(dim=1).values.long().tolist(),
     }

@@ -197,7 +197,7 @@ def _partition_block(condition: Condition) -> Block:
     run = next((run for run in condition.runs if run.partition), None)
     if run is None:
         return Block("Who holds what", "The runs have no partition.csv: no picture.")
-    caption = f"Samples by client and class ({run.text})."
+    caption = f"Samples by client and by class, or by bin of the target ({run.text})."
     drawn = picture(f"partition {condition.name}", caption, partition_figure(run.partition))
     return Block("Who holds what", pictures=[drawn])
 

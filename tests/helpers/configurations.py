@@ -34,6 +34,7 @@ def _is_here(config: dict) -> bool:
         "Diabetes",
         "SyntheticMultilabel",
         "SyntheticShapes",
+        "SyntheticTimeSeries",
     )
 
 

@@ -1,5 +1,7 @@
 """Arrays and data modules that tests of the data set up."""
 
+from typing import TypeVar
+
 import numpy as np
 import pytest
 import torch
@@ -20,7 +22,10 @@ class Own(FederatedDataModule):
         return self.arrays
 
 
-def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
+Data = TypeVar("Data", bound=FederatedDataModule)
+
+
+def set_up(datamodule: Data) -> Data:
     datamodule.prepare_data()
     datamodule.setup()
     return datamodule

@@ -1,0 +1,159 @@
+"""Bins of a continuous target: their sizes, partitions by them, and what is refused."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from helpers.data import Own, refused_argument, set_up
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from fedmoe_pl.callbacks.figures import partition_figure
+from fedmoe_pl.data import IID, Arrays, Dirichlet, FromDatasets, Shards, partition_rows, partition_table
+
+
+def values(y_train, y_test=(0.0, 1.0)) -> Arrays:
+    y = torch.tensor([*y_train, *y_test], dtype=torch.float32)
+    x, n = torch.arange(float(len(y)))[:, None], len(y_train)
+    return Arrays(x[:n], y[:n], x[n:], y[n:])
+
+
+def normal(n: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=n)
+
+
+def binned(y_train, y_test=(0.0, 1.0), target_bins=2, **kwargs) -> list[int]:
+    data = set_up(Own(values(y_train, y_test), num_clients=1, target_bins=target_bins, **kwargs))
+    assert data.bins is not None
+    return data.bins.tolist()
+
+
+@pytest.mark.parametrize("target_bins", [2, 7, 10, 103])
+def test_bins_are_ranges_of_the_target_with_equally_many_training_samples(target_bins):
+    y = normal(103)
+    bins = np.array(binned(y, target_bins=target_bins)[:103])
+    sizes = np.bincount(bins)
+    assert len(sizes) == target_bins and sizes.max() - sizes.min() <= 1
+    assert (np.diff(bins[np.argsort(y)]) >= 0).all()
+
+
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=60), st.lists(st.integers(-8, 8), max_size=20), st.data())
+@settings(max_examples=100, deadline=None)
+def test_equal_targets_are_in_one_bin_and_test_targets_in_that_of_the_training_target_below(train, test, data):
+    if len({*train}) < 2:
+        return
+    target_bins = data.draw(st.integers(2, len({*train})))
+    bins = binned(train, [*test, 0], target_bins)
+    of_train = dict(zip(train, bins, strict=False))
+    assert [of_train[y] for y in train] == bins[: len(train)]
+    assert {*of_train.values()} == {*range(max(bins) + 1)} and len({*of_train.values()}) <= target_bins
+    for y, of_test in zip(test, bins[len(train) :], strict=False):
+        assert of_test == of_train[max((t for t in train if t <= y), default=min(train))]
+
+
+def test_test_targets_do_not_move_the_edges_also_if_they_are_dealt_with_the_others():
+    y = normal(50)
+    low, high = (binned(y, np.full(30, end), 5, pool=True, test_fraction=0.2) for end in (-9.0, 9.0))
+    assert low[:50] == high[:50] and {*low[50:]} == {0} and {*high[50:]} == {4}
+
+
+def dealt(partitioner, n=1000, target_bins=10, num_clients=10, **kwargs):
+    return set_up(
+        Own(values(normal(n)), num_clients=num_clients, partitioner=partitioner, target_bins=target_bins, **kwargs)
+    )
+
+
+def test_a_huge_alpha_gives_every_client_as_many_samples_of_every_bin():
+    assert (dealt(Dirichlet(1e12)).bin_counts() == 10).all()
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 1e-300])
+def test_a_tiny_alpha_gives_every_bin_to_one_client(alpha):
+    counts = dealt(Dirichlet(alpha), target_bins=50, num_clients=3).bin_counts()
+    assert (counts.sort(dim=0).values == torch.tensor([[0.0], [0.0], [20.0]])).all()
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_the_skew_lies_between_and_no_sample_is_lost_or_held_twice(alpha):
+    data = dealt(Dirichlet(alpha), n=20_000, target_bins=100, test_fraction=0.1, validation_fraction=0.1)
+    parts = (data.train_samples, data.validation_samples, data.test_samples)
+    held = torch.cat([part.indices for part in parts])
+    assert held.sort().values.tolist() == list(range(20_000))
+    # of shares q ~ Dir(a 1_N) the sum of squares has the expectation (a + 1) / (N a + 1)
+    shares = data.bin_counts() / data.bin_counts().sum(dim=0)
+    assert (shares**2).sum(dim=0).mean() == pytest.approx((alpha + 1) / (10 * alpha + 1), rel=0.1)
+
+
+def test_shards_of_as_many_bins_as_clients_are_a_sorted_target():
+    data = dealt(Shards(1), n=1003, target_bins=8, num_clients=8)
+    ranges = sorted((float(data.y[part].min()), float(data.y[part].max())) for part in data.train_samples)
+    assert all(high < low for (_, high), (low, _) in pairwise(ranges))
+
+
+def test_stratify_splits_each_bin():
+    data = dealt(IID(), target_bins=5, num_clients=2, stratify=True, test_fraction=0.2)
+    for train, test in zip(data.train_samples, data.test_samples, strict=True):
+        held = torch.bincount(data.bins[test]) / torch.bincount(data.bins[torch.cat((train, test))])
+        assert held.tolist() == pytest.approx([0.2] * 5, abs=0.01)
+
+
+def test_the_partition_is_shown_by_bin():
+    data = dealt(Dirichlet(0.5), target_bins=4, num_clients=3)
+    rows = [*partition_rows(data)]
+    counts = [[row[f"bin_{b}"] for b in range(4)] for row in rows]
+    assert counts == data.bin_counts().tolist() and data.num_classes == 0
+    assert partition_table(data).splitlines()[2].split() == ["client", "train", *"bin 0 bin 1 bin 2 bin 3".split()]
+    assert partition_figure(rows).axes[0].get_xlabel() == "bin"
+
+
+class Read(Dataset):
+    """Targets that are numbers, read one by one."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+        return torch.zeros(1), index / 10
+
+
+def pairs(*shape: int) -> Arrays:
+    y = torch.rand(12, *shape)
+    return Arrays(y[:10], y[:10], y[10:], y[10:])
+
+
+def classes() -> Arrays:
+    return Arrays(torch.rand(9, 1), torch.arange(9) % 3, torch.rand(3, 1), torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [
+        ("target_bins", lambda: Own(classes(), num_clients=1, target_bins=3)),
+        ("target_bins", lambda: Own(pairs(2), num_clients=1, target_bins=3)),
+        ("target_bins", lambda: Own(values([1, 1, 1, 2]), num_clients=1, target_bins=3)),
+        ("target_bins", lambda: Own(values([1, 2, 3]), num_clients=1, target_bins=1)),
+        ("target_bins", lambda: Own(values([1, 2, 3]), num_clients=1, target_bins=2.5)),
+        ("target_bins", lambda: FromDatasets(Read(), Read(), num_clients=1, target_bins=3)),
+        ("y_train", lambda: Own(values([1, 2, float("nan")]), num_clients=1, target_bins=2)),
+        ("y_test", lambda: Own(values([1, 2, 3], [float("inf")]), num_clients=1, target_bins=2)),
+        ("alpha", lambda: Dirichlet(0)),
+        ("alpha", lambda: Dirichlet(-1)),
+        ("partitioner", lambda: Own(values([1, 2, 3]), num_clients=1, partitioner=Dirichlet(1))),
+        ("stratify", lambda: Own(values([1, 2, 3]), num_clients=1, stratify=True)),
+    ],
+)
+def test_what_has_no_bins_is_refused(argument, make):
+    assert refused_argument(make) == argument
+
+
+def test_refusals_say_what_is_wrong_with_the_target():
+    for arrays, text in (
+        (classes(), "these are classes"),
+        (pairs(2), "targets have shape (2,)"),
+        (values([1, 1, 1, 2]), "must be at most 2"),
+    ):
+        with pytest.raises(Exception, match="Own: target_bins is 3, but must be") as error:
+            Own(arrays, num_clients=1, target_bins=3).setup()
+        assert text in str(error.value)
