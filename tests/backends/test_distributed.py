@@ -181,9 +181,11 @@ def test_ctrl_c_ends_processes_that_hang(team, datamodule, tmp_path):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         trained_round(team.plan(phase).begin(phase))
+    signal.signal(signal.SIGINT, before)
     assert team.workers == []
     wait_until(lambda: not workers())
 
