@@ -39,6 +39,7 @@ FILE = "checkpoints/last.ckpt"
 CLIENT_STATES = "checkpoints/clients"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
+LOCK = "lock"
 _FORMAT = 9  # the version of the checkpoint format
 _OF_ANOTHER_VERSION = f"which another version of this package wrote; this one reads format {_FORMAT}"
 _TENSORS = "tensors"  # the folder of their files, beside the checkpoints
@@ -317,7 +318,7 @@ def locked(checkpoint: Path) -> Iterator[None]:
     if not is_of_run(checkpoint):
         yield
         return
-    path = checkpoint.with_name("lock")
+    path = checkpoint.with_name(LOCK)
     taken = f"ckpt_path is '{checkpoint}', but another process trains this run now; wait until it ends, or end it."
     with exclusive(path, taken, lambda error: unwritable(path, error)):
         yield

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": "Runs all phases with clients on other machines",
     "join": "Takes part in a federation on another machine, as one of its clients",
     "benchmark": "Runs every combination of some values of a configuration, and makes one table over their seeds",
+    "tune": "Searches for the best values of a configuration by validation, with Optuna",
     "report": "Writes the results of runs as one page, as tables and as pictures for a paper",
     "list": "Lists the classes of the package that a configuration can name, with one line each",
     "configs": "Lists the configurations of the package, or copies them into a folder",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import shlex
 import sys
@@ -43,6 +45,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import benchmark
 from fedmoe_pl.grids.grid import grid_parser
+from fedmoe_pl.grids.tuning import tune_parser
 from fedmoe_pl.phases.participation import ClientError
 from fedmoe_pl.report.report import report, report_parser
 from fedmoe_pl.version import __version__
@@ -57,6 +60,7 @@ yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.repr
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
 OTHER_PARSERS = {
     "benchmark": grid_parser,
+    "tune": tune_parser,
     "report": report_parser,
     "list": list_parser,
     "configs": configs_parser,
@@ -295,6 +299,15 @@ def _benchmark(arguments: list[str]) -> None:
     sys.exit(benchmark(arguments, configured))
 
 
+def _tune(arguments: list[str]) -> None:
+    """Runs ``fedmoe tune``, and exits with its code."""
+    try:
+        importlib.import_module("optuna")
+    except ImportError as error:
+        raise MisconfigurationException('tune needs Optuna: pip install "fedmoe-pl[tune]".') from error
+    sys.exit(importlib.import_module("fedmoe_pl.grids.tune").tune(arguments, _made))
+
+
 class _Configured(FederationCLI):
     """Makes everything that the configuration of ``fit`` names, and trains nothing."""
 
@@ -317,7 +330,17 @@ class _Checked(_Configured):
 
 def configured(arguments: Sequence[str], check: bool) -> Federation:
     """The federation that ``fedmoe fit`` would train; with all checks, for which the data are read, or without."""
-    return objects_of(arguments, _Checked if check else _Configured)[0]
+    return _made(arguments, check)[0]
+
+
+def _made(arguments: Sequence[str], check: bool) -> tuple[Federation, LightningModule, FederatedDataModule]:
+    """The same with model and data; nothing is logged of them, which the runs of a grid will do."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        return objects_of(arguments, _Checked if check else _Configured)
+    finally:
+        logging.disable(disabled)
 
 
 def objects_of(
@@ -330,7 +353,7 @@ def objects_of(
     return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
 
 
-_OTHERS = {"benchmark": _benchmark, "report": report, "provision": provision}
+_OTHERS = {"benchmark": _benchmark, "tune": _tune, "report": report, "provision": provision}
 
 
 def _run_other(command: str, *arguments: str) -> None:

@@ -25,14 +25,11 @@ def benchmark(arguments: Sequence[str], configured: Configured) -> int:
     grid = read_grid(arguments)
     print(f"checking the configurations of {grid.number} runs", flush=True)
     cells = make_cells(grid, configured)
-    with _locked(Path(grid.folder)):
+    with locked(Path(grid.folder), "benchmark"):
         try:
-            failed = run_cells(cells, grid)
+            failed = run_cells(((f"[{n}/{len(cells)}] {cell.name}", cell) for n, cell in enumerate(cells, 1)), grid)
         except Interruption as end:
-            command = shlex.join(["fedmoe", "benchmark", *arguments])
-            name = signal.Signals(end.signum).name
-            print(f"fedmoe: {name} has ended the runs; they continue with\n{command}", file=sys.stderr, flush=True)
-            return 128 + end.signum
+            return say_how_to_continue(end, ["benchmark", *arguments])
     runs = [(cell, run) for cell in cells if (run := finished_run(cell)) is not None]
     if runs:
         print(f"\n{write_tables(grid, runs)}\n\nFiles: {Path(grid.folder) / 'table'}.csv, .md, .tex", flush=True)
@@ -41,14 +38,21 @@ def benchmark(arguments: Sequence[str], configured: Configured) -> int:
     return 1 if failed else 0
 
 
+def say_how_to_continue(end: Interruption, arguments: Sequence[str]) -> int:
+    """Prints the command that continues the runs, and returns the exit code."""
+    name, command = signal.Signals(end.signum).name, shlex.join(["fedmoe", *arguments])
+    print(f"fedmoe: {name} has ended the runs; they continue with\n{command}", file=sys.stderr, flush=True)
+    return 128 + end.signum
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from running a grid in the same folder."""
+def locked(folder: Path, command: str) -> Iterator[None]:
+    """Keeps other processes from running cells in the same folder."""
     taken = f"folder is '{folder}', but another process runs a grid there now; wait until it ends, or end it."
 
     def unusable(error: OSError) -> MisconfigurationException:
         allowed = f"a folder in which files can be written ({error.strerror})"
-        return InvalidArgumentError("benchmark", "folder", str(folder), allowed)
+        return InvalidArgumentError(command, "folder", str(folder), allowed)
 
     with exclusive(folder / "lock", taken, unusable):
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -55,22 +54,18 @@ def make_cells(grid: Grid, configured: Configured) -> list[Cell]:
     """
     cells = list[Cell]()
     others = [key for key in grid.values if key != SEED]
-    disabled = logging.root.manager.disable
     for variant, *values in product(grid.variants or [None], *(grid.values[key] for key in others)):
         where = {**({} if variant is None else {VARIANT: variant}), **dict(zip(others, values, strict=True))}
-        logging.disable(logging.INFO)  # a cell's run will log its configuration
         try:
             cells += _cells_of(grid, where, configured)
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{_name(grid, where) or 'every cell'}: {error}") from error
-        finally:
-            logging.disable(disabled)
     return cells
 
 
 def _cells_of(grid: Grid, where: dict[str, Any], configured: Configured) -> list[Cell]:
     """The cells with these values, one for each seed."""
-    configuration = _configuration(grid, where, configured)
+    configuration = configuration_of(grid, where, configured)
     shown = _shown(grid, configuration["federation"]["phases"])
     cells = [_cell(grid, where, seed, configuration, shown) for seed in grid.values.get(SEED, [configuration[SEED]])]
     if all(finished_run(cell) or cut_run(cell) for cell in cells):
@@ -79,7 +74,7 @@ def _cells_of(grid: Grid, where: dict[str, Any], configured: Configured) -> list
     return [_cell(grid, where, cell.seed, configuration, shown) for cell in cells]
 
 
-def _configuration(grid: Grid, where: Mapping[str, Any], configured: Configured) -> dict[str, Any]:
+def configuration_of(grid: Grid, where: Mapping[str, Any], configured: Configured) -> dict[str, Any]:
     """The configuration of the cells with these values: all keys, with their defaults."""
     variant = grid.variants.get(where.get(VARIANT, ""), Variant())
     values = {key: value for key, value in where.items() if key != VARIANT}
@@ -133,6 +128,11 @@ def _cell(grid: Grid, where: dict[str, Any], seed: int, configuration: dict[str,
     if not is_file_name(name):
         allowed = "such that a folder can have the cell's name; give other values as variants"
         raise InvalidArgumentError("benchmark", "values", name, allowed)
+    return named_cell(grid, name, full, {**configuration, SEED: seed}, shown)
+
+
+def named_cell(grid: Grid, name: str, where: dict[str, Any], configuration: dict[str, Any], shown: list[str]) -> Cell:
+    """The cell of this name: its runs are in a folder of the same name."""
     federation = {
         **configuration["federation"],
         "default_root_dir": grid.folder,
@@ -140,7 +140,7 @@ def _cell(grid: Grid, where: dict[str, Any], seed: int, configuration: dict[str,
         "enable_checkpointing": True,
         "enable_progress_bar": False,
     }
-    return Cell(name, full, {**configuration, SEED: seed, "federation": federation}, shown, Path(grid.folder) / name)
+    return Cell(name, where, {**configuration, "federation": federation}, shown, Path(grid.folder) / name)
 
 
 def _name(grid: Grid, where: Mapping[str, Any]) -> str:

@@ -115,12 +115,14 @@ class Grid:
         return {".".join(path): name for path, name in short_names(tuple(key.split(".")) for key in self.keys).items()}
 
 
-class _GridFile(ActionConfigFile):
+class GridFile(ActionConfigFile):
     """A file over others: it changes single keys of ``values`` and ``overrides``, where the parser replaces all."""
+
+    of_keys: tuple[str, ...] = ("values", "overrides")
 
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
-        before = {name: dict(cfg.get(name) or {}) for name in ("values", "overrides")}
+        before = {name: dict(cfg.get(name) or {}) for name in self.of_keys}
         super().__call__(parser, cfg, values, option_string)
         for name, old in before.items():
             cfg[name] = {**old, **(cfg.get(name) or {})}
@@ -133,33 +135,33 @@ def grid_parser() -> ArgumentParser:
         description="Runs every combination of some values of a configuration, and makes one table over their seeds",
         exit_on_error=False,
     )
-    parser.add_argument("--config", action=_GridFile, help="A grid file; may be given more than once, as overlays.")
+    parser.add_argument("--config", action=GridFile, help="A grid file; may be given more than once, as overlays.")
     parser.add_class_arguments(Grid, as_group=False)
     return parser
 
 
 def read_grid(arguments: Sequence[str]) -> Grid:
     """The grid that a command line gives."""
-    given = grid_parser().parse_args([*_as_overlays(arguments)]).as_dict()
+    given = grid_parser().parse_args([*as_overlays(arguments, GridFile.of_keys)]).as_dict()
     del given["config"]
     given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
     given["paper"] = [Published(**published) for published in given["paper"]]
     return Grid(**given)
 
 
-def _as_overlays(arguments: Sequence[str]) -> Iterator[str]:
-    """Yields the arguments with each ``--values.KEY`` and ``--overrides.KEY`` as an overlay.
+def as_overlays(arguments: Iterable[str], of_keys: Sequence[str]) -> Iterator[str]:
+    """Yields the arguments with each value of a key, such as ``--values.KEY``, as an overlay.
 
     The parser takes the first word of the key for the whole, and forgets what another argument says below it.
 
     Example:
-        >>> [*_as_overlays(["--values.trainer.max_epochs", "[1, 2]", "--parallel=2"])]
+        >>> [*as_overlays(["--values.trainer.max_epochs", "[1, 2]", "--parallel=2"], ["values"])]
         ['--config', '{"values": {"trainer.max_epochs": [1, 2]}}', '--parallel=2']
     """
     rest = iter(arguments)
     for word in rest:
         option, _, key = word.partition(".")
-        if option not in ("--values", "--overrides") or not key:
+        if option[2:] not in of_keys or not key:
             yield word
             continue
         key, equals, value = key.partition("=")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
 from fedmoe_pl.backends.fitting import cores_of_process
+from fedmoe_pl.checkpoints.checkpoint import LOCK
 from fedmoe_pl.grids.cells import Cell, cut_run, finished_run
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
 from fedmoe_pl.rounds.interruption import Interruption, raising
@@ -33,34 +35,69 @@ class _Process:
     slot: int
     process: subprocess.Popen[bytes]
     began: float
+    is_ended: bool = False  # by this process
 
 
-def run_cells(cells: Sequence[Cell], grid: Grid) -> list[Cell]:
-    """Runs the cells that are not finished; a line says when each of them begins and ends."""
-    waiting = list[tuple[str, Cell]]()
-    for number, cell in enumerate(cells, 1):
-        title, run = f"[{number}/{len(cells)}] {cell.name}", finished_run(cell)
-        _write(cell.folder / "cell.yaml", _document(grid, cell))
-        if run is None:
-            waiting.append((title, cell))
-        else:
-            print(f"{title} is finished: {run}", flush=True)
-    running, failed = list[_Process](), list[Cell]()
+def run_cells(
+    cells: Iterable[tuple[str, Cell]],
+    grid: Grid,
+    is_pruned: Callable[[Cell], bool] = lambda cell: False,
+    on_end: Callable[[Cell, bool], None] = lambda cell, has_succeeded: None,
+) -> list[Cell]:
+    """Runs the cells that are not finished, under their titles; a line says when each of them begins and ends.
+
+    A cell is taken when a process is free for it, and its run is ended as soon as it ``is_pruned``. Returns those that
+    failed.
+    """
+    waiting, running, failed = iter(cells), list[_Process](), list[Cell]()
     with raising(signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
         try:
-            while waiting or running:
+            while True:
                 free = [slot for slot in range(grid.parallel) if slot not in [each.slot for each in running]]
-                for slot in free[: len(waiting)]:
-                    running.append(_start(*waiting.pop(0), slot, grid.parallel))
+                for slot, (title, cell) in zip(free, _unfinished(waiting, grid, on_end), strict=False):
+                    running.append(_start(title, cell, slot, grid.parallel))
+                if not running:
+                    return failed
                 time.sleep(_POLL)
-                for each in [each for each in running if each.process.poll() is not None]:
-                    running.remove(each)
-                    if not _has_succeeded(each):
-                        failed.append(each.cell)
+                for each in [*running]:
+                    if each.process.poll() is not None:
+                        running.remove(each)
+                        has_succeeded = _has_succeeded(each)
+                        on_end(each.cell, has_succeeded)
+                        failed += [] if has_succeeded or each.is_ended else [each.cell]
+                    elif not each.is_ended and is_pruned(each.cell):
+                        each.process.terminate()
+                        each.is_ended = True
         except Interruption:
             _end(running)
             raise
-    return failed
+
+
+def _unfinished(
+    cells: Iterator[tuple[str, Cell]], grid: Grid, on_end: Callable[[Cell, bool], None]
+) -> Iterator[tuple[str, Cell]]:
+    """Yields the cells that must be run."""
+    for title, cell in cells:
+        _write(cell.folder / "cell.yaml", _document(grid, cell))
+        _await_other(title, cell)
+        if (run := finished_run(cell)) is None:
+            yield title, cell
+        else:
+            print(f"{title} is finished: {run}", flush=True)
+            on_end(cell, True)
+
+
+def _await_other(title: str, cell: Cell) -> None:
+    """Waits for a run that has outlived the process that started it, which was killed."""
+    if (checkpoint := cut_run(cell)) is None:
+        return
+    lock = FileLock(checkpoint.with_name(LOCK))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"{title} is still run by a process of an earlier command, which is waited for", flush=True)
+        lock.acquire()
+    lock.release()
 
 
 def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
@@ -124,9 +161,9 @@ def _has_succeeded(each: _Process) -> bool:
     """Says how a run has ended, and returns whether it is finished."""
     code = each.process.returncode
     duration = timedelta(seconds=round(time.monotonic() - each.began))
-    if code == 0:
-        print(f"{each.title} is finished after {duration}", flush=True)
-        return True
+    if code == 0 or each.is_ended:
+        print(f"{each.title} is {'pruned' if each.is_ended else 'finished'} after {duration}", flush=True)
+        return code == 0
     path = each.cell.folder / "stderr.log"
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     reason = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

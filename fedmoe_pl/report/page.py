@@ -57,7 +57,8 @@ class Section(NamedTuple):
 def page(sections: Sequence[Section], styles: Mapping[str, Style], facts: Mapping[str, Any]) -> str:
     """The page as HTML.
 
-    ``facts`` are ``title``, ``origin`` (when and where it was made), ``command``, ``notes``, ``folder`` (of the PDFs).
+    ``facts`` are ``title``, ``origin`` (when and where it was made), ``command``, ``notes``, ``folder`` (of the PDFs),
+    ``trials`` (of a search).
     """
     environment = Environment(
         loader=PackageLoader("fedmoe_pl.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=False

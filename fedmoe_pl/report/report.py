@@ -21,6 +21,7 @@ from fedmoe_pl.report.page import page, section_of
 from fedmoe_pl.report.runs import RunFiles, find_runs
 from fedmoe_pl.report.settings import conditions, flat_name, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of
+from fedmoe_pl.report.trials import divided
 
 
 def report_parser() -> ArgumentParser:
@@ -55,7 +56,8 @@ def report(arguments: Sequence[str]) -> list[Path]:
     """Runs ``fedmoe report`` with the arguments after it; returns the files that it wrote."""
     options = report_parser().parse_args([*arguments])
     choices = Choices(options.metric, options.target, options.baseline, _rounds(options.rounds))
-    runs = find_runs(map(Path, options.runs))
+    tuned, folders = divided(map(Path, options.runs))
+    runs = find_runs(folders)
     _check(choices, runs)
     settings, left_out = settings_of(runs)
     split = [flat_name(key) for key in options.split.split(",") if key]
@@ -67,13 +69,20 @@ def report(arguments: Sequence[str]) -> list[Path]:
         of_methods = styles(method.label for condition in grouped for method in condition.methods)
         sections = [section_of(condition, of_methods) for condition in grouped]
         pictures = files[0].with_name(f"{files[0].stem}_pictures")
-        facts = {"title": options.title, "origin": origin(runs), "command": command, "folder": pictures.name}
+        facts = {
+            "title": options.title,
+            "origin": origin(runs),
+            "command": command,
+            "folder": pictures.name,
+            "trials": tuned,
+        }
         _write(files[0], page(sections, of_methods, facts | {"notes": _notes(runs, left_out)}))
         pictures.mkdir(parents=True, exist_ok=True)
         for drawn in (drawn for section in sections for block in section.blocks for drawn in block.pictures):
             (pictures / f"{drawn.name}.pdf").write_bytes(drawn.pdf)
     files.append(Path(options.markdown or files[0].with_suffix(".md")))
-    text = f"{markdown(grouped)}\n\n{origin(runs)}\n\n```bash\n{command}\n```\n"
+    of_trials = "".join(f"### {table.title}\n\n{table.markdown()}\n\n" for table in tuned)
+    text = f"{of_trials}{markdown(grouped)}\n\n{origin(runs)}\n\n```bash\n{command}\n```\n"
     if options.section:
         before = files[-1].read_text(encoding="utf-8") if files[-1].is_file() else ""
         text = with_section(before, options.section, text)

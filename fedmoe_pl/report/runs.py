@@ -113,7 +113,7 @@ def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
 def read_run(folder: Path) -> RunFiles:
     """Reads a run's files; those that are missing give no rows."""
     names = ("rounds", "clients", "summary", "partition", "gate_weights")
-    rounds, clients, summary, partition, gates = (_rows(folder / f"{name}.csv") for name in names)
+    rounds, clients, summary, partition, gates = (read_rows(folder / f"{name}.csv") for name in names)
     if (path := folder / "rounds.csv").is_file():
         _check_rounds(path, rounds, summary)
     config, cell = _mapping(folder / "config.yaml"), _mapping(folder.parent / "cell.yaml")
@@ -148,7 +148,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
 
 
-def _rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a run's file, of which there are none if it is missing."""
     if not path.is_file():
         return []
     try:

@@ -40,7 +40,7 @@ from fedmoe_pl.phases.starts import chain_of_starts, check_start, warn_of_comput
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.fit import server_parameters, shared_by
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.data import check_metric, check_monitor, check_task
+from fedmoe_pl.setup.data import check_direction, check_metric, check_task
 from fedmoe_pl.trees import Tree, copy_module, names_of_same_tensors, of_algorithm, same_memory
 
 _NEEDS: dict[Need, str] = {
@@ -200,7 +200,7 @@ def check_phase(
     _check_shared(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
-    check_monitor(phase, metrics or {})
+    check_direction(str(phase), "select.monitor", phase.monitor, metrics or {})
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate and phase.algorithm.predicts_with_local_expert:
         warn_of_mixture(phase.algorithm, module)

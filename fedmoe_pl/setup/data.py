@@ -217,8 +217,16 @@ def check_metric(
     modules: Iterable[LightningModule],
 ) -> None:
     """Refuses a metric that would be nan for all clients."""
-    if metric is None:
-        return
+    known = [] if metric is None else measured(datamodule, metrics, modules)
+    if metric is not None and metric not in known:
+        because = "no client has another metric; those on validation samples need a validation_fraction"
+        raise InvalidArgumentError(owner, argument, metric, f"one of {', '.join(known)}", because)
+
+
+def measured(
+    datamodule: FederatedDataModule, metrics: Mapping[str, Metric], modules: Iterable[LightningModule]
+) -> list[str]:
+    """The names of the metrics that some client has."""
     modules = [*modules]
     has_classes = any(predicts_classes(module, datamodule) for module in modules)
     has_loss = any(measures_loss(module, datamodule) for module in modules)
@@ -229,15 +237,12 @@ def check_metric(
         "local_test": not len(datamodule.test_samples.indices),
         "reweighted_test": datamodule.rotations is not None,
     }
-    known = [name for name in known if not any(lacks and name.startswith(split) for split, lacks in lacking.items())]
-    if metric not in known:
-        because = "no client has another metric; those on validation samples need a validation_fraction"
-        raise InvalidArgumentError(owner, argument, metric, f"one of {', '.join(known)}", because)
+    return [name for name in known if not any(lacks and name.startswith(split) for split, lacks in lacking.items())]
 
 
-def check_monitor(phase: Phase, metrics: Mapping[str, Metric]) -> None:
-    """Refuses a monitor of which nobody knows whether a higher value is better."""
+def check_direction(owner: object, argument: str, monitor: str | None, metrics: Mapping[str, Metric]) -> None:
+    """Refuses a metric of which nobody knows whether a higher value is better."""
     for name, metric in metrics.items():
-        if phase.monitor in [f"{split}_{name}" for split in SPLITS] and metric.higher_is_better is None:
+        if monitor in [f"{split}_{name}" for split in SPLITS] and metric.higher_is_better is None:
             allowed = "a metric whose higher_is_better is true or false"
-            raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, allowed)
+            raise InvalidArgumentError(owner, argument, monitor, allowed)

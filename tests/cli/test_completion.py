@@ -40,6 +40,8 @@ COMPLETED = {
     ("completion", "z"): ["zsh"],
     ("fit", "--trainer.callbacks", "BestE"): ["BestEpoch"],
     ("report", "--base"): ["--baseline"],
+    ("tune", "--tri"): ["--trials"],
+    ("tune", "--config", "tune/q"): ["tune/quickstart"],
 }
 
 

@@ -170,6 +170,28 @@ def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
     assert "another process runs a grid there now" in capsys.readouterr().err
 
 
+def test_a_run_that_outlives_its_killed_command_is_waited_for(pretend, tmp_path, capsys):
+    pretend("hangs")
+    cells = make_cells(read_grid(write_grid(tmp_path)), pretended_configured)
+    checkpoint = cells[1].folder / "version_0/checkpoints/last.ckpt"
+    (checkpoint.parent / "finished").mkdir(parents=True)
+    (checkpoint.parents[1] / "config.yaml").write_text(yaml.safe_dump(cells[1].configuration))
+    checkpoint.touch()
+    locked = threading.Event()
+
+    def hold():
+        with FileLock(checkpoint.with_name("lock")):
+            locked.set()
+            while "is still run" not in capsys.readouterr().out:
+                time.sleep(0.05)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert locked.wait(10) and run(write_grid(tmp_path)) == 0
+    thread.join()
+    assert f"[2/2] seed_everything=1 goes on from {checkpoint}" in capsys.readouterr().out
+
+
 def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
     on_cpu, _ = make_cells(read_grid(write_grid(tmp_path)), pretended_configured)
     on_gpu = replace(on_cpu, configuration={"trainer": {"accelerator": "auto"}})
