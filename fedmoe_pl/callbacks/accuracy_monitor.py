@@ -22,10 +22,11 @@ class AccuracyMonitor(FederationCallback):
 
     In every evaluated round, every logger gets the method's accuracies, such as ``local_test/mean``, and what the phase
     has cost so far, such as ``resources/bytes_up`` and ``resources/flops``. The step is the number of the phase's
-    completed rounds or, with ``Evaluate.every_n_epochs``, epochs. In TensorBoard, each method is a run with these
-    tags; in other loggers the method's name comes first: ``FedAvg/local_test/mean``. Loggers that take pictures get
-    sorted curves of all clients' accuracies. At the end of a phase, the final means over the clients are logged, in
-    TensorBoard as a row of the page HParams. The other loggers get the hyperparameters before the first round.
+    completed rounds or, with ``Evaluate.every_n_epochs``, epochs. In TensorBoard, MLflow and Weights & Biases, each
+    method is a run with these tags; in other loggers the method's name comes first: ``FedAvg/local_test/mean``. Loggers
+    that take pictures get sorted curves of all clients' accuracies. At the end of a phase, the final means over the
+    clients are logged, in TensorBoard as a row of the page HParams, and in the method's run of MLflow and of Weights &
+    Biases together with its hyperparameters. Loggers other than TensorBoard's get all of these before the first round.
 
     Args:
         clients: ids of clients that get curves of their own, such as ``local_test/client_003``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.util.tensor_util import make_tensor_proto
+
+from fedmoe_pl.logs import method_runs
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -28,10 +30,11 @@ _HPARAMS: Any = api_pb2  # its classes are made at run time, so that type checke
 class RunLoggers:
     """The run's loggers, each of which gets what it can show.
 
-    In TensorBoard, every method is a run of its own, in a folder of the logger's ``log_dir``. A measure has the same
-    tag in all of them, so that the methods are curves of one chart. In other loggers, the method's name comes before
-    the tag. Scalars go to every logger; pictures to TensorBoard, MLflow and every logger with a ``log_image`` like that
-    of ``WandbLogger``; histograms to TensorBoard and Weights & Biases; text to these three.
+    In TensorBoard, every method is a run of its own, in a folder of the logger's ``log_dir``; in MLflow, one below the
+    logger's run; in Weights & Biases, one in a group with the name of the logger's. A measure has the same tag in all
+    of them, so that the methods are curves of one chart. In other loggers, the method's name comes before the tag.
+    Scalars go to every logger; pictures to TensorBoard, MLflow and every logger with a ``log_image`` like that of
+    ``WandbLogger``; histograms to TensorBoard and Weights & Biases; text to these three.
 
     Args:
         loggers: the loggers.
@@ -46,6 +49,7 @@ class RunLoggers:
         self._tensorboards = [each for each in self.all if isinstance(each, TensorBoardLogger)]
         self._others = [each for each in self.all if not isinstance(each, TensorBoardLogger)]
         self._writers: dict[tuple[str, str], SummaryWriter] = {}  # by the logger's folder and the method
+        self._runs: dict[tuple[int, str], MLFlowLogger | WandbLogger] = {}  # by the logger's place and the method
         if (step := self._completed.get(None)) is not None:
             for logger in self._tensorboards:
                 _leave_out(logger.experiment, _logged(logger.log_dir, step))
@@ -65,19 +69,18 @@ class RunLoggers:
         for writer in self.writers(method):
             for tag, value in values.items():
                 writer.add_scalar(tag, value, step)
-        named = {_key(method, tag): float(value) for tag, value in values.items()}
-        for logger in self._others:
-            logger.log_metrics(named, step=step)
+        for logger, before in self._loggers_of(method):
+            logger.log_metrics({f"{before}{tag}": float(value) for tag, value in values.items()}, step=step)
 
     def log_image(self, tag: str, pixels: np.ndarray, step: int, method: str | None = None) -> None:
         """Sends a picture, uint8 of shape (height, width, 3), of a method or the whole run to loggers that take it."""
         for writer in self.writers(method):
             writer.add_image(tag, pixels, step, dataformats="HWC")
-        for logger in self._others:
+        for logger, before in self._loggers_of(method):
             if isinstance(logger, MLFlowLogger):
-                logger.experiment.log_image(logger.run_id, pixels, key=_key(method, tag), step=step)
+                logger.experiment.log_image(logger.run_id, pixels, key=f"{before}{tag}", step=step)
             elif _takes_images(logger):
-                logger.log_image(_key(method, tag), [pixels], step=step)  # pyright: ignore[reportAttributeAccessIssue]
+                logger.log_image(f"{before}{tag}", [pixels], step=step)  # pyright: ignore[reportAttributeAccessIssue]
 
     def log_histogram(self, tag: str, weights: np.ndarray, description: str, step: int, method: str) -> None:
         """Sends a histogram of numbers from 0 to 1 to loggers that take it; its axis is the same for all clients.
@@ -92,12 +95,12 @@ class RunLoggers:
             tensor = make_tensor_proto(buckets, np.float64)
             summary = Summary(value=[Summary.Value(tag=tag, metadata=of_axis, tensor=tensor)])
             _add_summaries(writers, [summary], step)
-        for logger in self._others:
+        for logger, before in self._loggers_of(method):
             if isinstance(logger, WandbLogger):
                 from wandb import Histogram  # pyright: ignore[reportMissingImports]  optional
 
-                metrics: dict[str, Any] = {_key(method, tag): Histogram(np_histogram=(counts.tolist(), edges.tolist()))}
-                logger.log_metrics(metrics, step=step)
+                histogram: Any = Histogram(np_histogram=(counts.tolist(), edges.tolist()))
+                logger.log_metrics({f"{before}{tag}": histogram}, step=step)
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Sends text of aligned columns to loggers that take it."""
@@ -124,9 +127,9 @@ class RunLoggers:
         step: int,
         of_all: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Sends a method's final accuracies to every logger, in TensorBoard as a row of the page of hyperparameters.
+        """Sends a method's final accuracies to every logger, with its hyperparameters where it has a run of its own.
 
-        The hyperparameters of all methods are columns of the page.
+        In TensorBoard, they are a row of the page of hyperparameters, whose columns are those of all methods.
         """
         values = {f"{_RESULT}/{name}": value for name, value in accuracies.items()}
         self.log_scalars(method, values, step)
@@ -134,6 +137,9 @@ class RunLoggers:
         if writers:
             columns = {f"{_RESULT}/{name}": name for name in accuracies}
             _add_summaries(writers, _hparams_summaries(hparams, columns, of_all), None)
+        for logger, _ in self._loggers_of(method):
+            if method_runs.compares_runs(logger):
+                logger.log_hyperparams({**hparams})
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
         """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
@@ -152,6 +158,18 @@ class RunLoggers:
             _leave_out(self._writers[folder, method], known)
         return self._writers[folder, method]
 
+    def _loggers_of(self, method: str | None) -> Iterator[tuple[Logger, str]]:
+        """Loggers other than TensorBoard's of a method or of the whole run, each with what precedes a tag in it."""
+        for place, logger in enumerate(self._others):
+            if method is None:
+                yield logger, ""
+            elif method_runs.compares_runs(logger):
+                if (place, method) not in self._runs:
+                    self._runs[place, method] = method_runs.begin(logger, method)
+                yield self._runs[place, method], ""
+            else:
+                yield logger, f"{method_tag(method)}/"
+
     def flush(self) -> None:
         """Writes what the loggers still hold in memory, so that a kill leaves no gap in their curves."""
         for writer in (*self.writers(), *self._writers.values()):
@@ -159,17 +177,20 @@ class RunLoggers:
         for logger in self._others:
             logger.save()  # CSVLogger would wait for a hundred steps
 
-    def close(self, method: str) -> None:
-        """Closes the writers of a finished method."""
+    def close(self, method: str, status: str = "success") -> None:
+        """Closes the writers of a finished method, and ends its runs."""
         for folder, name in [*self._writers]:
             if name == method:
                 self._writers.pop((folder, name)).close()
+        for place, name in [*self._runs]:
+            if name == method:
+                method_runs.end(self._runs.pop((place, name)), status)
         self._completed.pop(method, None)
 
     def finalize(self, status: str = "success") -> None:
         """Ends all loggers; ``failed`` is the status of a run that an error or an interruption has ended."""
-        for _, method in [*self._writers]:
-            self.close(method)
+        for _, method in [*self._writers, *self._runs]:
+            self.close(method, status)
         for logger in self.all:
             logger.finalize(status)
 
@@ -242,10 +263,6 @@ def _leave_out(writer: SummaryWriter, known: set[tuple[str, int]]) -> None:
 
     if known:
         writer.file_writer.add_summary = add_new
-
-
-def _key(method: str | None, tag: str) -> str:
-    return tag if method is None else f"{method_tag(method)}/{tag}"
 
 
 def _takes_images(logger: Logger) -> bool:

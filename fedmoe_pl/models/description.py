@@ -83,7 +83,8 @@ def describe(value: Any, configured: Any = None) -> Any:
 
 def stand_in(owner: str, argument: str, value: nn.Module) -> Any:
     """A description of an argument that has none, with which making the owner is refused."""
-    node = _node(refuse, {"owner": owner, "argument": argument, "kind": type(value).__name__})
+    kind = "list of modules" if isinstance(value, nn.ModuleList) else type(value).__name__
+    node = _node(refuse, {"owner": owner, "argument": argument, "kind": kind})
     return [node] if isinstance(value, nn.ModuleList) else node
 
 

@@ -15,10 +15,16 @@ from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.client_names import ClientNames
 
 
 def named(logger, **trainer):
-    training = SimpleNamespace(phase="my phase", run="digits/version_2", trainer={"logger": logger, **trainer})
+    training = SimpleNamespace(
+        phase="my phase",
+        run="digits/version_2",
+        trainer={"logger": logger, **trainer},
+        datamodule=SimpleNamespace(client_names=ClientNames.numbers(4)),
+    )
     return client_loggers(training, SimpleNamespace(id=3, round=11))
 
 
