@@ -8,7 +8,7 @@ import torch
 from helpers.data import Own, numbered, pixels, random_images, refused_argument, vectors
 from helpers.map_style import DictData, Dicts, Noisy, padded
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from fedmoe_pl.data import (
     FEMNIST,
@@ -171,6 +171,8 @@ class OnDevice(DictData):
     ("argument", "make"),
     [
         ("test_dataset", lambda: FromDatasets(Noisy(3), num_clients=2)),
+        ("train_dataset", lambda: FromDatasets(IterableDataset(), Noisy(3), targets="label", num_clients=2)),
+        ("test_dataset", lambda: FromDatasets(Noisy(3), IterableDataset(), num_clients=2)),
         ("eval_dataset", of_noise(eval_dataset=Noisy(5))),
         ("targets", of_noise(targets=lambda dataset: [0])),
         ("targets", of_noise(targets=lambda dataset: [0.5] * 4)),

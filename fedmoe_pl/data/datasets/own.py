@@ -189,6 +189,10 @@ def _with_values(
 ) -> Arrays | MapStyleData:
     """Completes datasets by the classes and groups of their samples; tensors in memory become arrays."""
     datasets = {"train": data.train_dataset, "test": data.test_dataset}
+    for part, dataset in datasets.items():
+        if dataset is not None and not hasattr(dataset, "__len__"):
+            reason = "samples are dealt to clients by their number, which a stream does not have"
+            raise InvalidArgumentError(owner, f"{part}_dataset", type(dataset).__name__, "one with a length", reason)
     ids = {
         part: values_of(owner, "groups", dataset, groups)
         for part, dataset in datasets.items()
