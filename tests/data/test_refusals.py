@@ -144,6 +144,11 @@ def test_words_have_neither_a_mean_nor_a_size(tmp_path):
         assert refused_argument(lambda arguments=arguments: NpzFile(path, num_clients=1, **arguments)) == argument
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([{"label": 0}])
+
+
 def of_noise(**arguments):
     return lambda: FromDatasets(Noisy(4), Noisy(4), **{"num_clients": 2, **arguments})
 
@@ -171,8 +176,8 @@ class OnDevice(DictData):
     ("argument", "make"),
     [
         ("test_dataset", lambda: FromDatasets(Noisy(3), num_clients=2)),
-        ("train_dataset", lambda: FromDatasets(IterableDataset(), Noisy(3), targets="label", num_clients=2)),
-        ("test_dataset", lambda: FromDatasets(Noisy(3), IterableDataset(), num_clients=2)),
+        ("train_dataset", lambda: FromDatasets(Stream(), Noisy(3), targets="label", num_clients=2)),
+        ("test_dataset", lambda: FromDatasets(Noisy(3), Stream(), num_clients=2)),
         ("eval_dataset", of_noise(eval_dataset=Noisy(5))),
         ("targets", of_noise(targets=lambda dataset: [0])),
         ("targets", of_noise(targets=lambda dataset: [0.5] * 4)),
