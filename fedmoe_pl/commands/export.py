@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
 import warnings
@@ -21,6 +22,7 @@ from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.commands.export_adapters import write_adapters, write_merged
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.client_models import has_own_model
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
@@ -61,6 +63,8 @@ def lightning_checkpoint(module: LightningModule) -> dict[str, Any]:
 
 Format = Literal["onnx", "torch_export", "lightning", "peft", "merged"]
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt", "peft": "", "merged": ""}
+ABOUT = "data.json"
+"""What a file for use without this package says of its data under this name, as JSON; see :func:`export_clients`."""
 _SAMPLES = 256  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 
@@ -78,7 +82,10 @@ def export_clients(
 
     For use without this package, the model has the input ``x``, a batch of any size, and the outputs ``scores`` (B, C)
     and, if it has a trained gate, ``gate_weights`` (B, experts). Its outputs are compared with the module's on the
-    client's own samples: on a batch of at most 256, and on the first sample alone.
+    client's own samples: on a batch of at most 256, and on the first sample alone. The file has none of them. It says
+    what the numbers mean in ``data.json``, an extra file of ``torch.export.load`` and an entry of the metadata of ONNX:
+    ``classes``, their names in the order of the scores, and ``mean`` and ``std``, by which images in [0, 1] were
+    normalized; what the data do not know is left out.
 
     Args:
         run: a run from a checkpoint.
@@ -120,7 +127,7 @@ def export_clients(
 
 def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:
     module, x = ScoresAndWeights(run.client_module(method, client)).eval(), _samples(run, client)
-    content, difference = _exported(module, x, method, format)
+    content, difference = _exported(module, x, method, format, json.dumps(_about(run.datamodule)))
     if not difference <= _TOLERANCE:
         because = f"its outputs differ by {difference:.1e} from the module's"
         raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
@@ -133,6 +140,13 @@ def _export(run: Run, method: str, client: int, format: Format, path: Path) -> s
     )
 
 
+def _about(datamodule: FederatedDataModule) -> dict[str, list[Any]]:
+    """What somebody who has only the model needs to know of its data."""
+    mean, std = datamodule.normalization or (None, None)
+    known = {"classes": datamodule.classes, "mean": mean, "std": std}
+    return {name: value for name, value in known.items() if value is not None}
+
+
 def _samples(run: Run, client: int) -> Tensor:
     """Inputs of a client's test samples or, if it has none, of its training samples; shape (n, ...)."""
     samples = run.datamodule.test_samples[client]
@@ -141,12 +155,12 @@ def _samples(run: Run, client: int) -> Tensor:
     return x.cpu()
 
 
-def _exported(module: ScoresAndWeights, x: Tensor, method: str, format: str) -> tuple[bytes, float]:
+def _exported(module: ScoresAndWeights, x: Tensor, method: str, format: str, about: str) -> tuple[bytes, float]:
     """The content of the file, and the largest difference of its outputs from the module's."""
     try:
         # which samples an expert receives depends on the data, which an exporter cannot follow
         with dense_experts(), _silent():
-            content, exported = (_onnx if format == "onnx" else _torch_export)(module, x)
+            content, exported = (_onnx if format == "onnx" else _torch_export)(module, _example(x), about)
         return content, max(_difference(module, exported, batch) for batch in (x, x[:1]))
     except Exception as error:  # whatever torch's exporters raise
         allowed = f"one whose model {format} can export ({_reason(error)})"
@@ -174,27 +188,29 @@ def _silent() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _torch_export(module: ScoresAndWeights, x: Tensor) -> tuple[bytes, Function]:
-    program = torch.export.export(module, _example(x), dynamic_shapes=_any_size(), strict=False)
+def _torch_export(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Function]:
+    program = torch.export.export(module, (x,), dynamic_shapes=_any_size(), strict=False)
     content = io.BytesIO()
-    torch.export.save(program, content)
+    torch.export.save(program, content, extra_files={ABOUT: about})
     content.seek(0)
     return content.getvalue(), torch.export.load(content).module()
 
 
-def _onnx(module: ScoresAndWeights, x: Tensor) -> tuple[bytes, Function]:
+def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Function]:
     import onnxruntime  # pyright: ignore[reportMissingImports]  optional
 
     program: Any = torch.onnx.export(
         module,
-        _example(x),
+        (x,),
         dynamo=True,
         dynamic_shapes=_any_size(),
         input_names=["x"],
         output_names=[*module.names],
         verbose=False,
     )
-    content = program.model_proto.SerializeToString()
+    model = program.model_proto
+    model.metadata_props.add(key=ABOUT, value=about)
+    content = model.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
@@ -203,9 +219,9 @@ def _onnx(module: ScoresAndWeights, x: Tensor) -> tuple[bytes, Function]:
     return content, run
 
 
-def _example(x: Tensor) -> tuple[Tensor]:
-    """An input of two samples or more, because an exporter takes a batch of one for a constant."""
-    return (x if len(x) > 1 else torch.cat((x, x)),)
+def _example(x: Tensor) -> Tensor:
+    """Two samples of nothing but zeros: the file keeps them, and an exporter takes a batch of one for a constant."""
+    return x.new_zeros(2, *x.shape[1:])
 
 
 def _any_size() -> dict[str, dict[int, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +17,10 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     """Returns a table of the samples of every client.
 
     A row has the sizes of a client's training, validation and local test sets, and its number of training and
-    validation samples of each class, or of each bin of the target (``target_bins``). If there are more than 20 of
-    these, it has the number of those that the client has, and the largest one, instead. If there are more than 40
-    clients, the first 30 and the last 10 are listed. The last rows have the mean, the smallest and the largest value of
-    each column over all clients.
+    validation samples of each class, called by its name if the data name it, or of each bin of the target
+    (``target_bins``). If there are more than 20 of these, it has the number of those that the client has, and the
+    largest one, instead. If there are more than 40 clients, the first 30 and the last 10 are listed. The last rows have
+    the mean, the smallest and the largest value of each column over all clients.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -28,7 +28,7 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     of_clients = [*partition_rows(datamodule)]
     columns = {name: [row[name] for row in of_clients] for name in ("train", "validation", "test")}
     columns = {name: sizes for name, sizes in columns.items() if any(sizes)}  # without sets that are all empty
-    columns |= _label_columns(*_labels(datamodule))
+    columns |= _label_columns(*_labels(datamodule), datamodule.classes)
     n = datamodule.num_clients
     listed = list(range(n)) if n <= _MOST_CLIENTS else [*range(_MOST_CLIENTS - 10), *range(n - 10, n)]
     rows = [["client", *columns]]
@@ -80,10 +80,11 @@ def _labels(datamodule: FederatedDataModule) -> tuple[str, Tensor]:
     return ("class", datamodule.class_counts()) if datamodule.bins is None else ("bin", datamodule.bin_counts())
 
 
-def _label_columns(kind: str, counts: Tensor) -> dict[str, list[int]]:
+def _label_columns(kind: str, counts: Tensor, classes: Sequence[str] | None) -> dict[str, list[int]]:
     number = counts.shape[1]
     if number <= _MOST_CLASSES:
-        return {f"{kind} {label}": counts[:, label].long().tolist() for label in range(number)}
+        names = classes if kind == "class" and classes else [*range(number)]
+        return {f"{kind} {names[label]}": counts[:, label].long().tolist() for label in range(number)}
     return {
         "classes" if kind == "class" else "bins": (counts > 0).sum(dim=1).tolist(),
         f"largest {kind}": counts.argmax(dim=1).tolist(),

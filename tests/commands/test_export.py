@@ -1,7 +1,10 @@
 """Export of a client's model."""
 
 import io
+import json
+from zipfile import ZipFile
 
+import numpy as np
 import pytest
 import torch
 from helpers import run
@@ -9,14 +12,17 @@ from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.runs import WithDropout, assert_same, data, federation, model, phases
 from lightning.pytorch import LightningModule
+from PIL import Image
 from torch import nn
+from torch.optim import SGD
 
 from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
-from fedmoe_pl.algorithms import PFLMoE
+from fedmoe_pl.algorithms import Local, PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
+from fedmoe_pl.data import ClientFolders
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
-from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights
+from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,35 @@ def test_onnx_is_the_client_s_mixture_with_its_gate(fed, tmp_path, capsys):
     torch.testing.assert_close((torch.from_numpy(scores), torch.from_numpy(weights)), expected)
 
 
+@pytest.mark.parametrize("format", ["onnx", "torch_export"])
+def test_a_file_has_what_its_numbers_mean_and_no_sample(format, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime") if format == "onnx" else None
+    images = np.random.default_rng(0).integers(256, size=(40, 4, 4, 3), dtype=np.uint8)
+    for index, image in enumerate(images):
+        path = tmp_path / f"data/site_{index % 2}/{('oak', 'ash')[index // 20]}/{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    folders = ClientFolders(str(tmp_path / "data"), test_fraction=0.5)
+    phase = Phase("A", Local(), gate=LocalOnly())
+    mixture = PersonalizedMoE(SmallMLP(48, 4, 2), optimizer=SGD)
+    finished = run([phase], mixture, folders, tmp_path, enable_checkpointing=True)
+    path = tmp_path / "model"
+    finished.export(mixture, folders, method="A", client="site_1", format=format, output=str(path))
+    if onnxruntime is None:
+        about = {export.ABOUT: ""}
+        (example,), _ = torch.export.load(path, extra_files=about).example_inputs
+        assert not example.any()
+        content = b"".join(ZipFile(path).read(name) for name in ZipFile(path).namelist())
+    else:
+        session, content = onnxruntime.InferenceSession(path), path.read_bytes()
+        about = session.get_modelmeta().custom_metadata_map
+    about = json.loads(about[export.ABOUT])
+    assert about == {"classes": ["ash", "oak"], "mean": folders.normalization[0], "std": folders.normalization[1]}
+    weight = finished.client_module("A", 1).state_dict()["local_expert.extractor.1.weight"]
+    assert weight.numpy().tobytes() in content, "tensors are found by their bytes"
+    assert not any(row.numpy().tobytes() in content for row in folders.x[:, 0, 0]), "a row of an image's pixels"
+
+
 def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
     def refused(**arguments):
         with pytest.raises(InvalidArgumentError) as error:
@@ -62,7 +97,7 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
 
     for argument, value in (("method", "X"), ("client", 3), ("format", "pt")):
         assert refused(**{argument: value}) == argument
-    monkeypatch.setattr(export, "_torch_export", lambda module, x: (b"", lambda x: [2 + y for y in module(x)]))
+    monkeypatch.setattr(export, "_torch_export", lambda module, x, about: (b"", lambda x: [2 + y for y in module(x)]))
     assert refused(client=0) == "format", "the outputs differ"
     assert not (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").exists()
 
@@ -122,7 +157,7 @@ def test_models_of_every_family_are_exported(name):
     torch.manual_seed(0)
     module, x = ScoresAndWeights(MODELS[name]()).eval(), torch.randn(6, 5)
     module(x)  # sizes a lazy gate
-    content, difference = export._exported(module, x, "FedAvg", "torch_export")
+    content, difference = export._exported(module, x, "FedAvg", "torch_export", "{}")
     assert difference < 1e-6
     program = torch.export.load(io.BytesIO(content)).module()
     torch.testing.assert_close(program(x[:4]), module(x[:4]))
@@ -130,6 +165,6 @@ def test_models_of_every_family_are_exported(name):
 
 def test_why_a_model_cannot_be_exported_is_one_line_without_the_exporter_s_output(capfd):
     with pytest.raises(InvalidArgumentError, match=r"'FedAvg', but .* can export \(Could not guard .*\)\.$") as error:
-        export._exported(ScoresAndWeights(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export")
+        export._exported(ScoresAndWeights(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export", "{}")
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")

@@ -46,6 +46,7 @@ class ImageFolder(FederatedDataModule):
     def load(self) -> Arrays:
         """Reads all images."""
         train, test = datasets.ImageFolder(self.train_dir), datasets.ImageFolder(self.test_dir)
+        self.classes = train.classes
         # by name, because a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
         return Arrays(
