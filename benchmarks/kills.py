@@ -107,14 +107,17 @@ def forked(function: Callable[..., None], *arguments: Any) -> int:
     os._exit(status)
 
 
-def forked_worker() -> socket.socket:
-    """A connection to a worker that is forked from the run instead of its server."""
-    ours, theirs = socket.socketpair()
-    if not os.fork():
-        ours.close()
-        fork_server.run_worker(process.work, theirs)
-    theirs.close()
-    return ours
+class ForkedWorkers:
+    """Forks workers from the run instead of a server of its own."""
+
+    def connect(self) -> socket.socket:
+        """A connection to a new worker."""
+        ours, theirs = socket.socketpair()
+        if not os.fork():
+            ours.close()
+            fork_server.run_worker(process.work, theirs)
+        theirs.close()
+        return ours
 
 
 def cpu_seconds(session: int) -> float:
@@ -214,7 +217,7 @@ def main() -> None:
     parser.add_argument("--server", action="store_true")
     options = parser.parse_args()
     if not options.server:
-        process.new_process, PoolBackend.open = forked_worker, Backend.open
+        process.start_server, PoolBackend.open = ForkedWorkers, Backend.open
     print("  workers  kills  runs  differing  lost", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         measure(options.workers, options.kills, random.Random(0), Path(folder))

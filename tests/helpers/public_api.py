@@ -51,12 +51,19 @@ def _class(name: str, of: type, public: set[type]) -> Iterator[str]:
     yield f"class {name}:"
     yield f"    def __init__({_arguments(of, 'self')}): ..."
     for member in sorted(each for each in dir(of) if not each.startswith("_")):
-        owner = next((each for each in of.__mro__ if member in vars(each)), None)
+        owner = next((each for each in of.__mro__ if _defines(each, member)), None)
         if owner is None or not owner.__module__.startswith("fedmoe_pl") or (owner in public and owner is not of):
             continue
         found = inspect.getattr_static(of, member)
         call = found.__func__ if isinstance(found, staticmethod | classmethod) else found
         yield from (f"    {line}" for line in _function(member, call))
+
+
+def _defines(of: type, member: str) -> bool:
+    """Whether a class has a member of its own; torch copies an inherited ``step`` to the class of each optimizer."""
+    found = vars(of).get(member)
+    is_copied = hasattr(found, "hooked") and of.__qualname__ not in getattr(found, "__qualname__", "").split(".")
+    return member in vars(of) and not is_copied
 
 
 def _function(name: str, each: Any) -> Iterator[str]:
