@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, value_text
 from fedmoe_pl.report.statistics import SIGNIFICANCE, Spread
-from fedmoe_pl.report.tables import Condition, Method, difference, words
+from fedmoe_pl.report.tables import Condition, Method, difference, meaning, words
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}
@@ -56,9 +57,11 @@ def _block(condition: Condition, metric: str) -> dict[str, list[str]]:
     spreads = [method.over_seeds(f"{metric}_mean") for method in methods]
     texts = [value_text(metric, spread.mean) for spread in spreads]
     best = _best(texts, condition.lower_is_better(metric))
-    block = {"ours": [_number(metric, spread, text == best) for spread, text in zip(spreads, texts, strict=True)]}
+    numbers = [_number(metric, spread, text == best) for spread, text in zip(spreads, texts, strict=True)]
     if any(method.published(metric) for method in methods):
-        block["paper"] = [_published(method, metric) for method in methods]
+        block = {"ours": numbers, "paper": [_published(method, metric) for method in methods]}
+    else:
+        block = {"accuracy" if metric in METRICS else "mean": numbers}
     if baseline is not None and metric == condition.metric:
         block[r"$\Delta$"] = [
             r"\textemdash" if method is baseline else _difference(method, baseline, metric) for method in methods
@@ -100,7 +103,7 @@ def _difference(method: Method, baseline: Method, metric: str) -> str:
 
 
 def _caption(condition: Condition) -> str:
-    facts = [fact for fact in (condition.name, condition.data, condition.seeds_text) if fact]
+    facts = [fact for fact in (condition.name, condition.data, condition.seeds_text, meaning(condition)) if fact]
     baseline = condition.baseline
     if baseline is not None:
         facts.append(

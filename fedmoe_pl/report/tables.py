@@ -14,10 +14,8 @@ from fedmoe_pl.report.settings import Setting, brief, labels, settings_of
 from fedmoe_pl.report.statistics import SIGNIFICANCE, Difference, Spread, over_seeds, paired_difference
 
 _INDEPENDENCE = (
-    "The test is over clients and seeds. Clients of one seed share a global model, a partition and the order of "
-    "training, so they are not independent of each other; seeds are. A small p alone therefore says that a difference "
-    "holds for these clients in these runs. It is marked only if it also has the same sign in every seed, of at least "
-    "two. p is not corrected for the number of methods"
+    "Clients of one seed share a global model, a partition and the order of training, so only seeds are independent: a "
+    "small p alone says that a difference holds in these runs. p is not corrected for the number of methods"
 )
 
 
@@ -273,13 +271,17 @@ def data_text(values: Mapping[str, Any]) -> str:
     return name + clients + partitioner + (f" ({arguments})" if arguments else "")
 
 
+def meaning(condition: Condition) -> str:
+    """What the means and deviations are over, without a final full stop."""
+    what = "Accuracy in percent, mean" if any(metric in METRICS for metric in condition.metrics) else "Mean"
+    several = max(len(method.runs) for method in condition.methods) > 1
+    return f"{what} over the clients{'; ± is the sample standard deviation over seeds' if several else ''}"
+
+
 def explanation(condition: Condition) -> list[str]:
     """What the numbers are, in phrases without a final full stop."""
     baseline = condition.baseline
-    seeds = "; ± is the sample standard deviation over seeds"
-    what = "Accuracy in percent, mean" if any(metric in METRICS for metric in condition.metrics) else "Mean"
-    several = max(len(method.runs) for method in condition.methods) > 1
-    lines = [f"{what} over the clients{seeds if several else ''}"]
+    lines = [meaning(condition)]
     lines += [f"{words(metric)}: {description(metric)}" for metric in condition.metrics]
     cells = (cell for method in condition.methods for metric in condition.metrics for cell in method.published(metric))
     lines += [f"Paper: {table}" for table in dict.fromkeys(cell.table for cell in cells)]

@@ -83,7 +83,9 @@ def test_a_misspelt_class_is_named(folders):
 
 def test_a_folder_of_another_form_is_refused(folders):
     (folders / "empty").mkdir()
-    with pytest.raises(InvalidArgumentError, match="empty has no images"):
+    with pytest.raises(
+        InvalidArgumentError, match="every client has images, because empty has none; delete its folder"
+    ):
         ClientFolders(str(folders), test_fraction=0.5).setup()
     (folders / "empty").rmdir()
     write_image(folders / "hospital_A/1.png", 9)

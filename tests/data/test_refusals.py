@@ -93,6 +93,21 @@ def test_data_that_cannot_be_dealt_as_the_arguments_ask_are_refused(argument, ar
         assert refused_argument(lambda: data) == argument
 
 
+@pytest.mark.parametrize(
+    ("partitioner", "cures"),
+    [
+        (Dirichlet(1e-3), "another partition_seed, a larger alpha or BalancedDirichlet may help, too"),
+        (MajorityClasses(1.0, 1), "another partition_seed may help, too"),
+    ],
+)
+def test_a_client_without_samples_is_refused_with_what_helps(partitioner, cures, monkeypatch):
+    parts = [np.arange(3), np.arange(0), np.arange(3, 6)]
+    monkeypatch.setattr(type(partitioner), "partition", lambda *_: parts)
+    because = f"because {type(partitioner).__name__} gives client 1 of 3 no training samples; {cures}."
+    with pytest.raises(MisconfigurationException, match=f"num_clients is 3, but must be lower, {because}$"):
+        Own(numbered(range(6)), num_clients=3, partitioner=partitioner).setup()
+
+
 def of_images(**kwargs):
     images = torch.zeros(4, 3, 2, 2, dtype=torch.uint8)
     return Arrays(images, torch.arange(4), images, torch.arange(4), **kwargs)

@@ -99,6 +99,7 @@ def test_the_files_have_the_table(pretend, tmp_path):
     assert header == ["method", "reweighted test", "paper", "to FedAvg", "global test", "to FedAvg"]
     assert fedavg == ["FedAvg", "64.55 ± 0.07", "60.00 ± 0.50", "-", "60.05 ± 0.07", "-"]
     latex = (tmp_path / "runs/table.tex").read_text()
+    assert r"method & ours & paper & $\Delta$ & accuracy \\" in latex
     assert r"FedAvg & $64.55_{\pm 0.07}$ & $60.00_{\pm 0.50}$ & \textemdash & $60.05_{\pm 0.07}$ \\" in latex
     assert r"PFL-FT & $\mathbf{74.55}_{\pm 0.07}$ & -- & $+10.00^{*}$ & $\mathbf{70.05}_{\pm 0.07}$ \\" in latex
     assert r"Local & $54.55_{\pm 0.07}$ & -- & $-10.00^{*}$ & $50.05_{\pm 0.07}$ \\" in latex

@@ -260,6 +260,8 @@ def test_the_table_in_latex_has_the_numbers_of_the_markdown(copied, written, tmp
     lines = path.read_text().splitlines()
     columns = len(re.findall("r", re.search(r"X(r+)\}", path.read_text())[1]))
     rows = [line.removesuffix(r" \\").split(" & ") for line in lines if " & " in line]
+    assert rows[1] == ["method", "accuracy", r"$\Delta$", "accuracy"], "no paper has these numbers"
+    assert r"Accuracy in percent, mean over the clients; $\pm$ is the sample standard deviation over seeds" in lines[3]
     assert sum(int(number) for number in re.findall(r"\\multicolumn\{(\d)\}", " ".join(rows[0]))) == columns
     bold = [max(float(line[column].split()[0]) for line in expected) for column in (1, 3)]
     for (name, *cells), line in zip(rows[2:], expected, strict=True):

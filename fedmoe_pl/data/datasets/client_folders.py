@@ -70,11 +70,12 @@ class ClientFolders(FederatedDataModule):
         """Client, class and path of each image in a folder."""
         # of all folders below root, torchvision's reader takes the first for a class: here, it is the client
         folders = datasets.ImageFolder(root, allow_empty=True)
-        allowed = "a folder with one for each client, in which each class has a folder of images"
         parts = [(client, path, Path(path).relative_to(root).parts) for path, client in folders.samples]
         for _, path, (_, *below) in parts:
             if len(below) < 2:
+                allowed = "a folder with one folder per client, each with one folder of images per class"
                 raise InvalidArgumentError(self, argument, root, allowed, f"'{path}' is in no folder of a class")
         if empty := {*range(len(folders.classes))} - {client for client, *_ in parts}:
-            raise InvalidArgumentError(self, argument, root, allowed, f"{folders.classes[min(empty)]} has no images")
+            reason = f"{folders.classes[min(empty)]} has none; delete its folder if it takes no part"
+            raise InvalidArgumentError(self, argument, root, "a folder in which every client has images", reason)
         return [(folders.classes[client], of_class, path) for client, path, (_, of_class, *_) in parts]
