@@ -46,13 +46,17 @@ def test_overlays_and_arguments_change_single_keys(tmp_path):
 
 def test_the_grid_of_the_documentation_is_one(tmp_path):
     page = (REPOSITORY / "docs/guide/benchmark.md").read_text()
-    (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "values:" in block)
+    text, of_papers = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "values:" in block)
     (tmp_path / "grid.yaml").write_text(text)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (command,) = re.findall(r"^fedmoe benchmark --config grid.yaml (--.*)$", page, re.MULTILINE)
     grid = read_grid(["--config", str(tmp_path / "grid.yaml"), *shlex.split(command)])
     assert grid.values["seed_everything"] == [0, 1] and grid.overrides["trainer.max_epochs"] == 1
     assert Path(grid.configs[0].absolute).samefile(QUICKSTART)
+    (tmp_path / "papers.yaml").write_text(of_papers)
+    grid = read_grid(["--config", str(tmp_path / "papers.yaml")])
+    phases = yaml.safe_load(Path(grid.configs[0].absolute).read_text())["federation"]["phases"]
+    assert {*grid.methods, grid.baseline} <= {phase["name"] for phase in phases}
 
 
 def test_a_class_is_a_value_and_has_only_the_arguments_that_are_written(tmp_path):
