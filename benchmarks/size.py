@@ -14,7 +14,8 @@
 
 Both sides start with the same weights and draw the same batches. The bare loop holds one model, and keeps in memory
 what each client has alone; it writes nothing. Each side is a process of its own, with one thread, in turns. Times
-leave out imports and making the data. Files are those of the run's folder, beside what differs: the server's tensors,
+leave out imports and making the data. Memory is that of the side's processes at the peak, shared pages counted once
+(PSS). Files are those of the run's folder, beside what differs: the server's tensors,
 what each client has alone, and the frozen base once. ``distance`` is that of both sides' last global tensors,
 relative to their length; batch normalization lets rounding grow.
 """
@@ -36,10 +37,11 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule
+from peers_processes import PeakMemory
 from plain import accuracy
 from torch import Generator, Tensor, nn
 from torchvision.models import resnet18
-from workload import memory, reset_peak_memory, restart_with_environment
+from workload import restart_with_environment
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FineTuning
@@ -341,26 +343,27 @@ def differing_bytes(case: Case) -> int:
 
 def measure(name: str, side: str, out: str) -> None:
     """Runs a side and prints what it took as JSON; the global tensors go into a file."""
-    case, peak_before = CASES[name], 0.0
+    case = CASES[name]
     data = RandomSamples(case)
     data.setup()
     with tempfile.TemporaryDirectory() as folder:
         run = partial(bare, case, data) if side == "bare" else federated(case, data, folder)
-        reset_peak_memory()
-        peak_before, begin = memory("VmRSS"), time.process_time()
+        begin = time.process_time()
         tensors, result = run()
-        seconds, peak = time.process_time() - begin, memory("VmHWM")
+        seconds = time.process_time() - begin
         files = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     torch.save({name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}, out)
-    print(
-        json.dumps({"seconds": seconds, "peak": peak, "on_top": peak - peak_before, "files": files, "accuracy": result})
-    )
+    print(json.dumps({"seconds": seconds, "files": files, "accuracy": result}))
 
 
 def in_process(name: str, side: str, out: Path) -> dict[str, float]:
-    """What :func:`measure` prints in a process of its own."""
+    """What :func:`measure` prints in a process of its own, and the peak of its memory in MiB, sampled."""
     command = [sys.executable, __file__, "--cases", name, "--side", side, "--out", str(out)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, PeakMemory(process.pid) as peak:
+        output, _ = process.communicate()
+    if process.returncode:
+        sys.exit(process.returncode)  # after its traceback
+    return {**json.loads(output.splitlines()[-1]), "peak": peak.mebibytes}
 
 
 def distance(one: Path, other: Path) -> float:
