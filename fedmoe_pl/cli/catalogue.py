@@ -45,8 +45,14 @@ def refusal(sentence: str) -> ArgumentError:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: a full stop, or the name that was probably meant."""
-    similar = difflib.get_close_matches(name, [*names], n=1)
-    return f"; did you mean {similar[0]}?" if similar else "."
+    known = [*names]
+    group = name[: name.rfind(".") + 1]
+    if not any(each.startswith(group) for each in known):
+        group = ""
+    # only what comes after the group counts: federation.name is not like federation.roundz
+    beside = [each.removeprefix(group) for each in known if each.startswith(group)]
+    similar = difflib.get_close_matches(name.removeprefix(group), beside, n=1)
+    return f"; did you mean {group}{similar[0]}?" if similar else "."
 
 
 def parser_of(command: str) -> ArgumentParser:

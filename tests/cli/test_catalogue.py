@@ -13,7 +13,7 @@ from jsonargparse import ArgumentError
 
 import fedmoe_pl.algorithms
 from fedmoe_pl.cli import main
-from fedmoe_pl.cli.catalogue import COMMANDS, configs, folder, names, with_files
+from fedmoe_pl.cli.catalogue import COMMANDS, configs, did_you_mean, folder, names, with_files
 from fedmoe_pl.cli.command_line import OTHER_PARSERS, FederationCLI
 from fedmoe_pl.cli.kinds import KINDS, listing
 from fedmoe_pl.grids.grid import read_grid
@@ -152,3 +152,10 @@ def test_copies_have_what_their_commands_need(tmp_path, monkeypatch, capsys):
 def test_an_unknown_name_has_a_suggestion():
     with pytest.raises(ArgumentError, match=r"configs has no quickstrat; did you mean quickstart\?"):
         configs(["quickstrat"])
+
+
+def test_a_key_is_like_another_only_by_what_comes_after_their_group():
+    keys = ["federation.name", "federation.rounds_of_all", "trainer.max_epochs"]
+    assert did_you_mean("federation.roundz", ["federation.name"]) == "."
+    assert did_you_mean("federation.nam", keys) == "; did you mean federation.name?"
+    assert did_you_mean("trainr.max_epochs", keys) == "; did you mean trainer.max_epochs?"

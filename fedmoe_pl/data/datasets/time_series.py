@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ _PERIODS = ("training", "validation", "test")
 _REGIME = 40  # mean number of steps of a synthetic regime
 
 
-class TimeSeriesDataModule(FederatedDataModule, ABC):
+class TimeSeriesDataModule(FederatedDataModule):
     """Windows of time series, of which each client has one or several; derive from it and write ``series``.
 
     A sample is a window of one series. Its inputs are ``context_length`` steps of all variables, shape
