@@ -1,10 +1,12 @@
-"""CPU time of a step with the privacy of single samples (``Phase.sample_privacy``), and of a plain one.
+"""Time of a step with the privacy of single samples (``Phase.sample_privacy``), and of a plain one.
 
     python benchmarks/dp_sgd.py lenet5 resnet18
+    python benchmarks/dp_sgd.py --accelerator gpu
 
 Random images, two clients with batches of the same size on average, trained one by one and stacked, on one thread. The
 first round of each setting warms up and is not counted. ResNet-18 has group normalization in place of its batch
-normalization. Time is that of the process, so that other processes on the machine hardly change it.
+normalization. Time is that of the process, so that other processes on the machine hardly change it, and on a GPU
+that of a clock.
 """
 
 from __future__ import annotations
@@ -64,8 +66,10 @@ class Noise(FederatedDataModule):
         return Arrays(x, y, x[:10], y[:10])
 
 
-def seconds_of_step(case: str, backend: TrainerBackend | StackedBackend, privacy: DPSGD | None) -> float:
-    """CPU seconds of a client's step."""
+def seconds_of_step(
+    case: str, backend: TrainerBackend | StackedBackend, privacy: DPSGD | None, accelerator: str
+) -> float:
+    """Seconds of a client's step."""
     network, channels, size, batch_size, steps = CASES[case]
     torch.manual_seed(0)
     module, datamodule = PlainSteps(network()), Noise(channels, size, batch_size, steps)
@@ -75,31 +79,38 @@ def seconds_of_step(case: str, backend: TrainerBackend | StackedBackend, privacy
         initial={name: tensor.detach().clone() for name, tensor in module.state_dict().items()},
         algorithm=PlainLoss(),
         datamodule=datamodule,
-        trainer={**LEAN_TRAINER, "accelerator": "cpu"},
+        trainer={**LEAN_TRAINER, "accelerator": accelerator},
+        device=torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu"),
         batch_size=None,
         seed=0,
         rounds=2,
         sample_privacy=privacy,
     )
     plan, server = backend.plan(training).begin(training), training.algorithm.server_init(module)
-    start = 0.0
+    clock, start = time.perf_counter if accelerator == "gpu" else time.process_time, 0.0
     for round in range(2):
-        start = time.process_time()
+        start = clock()
         list(plan.train(server, range(CLIENTS), {}, round))
-    return (time.process_time() - start) / (CLIENTS * steps)
+    return (clock() - start) / (CLIENTS * steps)
 
 
 def main() -> None:
     """Prints a row of Markdown for each network."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=[*CASES], help=", ".join(CASES))
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
+    options = parser.parse_args()
     backends = {"one by one": TrainerBackend(), "stacked": StackedBackend()}
     kinds = {"plain": None, "private": DPSGD(1.0, 1e-5, noise_multiplier=1.0)}
     torch.set_num_threads(1)
     names = [f"{kind}, {name}" for name in backends for kind in kinds]
     print(f"| network | {' | '.join(names)} |", flush=True)
-    for case in parser.parse_args().cases:
-        seconds = [seconds_of_step(case, backend, kind) for backend in backends.values() for kind in kinds.values()]
+    for case in options.cases:
+        seconds = [
+            seconds_of_step(case, backend, kind, options.accelerator)
+            for backend in backends.values()
+            for kind in kinds.values()
+        ]
         print(f"| {case} | {' | '.join(f'{1000 * each:.1f} ms' for each in seconds)} |", flush=True)
 
 

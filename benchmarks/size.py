@@ -1,7 +1,8 @@
-"""Models of today's size: what a federation costs beside a bare PyTorch loop, in CPU seconds, memory and files.
+"""Models of today's size: what a federation costs beside a bare PyTorch loop, in time, memory and files.
 
     python benchmarks/size.py
     python benchmarks/size.py --cases adapters large --repeats 1
+    python benchmarks/size.py --accelerator gpu
 
 * ``resnet``: ResNet-18 (11.2 million parameters), 20 clients of 20 images. FedAvg of all but the head for three
   rounds of two steps each, then fine-tuning of every client's whole model for one epoch; both are evaluated at the end.
@@ -15,8 +16,9 @@
 Both sides start with the same weights and draw the same batches. The bare loop holds one model, and keeps in memory
 what each client has alone; it writes nothing. Each side is a process of its own, with one thread, in turns. Times
 leave out imports and making the data. Memory is that of the side's processes at the peak, shared pages counted once
-(PSS). Files are those of the run's folder, beside what differs: the server's tensors,
-what each client has alone, and the frozen base once. ``distance`` is that of both sides' last global tensors,
+(PSS). On a GPU, seconds are those of a clock, and memory is the peak of the tensors in the GPU's. Files are those of
+the run's folder, beside what differs: the server's tensors, what each client has alone, and the frozen base once.
+``distance`` is that of both sides' last global tensors,
 relative to their length; batch normalization lets rounding grow.
 """
 
@@ -41,7 +43,7 @@ from peers_processes import PeakMemory
 from plain import accuracy
 from torch import Generator, Tensor, nn
 from torchvision.models import resnet18
-from workload import restart_with_environment
+from workload import peak_memory, restart_with_environment
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FineTuning
@@ -51,6 +53,7 @@ from fedmoe_pl.seeds import derive_seed
 
 ROUNDS, CLASSES, RANK = 3, 4, 4
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+SIDES = "bare", "federation"
 _SHUFFLE = 3  # the key of a client's batches, as the federation derives their seed
 Tensors = dict[str, Tensor]
 
@@ -265,12 +268,12 @@ def phases_of(case: Case) -> list[Phase]:
     return [Phase("FedAvg", federated, rounds=ROUNDS), Phase("fine-tuning", FineTuning(), gate=LocalOnly())]
 
 
-def federated(case: Case, data: RandomSamples, folder: str) -> Callable[[], tuple[Tensors, float]]:
+def federated(case: Case, data: RandomSamples, folder: str, accelerator: str) -> Callable[[], tuple[Tensors, float]]:
     """Makes a federation; what it returns runs it: the global tensors, and the mean accuracy at the end."""
     model = model_of(case)
     federation = Federation(
         phases=phases_of(case),
-        trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
+        trainer={"max_epochs": 1, "accelerator": accelerator, "devices": 1},
         evaluate_every_n_rounds=0,
         logger=False,
         default_root_dir=folder,
@@ -291,18 +294,19 @@ def federated(case: Case, data: RandomSamples, folder: str) -> Callable[[], tupl
 def train(network: nn.Module, data: RandomSamples, client: int, round: int) -> None:
     """An epoch of a client in plain PyTorch."""
     network.train()
+    device = next(network.parameters()).device
     optimizer = OPTIMIZER([parameter for parameter in network.parameters() if parameter.requires_grad])
     generator = Generator().manual_seed(derive_seed(0, _SHUFFLE, client, round))
     samples = data.train_samples[client]
     for batch in samples[torch.randperm(len(samples), generator=generator)].split(data.batch_size):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(network(data.x[batch]), data.y[batch]).backward()
+        nn.functional.cross_entropy(network(data.x[batch].to(device)), data.y[batch].to(device)).backward()
         optimizer.step()
 
 
-def bare(case: Case, data: RandomSamples) -> tuple[Tensors, float]:
+def bare(case: Case, data: RandomSamples, device: torch.device) -> tuple[Tensors, float]:
     """The same in one loop over the clients."""
-    network = network_of(case)
+    network = network_of(case).to(device)
     state = network.state_dict()  # of the network's own memory
     trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
     changing = [name for name in state if name in trained or name not in dict(network.named_parameters())]
@@ -318,7 +322,7 @@ def bare(case: Case, data: RandomSamples) -> tuple[Tensors, float]:
                 total += state[name] / case.clients
             private[client] = {name: state[name].clone() for name in private[client]}
         server |= mean
-    accuracies, test = [], (data.x[data.global_test], data.y[data.global_test])
+    accuracies, test = [], (data.x[data.global_test].to(device), data.y[data.global_test].to(device))
     for client in range(case.clients):
         network.load_state_dict({**server, **private[client]}, strict=False)
         if case.fine_tunes:
@@ -327,7 +331,7 @@ def bare(case: Case, data: RandomSamples) -> tuple[Tensors, float]:
             private[client] = {name: state[name].clone() for name in changing}
         elif case.is_mixture:  # a client without test samples has its gate looked at on those that it trains on
             own = data.train_samples[client]
-            accuracy(network, data.x[own], data.y[own])
+            accuracy(network, data.x[own].to(device), data.y[own].to(device))
         accuracies.append(accuracy(network, *test))
     return server, statistics.mean(accuracies)
 
@@ -341,29 +345,35 @@ def differing_bytes(case: Case) -> int:
     return sum(state.values()) + case.clients * (private + personal)
 
 
-def measure(name: str, side: str, out: str) -> None:
+def measure(name: str, side: str, out: str, accelerator: str) -> None:
     """Runs a side and prints what it took as JSON; the global tensors go into a file."""
     case = CASES[name]
     data = RandomSamples(case)
     data.setup()
     with tempfile.TemporaryDirectory() as folder:
-        run = partial(bare, case, data) if side == "bare" else federated(case, data, folder)
-        begin = time.process_time()
+        on_gpu = accelerator == "gpu"
+        device = torch.device("cuda" if on_gpu else "cpu")
+        clock = time.perf_counter if on_gpu else time.process_time
+        torch.zeros(1, device=device)  # starts CUDA
+        run = partial(bare, case, data, device) if side == "bare" else federated(case, data, folder, accelerator)
+        begin = clock()
         tensors, result = run()
-        seconds = time.process_time() - begin
+        seconds = clock() - begin
         files = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    torch.save({name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}, out)
-    print(json.dumps({"seconds": seconds, "files": files, "accuracy": result}))
+    torch.save({name: tensor.cpu() for name, tensor in tensors.items() if tensor.is_floating_point()}, out)
+    peak = {"peak": peak_memory("gpu")} if on_gpu else {}
+    print(json.dumps({"seconds": seconds, "files": files, "accuracy": result, **peak}))
 
 
-def in_process(name: str, side: str, out: Path) -> dict[str, float]:
+def in_process(name: str, side: str, out: Path, accelerator: str) -> dict[str, float]:
     """What :func:`measure` prints in a process of its own, and the peak of its memory in MiB, sampled."""
     command = [sys.executable, __file__, "--cases", name, "--side", side, "--out", str(out)]
+    command += ["--accelerator", accelerator]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, PeakMemory(process.pid) as peak:
         output, _ = process.communicate()
     if process.returncode:
         sys.exit(process.returncode)  # after its traceback
-    return {**json.loads(output.splitlines()[-1]), "peak": peak.mebibytes}
+    return {"peak": peak.mebibytes, **json.loads(output.splitlines()[-1])}
 
 
 def distance(one: Path, other: Path) -> float:
@@ -379,19 +389,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--side", choices=["bare", "federation"], help=argparse.SUPPRESS)
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     restart_with_environment()
     if options.side:
-        measure(options.cases[0], options.side, options.out)
+        measure(options.cases[0], options.side, options.out, options.accelerator)
         return
     print(f"{'case':<10}{'bare':>9}{'federation':>12}{'ratio':>7}{'peak MiB':>15}{'files MiB':>18}{'distance':>10}")
     with tempfile.TemporaryDirectory() as folder:
         outs = Path(folder, "bare.pt"), Path(folder, "federation.pt")
         for name in options.cases:
             pairs = [
-                (in_process(name, "bare", outs[0]), in_process(name, "federation", outs[1]))
+                [in_process(name, side, out, options.accelerator) for side, out in zip(SIDES, outs, strict=True)]
                 for _ in range(options.repeats)
             ]
             loop, federation = (

@@ -158,7 +158,7 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
                     f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {reason}."
                 )
             target = state[name]
-            if same_memory(target, tensor):
+            if same_memory(target, tensor) or is_copy_of(target, tensor):
                 continue
             if is_borrowed(target):
                 with torch.inference_mode(False):
@@ -193,7 +193,9 @@ def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, one of which may be on another device, have the same values."""
-    return same_memory(one, other) or torch.equal(one, other.to(one.device))
+    if same_memory(one, other) or is_copy_of(one, other) or is_copy_of(other, one):
+        return True
+    return torch.equal(one, other.to(one.device))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -233,7 +235,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
         for name, tensor in tensors.items():
             parameter = parameters[name]
             known[id(parameter)] = own = nn.Parameter(tensor, parameter.requires_grad)
-            setattr(own, mark, own.data_ptr())
+            setattr(own, mark, (own.data_ptr(), tensor))
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
@@ -286,15 +288,31 @@ def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def is_mapped(parameter: Tensor) -> bool:
     """Whether a parameter is mapped from a file, so that it is in memory once more where it is written to."""
-    return getattr(parameter, _MAPPED, None) == parameter.data_ptr()
+    return _mark(parameter, _MAPPED)[0] == parameter.data_ptr()
 
 
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether a parameter shares the memory of the module that it was copied from."""
-    return getattr(parameter, _BORROWED, None) == parameter.data_ptr()
+    return _mark(parameter, _BORROWED)[0] == parameter.data_ptr()
 
 
-def borrow(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Has a parameter share a tensor's memory."""
+def is_copy_of(parameter: Tensor, tensor: Tensor) -> bool:
+    """Whether a parameter borrows the copy of a tensor that is on another device."""
+    original = _mark(parameter, _BORROWED)[1]
+    return original is not None and is_borrowed(parameter) and same_memory(original, tensor)
+
+
+def borrow(parameter: nn.Parameter, tensor: Tensor, original: Tensor | None = None) -> None:
+    """Has a parameter share a tensor's memory, which may be the copy of an original on another device."""
+    set_data(parameter, tensor)
+    setattr(parameter, _BORROWED, (parameter.data_ptr(), tensor if original is None else original))
+
+
+def set_data(parameter: nn.Parameter, tensor: Tensor) -> None:
+    """Has a parameter use a tensor's memory; tests replace it where PyTorch cannot do so."""
     parameter.data = tensor
-    setattr(parameter, _BORROWED, parameter.data_ptr())
+
+
+def _mark(parameter: Tensor, name: str) -> tuple[int | None, Tensor | None]:
+    """Where a parameter was when it was marked, and what it shares its values with."""
+    return getattr(parameter, name, (None, None))

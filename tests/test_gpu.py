@@ -18,9 +18,13 @@ from helpers import pretended as device_of_tests
 from helpers.backends import FEW, TwoGroups, WithBatchNorm, local_training
 from helpers.clusters import all_phases, clustered
 from helpers.configurations import REPOSITORY
+from helpers.methods import METHODS
+from helpers.methods import data as data_of_methods
+from helpers.models import OnBase
 from helpers.pfedmoe import model as three_architectures
 from helpers.runs import Kill
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from fedmoe_pl import Federation, Train
@@ -183,6 +187,24 @@ def test_both_backends_give_what_a_cpu_gives(tmp_path, accelerator, device, name
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_gives_what_it_gives_on_a_cpu(tmp_path, accelerator, device, name):
+    method, states = METHODS[name], []
+    backends = [TrainerBackend(), *([StackedBackend(2)] if method.stacks else [])]
+    for number, (place, backend) in enumerate([("cpu", TrainerBackend()), *((accelerator, each) for each in backends)]):
+        run = made(tmp_path / str(number), method.phases(), place, backend, enable_checkpointing=False)
+        run.fit(method.model(), data_of_methods(**method.split))
+        states.append(run.run.states)
+    close = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9)
+    for other in states[1:]:
+        for phase_name, state in states[0].items():
+            close(other[phase_name].server, state.server)
+            assert other[phase_name].clients.keys() == state.clients.keys()
+            for client, tree in state.clients.items():
+                close(dict(other[phase_name].clients[client]), dict(tree))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["interleaved", pytest.param("LSTM", marks=only_cuda)])
 def test_clients_that_cannot_be_stacked_give_what_they_give_on_a_cpu(tmp_path, accelerator, device, name):
     expected = finished(tmp_path / "cpu", name, "cpu", TrainerBackend())
@@ -228,6 +250,49 @@ def test_a_run_goes_on_on_the_other_device(tmp_path, accelerator, device, first_
     resumed = made(tmp_path / "parts", phases(), second)
     resumed.fit(model(), points(), ckpt_path="last")
     assert_agree(resumed, whole)
+
+
+class Places(Callback):
+    """Where each client's frozen base is when its training ends, and that of a forward pass of the user's own."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def on_train_end(self, trainer, pl_module):
+        base = dict(pl_module.named_parameters())["base.weight"]
+        assert pl_module(torch.zeros(1, 5, dtype=torch.float64, device=base.device)).device == base.device
+        self.found.append((base.device, base.data_ptr()))
+
+
+@pytest.mark.gpu
+def test_a_frozen_base_is_on_the_device_once(tmp_path, accelerator, device):
+    found = []
+    phases = [phase("last", FedAvg(), rounds=2, evaluate=True, train=Train(callbacks=[Places(found)]))]
+    federation = made(tmp_path / "gpu", phases, accelerator, TrainerBackend())
+    federation.fit(OnBase(), points())
+    first, *others = found
+    assert len(others) == 7 and len({*others}) == 1 and first not in others and first[0] == device
+    phases = [phase("last", FedAvg(), rounds=2, evaluate=True, train=Train(callbacks=[Places([])]))]
+    expected = made(tmp_path / "cpu", phases, "cpu", TrainerBackend())
+    expected.fit(OnBase(), points())
+    assert_agree(federation, expected)
+    assert federation.run.states["last"].server["base.weight"].device.type == "cpu"
+
+
+def add_where_nobody_looks(module, steps):
+    if steps == 17:  # in the second round
+        module.base.weight.data[200:] += 1
+
+
+@pytest.mark.gpu
+def test_a_change_of_what_clients_share_on_the_device_is_refused(tmp_path, accelerator, device, monkeypatch):
+    monkeypatch.setattr(OnBase, "change", staticmethod(add_where_nobody_looks))
+    monkeypatch.setattr(OnBase, "steps", 0)
+    with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.weight' was changed in place")):
+        made(tmp_path, [phase("last", FedAvg(), rounds=2)], accelerator, TrainerBackend()).fit(OnBase(), points())
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.local_client import on_device, trainable_names
-from fedmoe_pl.backends.rounding import is_close
+from fedmoe_pl.backends.rounding import in_full_precision, is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
 from fedmoe_pl.models.layers import computes_more, evaluating, has_own_train, replaced_forward
@@ -65,7 +65,9 @@ class FeatureCache:
         architecture = training.architecture(client.id)
         if architecture in self._too_large:
             return None
-        tracing = _Tracing(training, client.module.to(device), client.round, on_device(constants, device))
+        tracing = _Tracing(
+            training, training.copies.move(client.module, device), client.round, on_device(constants, device)
+        )
         try:
             # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.
             with (
@@ -79,14 +81,16 @@ class FeatureCache:
             self._too_large.add(architecture)
             return None
         finally:
-            client.module.cpu()
+            training.copies.move(client.module, torch.device("cpu"))
 
     def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Rows:
         """The rows of a client; computed again only if the frozen parts or the samples have changed."""
         if tracing.training.rounds == 1:
             return tracing.rows(samples, parts.names)
         kept, kept_samples, rows = self._kept.get((client_id, parts), ({}, None, {}))
-        state = changed(of_parts(tracing.module.state_dict(), parts.names), tracing.training.initial, kept)
+        state = changed(
+            of_parts(tracing.module.state_dict(keep_vars=True), parts.names), tracing.training.initial, kept
+        )
         is_same = kept_samples is not None and torch.equal(kept_samples, samples) and state.keys() == kept.keys()
         if not is_same or any(state[name] is not kept[name] for name in kept):
             rows = tracing.rows(samples, parts.names)
@@ -107,6 +111,7 @@ class _Tracing:
     round: int
     constants: dict[str, Any]
 
+    @in_full_precision()
     def find(self, samples: Tensor) -> FrozenParts | None:
         """Finds the frozen parts whose outputs depend on the sample only."""
         samples = samples[:_TRACED_SAMPLES]

@@ -19,7 +19,7 @@ from fedmoe_pl.backends.local_client import begin_client, noise_of_client, on_de
 from fedmoe_pl.backends.loop import Learner, OneStep, needs_every_batch
 from fedmoe_pl.backends.loss import Loss
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
-from fedmoe_pl.backends.rounding import is_close, largest_value
+from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
 from fedmoe_pl.data import PoissonBatches
@@ -136,6 +136,7 @@ def _gradients(
     return {name: each for name, each in zip(names, gradients, strict=True) if each is not None}
 
 
+@in_full_precision()
 def check_private(training: LocalTraining) -> None:
     """Refuses what DP-SGD cannot train, by a step of some clients with and without separate gradients."""
     validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -10,10 +11,23 @@ from torch import Tensor
 _NOISE = 100  # largest error of a sum, in rounding errors of its largest value
 
 
+@contextmanager
+def in_full_precision() -> Iterator[None]:
+    """In this context, a GPU does not round the factors of single-precision products to 11 bits (TF32)."""
+    convolutions, products = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = convolutions
+        torch.set_float32_matmul_precision(products)
+
+
 def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) -> bool:
     """Whether two results of the same computation, done in two ways, differ by rounding errors only.
 
-    The tolerance is larger on a GPU, which may round the factors of a convolution.
+    The tolerance is larger on a GPU, whose algorithm for a convolution depends on the size of a batch.
     """
     if a is None or b is None or a.shape != b.shape:
         return a is b

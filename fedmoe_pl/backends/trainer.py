@@ -125,9 +125,11 @@ class TrainerPlan(Plan):
         module = module_to_fit(training, client, constants, sharing)
         freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
         callbacks = [freezing, _LossCheck(client), *([] if sharing is None else [sharing])]
+        training.copies.move(client.module, training.device)
         arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
         try:
-            return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
+            last = [_MoveBack(training, client.module)]
+            return fit(training, module, batches, validation, callbacks, last, logger=loggers or False, **arguments)
         finally:
             finish(loggers)
 
@@ -162,6 +164,16 @@ class _LossCheck(Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.ndim == 0:  # manual optimization may return anything
             self.client.see_loss(loss)
+
+
+class _MoveBack(Callback):
+    """Moves the client's module to the CPU before its Trainer would, which would copy what clients share, too."""
+
+    def __init__(self, training: LocalTraining, module: LightningModule) -> None:
+        self.training, self.module = training, module
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.training.copies.move(self.module, torch.device("cpu"))
 
 
 class _ClientModule(LightningModule):
@@ -258,7 +270,7 @@ class _Group:
         if features is not None:
             batches = LookedUpBatches(batches, features, lookup)
         if training.device.type != "cpu":  # where a move takes time and does nothing
-            module.to(training.device)
+            training.copies.move(module, training.device)
         learner: Learner
         if training.sample_privacy is None:
             learner = _ClientAlone(training, client, constants, batches, step)
@@ -270,7 +282,7 @@ class _Group:
         client.steps = loop.global_step
         module.zero_grad()
         if training.device.type != "cpu":
-            module.cpu()
+            training.copies.move(module, torch.device("cpu"))
         return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
 
 

@@ -209,7 +209,7 @@ class LocalTraining:
     @cached_property
     def copies(self) -> Untrained:
         """Makes the modules of clients, which share what none of them trains."""
-        return Untrained(self.module, self.initial, self.untrained if self.device.type == "cpu" else ())
+        return Untrained(self.module, self.initial, self.untrained)
 
     @cached_property
     def shared_parts(self) -> SharedParts:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Collection
 
-import numpy as np
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.trees import Tree, bits_of, borrow, copy_module, is_interchangeable, same_bits, same_memory
+from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits, same_memory
 
 
 class Untrained:
@@ -20,7 +21,7 @@ class Untrained:
 
     The first client that a process trains has all parameters to itself, which shows whether the module's own code
     changes some of them all the same, as that of a teacher that follows its student; clients never share these. On
-    other devices than the CPU they share nothing, because a copy is moved there.
+    another device than the CPU, what they share is in memory once, too.
 
     Args:
         module: the phase's module.
@@ -38,6 +39,7 @@ class Untrained:
                 self.shared[name] = parameter
         self.is_tried = not self.shared
         self._sums = {name: _sum(tensor) for name, tensor in self.shared.items()}
+        self._elsewhere: Tree = {}  # copies of `shared` on another device than the CPU
 
     def known(self, tree: Tree) -> Tree:
         """A client's tensors, but the phase's initial ones where they are the same, so that they are in memory once."""
@@ -49,6 +51,18 @@ class Untrained:
     def copy(self) -> LightningModule:
         """A module for clients to train or to be evaluated with."""
         return copy_module(self.module, self.shared if self.is_tried else ())
+
+    def move(self, module: LightningModule, device: torch.device) -> LightningModule:
+        """Moves a copy to a device; what it shares goes there once."""
+        elsewhere = device.type != "cpu"
+        with torch.inference_mode(False):
+            for name, parameter in module.named_parameters() if self.is_tried else ():
+                if name in self.shared and is_borrowed(parameter):
+                    shared = self.shared[name].data
+                    if elsewhere and name not in self._elsewhere:
+                        self._elsewhere[name] = shared.to(device)
+                    borrow(parameter, self._elsewhere[name] if elsewhere else shared, shared)
+        return module.to(device)
 
     def restore(self, module: LightningModule) -> bool:
         """Has a copy share again what a client had to itself; returns whether there was anything."""
@@ -74,8 +88,8 @@ class Untrained:
 
     def check(self, algorithm: Algorithm) -> None:
         """Refuses a change of what clients share."""
-        for name, parameter in self.shared.items():
-            if _sum(parameter) != self._sums[name]:
+        for name, tensor in itertools.chain(self.shared.items(), self._elsewhere.items()):
+            if _sum(tensor) != self._sums[name]:
                 raise MisconfigurationException(
                     f"{type(self.module).__name__}: '{name}' was changed in place, but no optimizer trains it, and the "
                     "first client's training left it as it was, so that clients share its memory. If the module "
@@ -86,7 +100,7 @@ class Untrained:
 
 def _sum(tensor: Tensor) -> int:
     """A checksum of the sums of blocks of 4096 bytes, which takes a fifth of the time of a copy."""
-    values = bits_of(tensor).numpy()
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     end = len(values) // 4096 * 4096
-    blocks = values[:end].view(np.int64).reshape(-1, 512).sum(1)
-    return zlib.crc32(values[end:].data, zlib.crc32(blocks.data))
+    blocks, rest = values[:end].view(torch.int64).view(-1, 512).sum(1).cpu(), values[end:].cpu()
+    return zlib.crc32(rest.numpy().data, zlib.crc32(blocks.numpy().data))

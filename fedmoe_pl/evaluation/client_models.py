@@ -80,7 +80,7 @@ def _evaluate_shared(
     validation = _opted_in_validation(training)
     for group in training.by_architecture(clients):
         group_training = training.of(group[0])
-        module = group_training.copies.copy().to(training.device)
+        module = group_training.copies.move(group_training.copies.copy(), training.device)
         for tensors, sharing in _models(group_training, server, kept, group):
             load_to_evaluate(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
@@ -155,7 +155,7 @@ class _Evaluator:
             # hooks that see the module may write to it
             shares = not needs_server_state(training.algorithm)
             copied = training.copies.copy() if shares else copy_module(training.module)
-            self.modules[architecture] = copied.to(training.device)
+            self.modules[architecture] = training.copies.move(copied, training.device)
         module, data = self.modules[architecture], training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
             states = [self._state(training, module, client) for client in clients]

@@ -11,7 +11,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.backends import LocalTraining
-from fedmoe_pl.backends.rounding import is_close
+from fedmoe_pl.backends.rounding import in_full_precision, is_close
 from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
@@ -59,6 +59,7 @@ class StackedModels:
         }
         self.device = module.device
 
+    @in_full_precision()
     def agree(self, datamodule: FederatedDataModule) -> bool:
         """Whether the last model gives the same outputs, up to rounding, alone; say, none draws random numbers."""
         ((x, _),) = datamodule.batches(datamodule.global_test[:_TRIED_SAMPLES], batch_size=_TRIED_SAMPLES)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import assert_same_bits, blobs, mixture, run
 from helpers.backends import begin
-from helpers.models import Adapted
+from helpers.models import Adapted, OnBase
 from helpers.runs import assert_same
 from helpers.workers import InThisProcess, TwoInThisProcess, training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import nn
 
 from fedmoe_pl import Phase, Train
@@ -20,31 +20,6 @@ from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.trees import copy_module, is_borrowed, load_tree
 
 SIZES = (13, 8, 11, 9)
-
-
-class OnBase(LightningModule):
-    """A frozen base with a trained head; ``change`` is called in each of its training steps."""
-
-    change = staticmethod(lambda module, steps: None)
-    steps = 0
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Linear(5, 300).requires_grad_(False)
-        self.head = nn.Linear(300, 3)
-        self.double()
-
-    def forward(self, x):
-        return self.head(self.base(x))
-
-    def training_step(self, batch, batch_idx):
-        type(self).steps += 1
-        self.change(self, self.steps)
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
 class Memory(Callback):

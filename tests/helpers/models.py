@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 plain_trainer = pytest.mark.filterwarnings(
@@ -63,3 +63,28 @@ class Adapted(nn.Linear):
 
     def forward(self, x):
         return super().forward(x) + (0 if self.is_merged else x @ self.down.T @ self.up.T)
+
+
+class OnBase(LightningModule):
+    """A frozen base with a trained head; ``change`` is called in each of its training steps."""
+
+    change = staticmethod(lambda module, steps: None)
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(5, 300).requires_grad_(False)
+        self.head = nn.Linear(300, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.base(x))
+
+    def training_step(self, batch, batch_idx):
+        type(self).steps += 1
+        self.change(self, self.steps)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)

@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
+from fedmoe_pl import trees
+
 NAME = "pretended"
 _EXTENSION = 12  # DLPack's number for a device that an extension defines
 _MIXING = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::copy_", "aten::_copy_from"}  # may mix
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _libraries = []
+_swap_tensors = torch.utils.swap_tensors
 
 
 class Accelerator(CUDAAccelerator):
@@ -64,7 +67,21 @@ def register() -> None:
     implementations.impl("convolution_overrideable", _on_cpu(torch.ops.aten.convolution.default), "PrivateUse1")
     implementations.impl("convolution_backward_overrideable", _on_cpu(_convolution_backward), "PrivateUse1")
     _libraries.extend((fallback, implementations))
-    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the same objects, as on a GPU
+    # parameters stay the same objects with the same attributes, as on a GPU
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = _swap
+    trees.set_data = _set_data
+
+
+def _swap(parameter: Tensor, other: Tensor) -> None:
+    attributes = dict(vars(parameter))
+    _swap_tensors(parameter, other)
+    vars(parameter).update(attributes)
+
+
+def _set_data(parameter: torch.nn.Parameter, tensor: Tensor) -> None:
+    """``parameter.data = tensor``, which PyTorch refuses for its own devices and ones that an extension defines."""
+    _swap(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
 
 
 def placed(datamodule, device):

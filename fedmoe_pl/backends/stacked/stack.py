@@ -41,7 +41,7 @@ class Stack(Learner):
 
     def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
         self.training = training
-        self.module = module.to(training.device)
+        self.module = training.copies.move(module, training.device)
         self.members = sorted(members, key=lambda member: -len(member.batches))
         self.data = StackedData(training, self.members)
         self.round = round
@@ -65,7 +65,7 @@ class Stack(Learner):
         with self.looking_up():
             Loop(step.trainer, self.training, freezing).run(self)
         freezing.reset()  # the module's next stack may train what this one has frozen last
-        self.module.cpu()
+        self.training.copies.move(self.module, torch.device("cpu"))
         for member in self.members:
             member.client.steps = freezing.epochs * len(member.batches)
         self._unstack()
@@ -253,7 +253,7 @@ def ignores_padding(
     if training.has_batch_norm or not half:
         return False
     # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
-    module.cpu()
+    training.copies.move(module, torch.device("cpu"))
     try:
         fewer, padded = share.apply(lambda tensor: tensor[:, :half].cpu()), share.apply(lambda tensor: tensor.cpu())
         padded.y = padded.y.clone()
@@ -265,6 +265,6 @@ def ignores_padding(
     except (RuntimeError, IndexError, ValueError):
         return False
     finally:
-        module.to(training.device)
+        training.copies.move(module, training.device)
     pairs = [(loss, expected), *((gradients[name], expected_gradients[name]) for name in names)]
     return all(a is not None and b is not None and equal_to_rounding(a, b) for a, b in pairs)

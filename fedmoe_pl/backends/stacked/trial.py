@@ -22,7 +22,7 @@ from fedmoe_pl.backends.local_client import on_device
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.private_client import check_private, clipped_gradients
-from fedmoe_pl.backends.rounding import is_close, largest_value
+from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
 from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.private_stack import PrivateStack, make_stack
 from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, trained_in_epoch
@@ -95,6 +95,7 @@ def _check_without_trial(training: LocalTraining) -> None:
         raise NotStackable("parts of the model share parameters or buffers")
 
 
+@in_full_precision()
 def _try_architecture(
     trial: Trial, training: LocalTraining, clients: Sequence[int], server: Tree, most_operations: float
 ) -> None:

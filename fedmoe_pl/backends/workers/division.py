@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, on_device
-from fedmoe_pl.backends.rounding import is_close, largest_value
+from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
 from fedmoe_pl.backends.trainer import module_to_fit
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
@@ -20,6 +20,7 @@ from fedmoe_pl.trees import Tree, copy_module
 _SAMPLES = 7  # odd, so that the parts differ in size
 
 
+@in_full_precision()
 def check_division(training: LocalTraining) -> None:
     """Refuses a loss that is not the mean over the samples of a batch: DDP averages gradients of its parts.
 
