@@ -195,8 +195,7 @@ def test_every_method_gives_what_it_gives_on_a_cpu(tmp_path, accelerator, device
         run = made(tmp_path / str(number), method.phases(), place, backend, enable_checkpointing=False)
         run.fit(method.model(), data_of_methods(**method.split))
         states.append(run.run.states)
-    # AdamW of CoMiGS enlarges the rounding of gradients of almost nothing
-    close = partial(torch.testing.assert_close, rtol=1e-6 if name == "CoMiGS" else 1e-7, atol=1e-9)
+    close = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9)
     for other in states[1:]:
         for phase_name, state in states[0].items():
             close(other[phase_name].server, state.server)

@@ -192,7 +192,12 @@ METHODS = {
     "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
     "FedRoD": Method(one(FedRoD, None)),
     "FedALT": Method(one(FedALT, None), lambda: in_layers(gate=TokenGate()), ["base.*", "global_expert.*", "gate.*"]),
-    "CoMiGS": Method(one(lambda: CoMiGS(2, 1), TokenGate), in_layers, split={"validation_fraction": 0.2}, stacks=False),
+    "CoMiGS": Method(
+        one(lambda: CoMiGS(2, 1), None),
+        lambda: in_layers(gate=TokenGate()),
+        split={"validation_fraction": 0.2},
+        stacks=False,
+    ),
     "FedLEASE": Method(
         one(lambda: FedLEASE(1), None, **everything(rounds=3)),
         lambda: in_layers(ClusteredAdapterMoE),
