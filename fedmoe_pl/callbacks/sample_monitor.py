@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,9 +96,9 @@ class SampleMonitor(FederationCallback):
             texts = {name: words_of(run.datamodule, part.x) for name, part in panels.items()}
             title = f"{evaluation.method}: samples of client {run.datamodule.client_names[client]}"
             if number and gated.x.dim() == 4 and gated.x.shape[1] in (1, 3):
-                draw = partial(image_samples_figure, panels, title)
+                draw = partial(image_samples_figure, panels, title, run.datamodule.classes)
             elif number and None not in texts.values():
-                draw = partial(text_samples_figure, panels, texts, title)
+                draw = partial(text_samples_figure, panels, texts, title, run.datamodule.classes)
             else:
                 continue
             tag = f"samples/{run.datamodule.client_names.file(client)}"
@@ -122,7 +123,7 @@ class SampleMonitor(FederationCallback):
 
 
 @styled
-def image_samples_figure(panels: dict[str, GatedSamples], title: str) -> Figure:
+def image_samples_figure(panels: dict[str, GatedSamples], title: str, classes: Sequence[str] | None = None) -> Figure:
     """Images, with the weights of the experts as a bar below each; the title of one that is wrong is coloured."""
     rows = [(name, part) for name, gated in panels.items() for part in _pieces(gated)]
     figure = new_figure(0.4 + 1.25 * len(rows))
@@ -135,14 +136,19 @@ def image_samples_figure(panels: dict[str, GatedSamples], title: str) -> Figure:
             low, high = image.min(), image.max()
             axes.imshow((image - low) / max(high - low, 1e-12), cmap="gray")
             axes.set(xticks=[], yticks=[], ylabel=name if column == 0 else None)
-            _name_classes(axes, gated, column)
+            given, predicted = _classes_of(gated, column, classes)
+            is_right = given == predicted
+            shown = given if is_right else f"{given}, not {predicted}"
+            axes.set_title(shown, color=INK if is_right else COLORS[3])
             _draw_weights(figure.add_subplot(grid[2 * row + 1, column]), gated.weights[column])
     _name_experts(figure, rows[0][1].weights.shape[1])
     return figure
 
 
 @styled
-def text_samples_figure(panels: dict[str, GatedSamples], texts: dict[str, Any], title: str) -> Figure:
+def text_samples_figure(
+    panels: dict[str, GatedSamples], texts: dict[str, Any], title: str, classes: Sequence[str] | None = None
+) -> Figure:
     """The first words of texts, with the weights of the experts as a bar below each."""
     rows = [(name, gated, place) for name, gated in panels.items() for place in range(len(gated.x))]
     figure = new_figure(0.4 + 0.55 * len(rows))
@@ -150,7 +156,8 @@ def text_samples_figure(panels: dict[str, GatedSamples], texts: dict[str, Any], 
     for axes, (name, gated, place) in zip(figure.subplots(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
         words = [word for word in texts[name][place] if word]
         axes.set_title(" ".join(words[:_WORDS]) + (" ..." if len(words) > _WORDS else ""), loc="left")
-        said = f"; {name}; class {gated.classes[place]}, predicted {gated.predicted[place]}"
+        given, predicted = _classes_of(gated, place, classes)
+        said = f"; {name}; class {given}, predicted {predicted}"
         _draw_weights(axes, gated.weights[place], said)
     _name_experts(figure, rows[0][1].weights.shape[1])
     return figure
@@ -181,10 +188,10 @@ def _pieces(gated: GatedSamples) -> list[GatedSamples]:
     return [gated.take(some) for some in places]
 
 
-def _name_classes(axes: Axes, gated: GatedSamples, place: int) -> None:
+def _classes_of(gated: GatedSamples, place: int, classes: Sequence[str] | None) -> tuple[str, str]:
+    """A sample's class and the one that is predicted: their names, or their numbers if they have none."""
     given, predicted = int(gated.classes[place]), int(gated.predicted[place])
-    is_right = given == predicted
-    axes.set_title(str(given) if is_right else f"{given}, not {predicted}", color=INK if is_right else COLORS[3])
+    return (classes[given], classes[predicted]) if classes else (str(given), str(predicted))
 
 
 def _draw_weights(axes: Axes, weights: Tensor, said: str = "") -> None:

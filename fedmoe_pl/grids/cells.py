@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -184,6 +185,17 @@ def cut_run(cell: Cell) -> Path | None:
         if phases == _phases(cell.configuration) and (path.is_file() or path.with_name(PREVIOUS).is_file()):
             return path
     return None
+
+
+def last_round(cell: Cell) -> str:
+    """The round that the newest run of a cell has evaluated last, in words; empty if there is none."""
+    newest = max(run_versions(cell.folder), default=0)
+    try:
+        with (cell.folder / f"version_{newest}" / "rounds.csv").open(newline="", encoding="utf-8") as file:
+            rows = [*csv.DictReader(file)]
+    except OSError:
+        return ""
+    return f"{rows[-1]['method']}, round {rows[-1]['round']}" if rows else ""
 
 
 def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:

@@ -19,11 +19,12 @@ from filelock import FileLock, Timeout
 
 from fedmoe_pl.backends.fitting import cores_of_process
 from fedmoe_pl.checkpoints.checkpoint import LOCK
-from fedmoe_pl.grids.cells import Cell, cut_run, finished_run
+from fedmoe_pl.grids.cells import Cell, cut_run, finished_run, last_round
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
 from fedmoe_pl.rounds.interruption import Interruption, raising
 
 _POLL = 0.1  # seconds between two looks at the processes
+_TELL = 30.0  # seconds after which a line says how far a run is
 _SECONDS_TO_END = 15.0  # after a signal; a run needs at most ten
 _LONGEST = 300  # characters of an error in a line
 
@@ -36,6 +37,8 @@ class _Process:
     process: subprocess.Popen[bytes]
     began: float
     is_ended: bool = False  # by this process
+    told: float = 0.0  # when a line said how far it is
+    reached: str = ""  # what that line said
 
 
 def run_cells(
@@ -46,8 +49,8 @@ def run_cells(
 ) -> list[Cell]:
     """Runs the cells that are not finished, under their titles; a line says when each of them begins and ends.
 
-    A cell is taken when a process is free for it, and its run is ended as soon as it ``is_pruned``. Returns those that
-    failed.
+    Another line says from time to time which round it has evaluated. A cell is taken when a process is free for it, and
+    its run is ended as soon as it ``is_pruned``. Returns those that failed.
     """
     waiting, running, failed = iter(cells), list[_Process](), list[Cell]()
     with raising(signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
@@ -68,6 +71,8 @@ def run_cells(
                     elif not each.is_ended and is_pruned(each.cell):
                         each.process.terminate()
                         each.is_ended = True
+                    else:
+                        _say_progress(each)
         except Interruption:
             _end(running)
             raise
@@ -155,6 +160,17 @@ def _gpu(cell: Cell, slot: int) -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     return names[slot % len(names)]
+
+
+def _say_progress(each: _Process) -> None:
+    """Says which round a run has evaluated last, after some time and if it is another one."""
+    now = time.monotonic()
+    if now - max(each.began, each.told) < _TELL:
+        return
+    each.told, reached = now, last_round(each.cell)
+    if reached and reached != each.reached:
+        each.reached = reached
+        print(f"{each.title} is at {reached}", flush=True)
 
 
 def _has_succeeded(each: _Process) -> bool:

@@ -78,6 +78,15 @@ def test_an_image_has_its_class_and_its_weights():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["global expert", "local expert"]
 
 
+def test_classes_that_have_names_are_called_by_them():
+    names = ["cat", "dog", "owl"]
+    figure = image_samples_figure({"least certain": GATED}, "a title", names)
+    assert [axes.get_title() for axes in figure.axes if axes.images] == ["dog", "owl, not cat"]
+    texts = {"most certain": [["good"], ["bad"]]}
+    figure = text_samples_figure({"most certain": GATED}, texts, "a title", names)
+    assert figure.axes[1].get_xlabel() == "0.90 0.10; most certain; class owl, predicted cat"
+
+
 def test_a_text_has_its_words():
     data = images()
     data.vocabulary = ["good", "bad"]
