@@ -140,7 +140,7 @@ class Stack(Learner):
         self.stacked: Tree = {}
         for name, tensor in states[0].items():
             if name in changing or any(state[name] is not tensor for state in states):
-                self.stacked[name] = torch.stack([state[name] for state in states]).to(self.training.device)
+                self.stacked[name] = _stacked([state[name] for state in states], self.training.device)
 
     def looking_up(self) -> AbstractContextManager[None]:
         """In this context, the outputs of frozen parts are looked up."""
@@ -200,6 +200,14 @@ class Stack(Learner):
         for name, tensor in self.stacked.items():
             for member, value in zip(self.members, tensor.cpu(), strict=True):
                 member.state[name] = value
+
+
+def _stacked(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Stacked tensors on a device, where one that is the same for all, such as the server's, is moved once."""
+    first = tensors[0]
+    if any(tensor is not first for tensor in tensors):
+        return torch.stack(list(tensors)).to(device)
+    return first.to(device).expand(len(tensors), *first.shape).clone(memory_format=torch.contiguous_format)
 
 
 def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
