@@ -235,7 +235,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
         for name, tensor in tensors.items():
             parameter = parameters[name]
             known[id(parameter)] = own = nn.Parameter(tensor, parameter.requires_grad)
-            setattr(own, mark, (own.data_ptr(), tensor))
+            setattr(own, mark, (own.data_ptr(), None))
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
@@ -303,9 +303,9 @@ def is_copy_of(parameter: Tensor, tensor: Tensor) -> bool:
 
 
 def borrow(parameter: nn.Parameter, tensor: Tensor, original: Tensor | None = None) -> None:
-    """Has a parameter share a tensor's memory, which may be the copy of an original on another device."""
+    """Has a parameter share a tensor's memory, which may be the copy of an original that is on another device."""
     set_data(parameter, tensor)
-    setattr(parameter, _BORROWED, (parameter.data_ptr(), tensor if original is None else original))
+    setattr(parameter, _BORROWED, (parameter.data_ptr(), original))
 
 
 def set_data(parameter: nn.Parameter, tensor: Tensor) -> None:
@@ -314,5 +314,5 @@ def set_data(parameter: nn.Parameter, tensor: Tensor) -> None:
 
 
 def _mark(parameter: Tensor, name: str) -> tuple[int | None, Tensor | None]:
-    """Where a parameter was when it was marked, and what it shares its values with."""
+    """Where a parameter was when it was marked, and the tensor on another device that it is a copy of, if any."""
     return getattr(parameter, name, (None, None))

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +34,7 @@ from fedmoe_pl.algorithms import (
     FedMoEDA,
     FedProx,
     FineTuning,
+    Local,
     PFedMoE,
     PFLMoE,
     Scaffold,
@@ -41,9 +43,12 @@ from fedmoe_pl.algorithms import (
 from fedmoe_pl.backends import PoolBackend, StackedBackend, TrainerBackend, data_on, on_device
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.local_client import begin_client
+from fedmoe_pl.backends.untrained import DeviceCopies
+from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
-from fedmoe_pl.models import BiLSTM, FeatureGate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import BiLSTM, FeatureGate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE, RepresentationMoE
 from fedmoe_pl.setup import start
+from fedmoe_pl.trees import is_borrowed
 
 PRETENDED = "PRETENDED_GPU" in os.environ
 BACKENDS = [TrainerBackend(), StackedBackend()]
@@ -293,6 +298,64 @@ def test_a_change_of_what_clients_share_on_the_device_is_refused(tmp_path, accel
     monkeypatch.setattr(OnBase, "steps", 0)
     with pytest.raises(MisconfigurationException, match=re.escape("OnBase: 'base.weight' was changed in place")):
         made(tmp_path, [phase("last", FedAvg(), rounds=2)], accelerator, TrainerBackend()).fit(OnBase(), points())
+
+
+class PredictsAtTheEnd(OnBase):
+    def training_step(self, batch, batch_idx):
+        self.seen = batch[0]
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self):
+        assert self(self.seen).device == self.base.weight.device == self.seen.device == self.device
+
+
+@pytest.mark.gpu
+def test_a_module_is_on_the_device_in_its_own_hook_at_the_end_of_training(tmp_path, accelerator, device):
+    made(tmp_path, [phase("last", FedAvg(), rounds=2)], accelerator, TrainerBackend()).fit(PredictsAtTheEnd(), points())
+
+
+@pytest.mark.gpu
+def test_what_clients_share_leaves_the_device_at_the_end_of_a_phase(tmp_path, accelerator, device, monkeypatch):
+    found, alive = [], []
+    init = DeviceCopies.__init__
+
+    def noted(self):
+        init(self)
+        found.append(weakref.ref(self))
+
+    class Count(FederationCallback):
+        def on_round_start(self, run, phase, round):
+            alive.append(sum(bool(copies and copies.tensors) for copies in (each() for each in found)))
+
+    monkeypatch.setattr(DeviceCopies, "__init__", noted)
+    phases = [phase(name, FedAvg(), rounds=2) for name in ("one", "two", "three")]
+    made(tmp_path, phases, accelerator, TrainerBackend(), callbacks=[Count()]).fit(OnBase(), points())
+    assert alive == [0, 1] * 3 and not any(copies and copies.tensors for copies in (each() for each in found))
+
+
+class ChangesInEvaluations(RepresentationMoE):
+    """Of three architectures; those of the second and the third add to their expert when they are evaluated."""
+
+    def mix(self, x):
+        expert = next(self.local_experts.parameters())
+        if torch.is_inference_mode_enabled() and is_borrowed(expert):
+            expert.data.add_(1)
+        return super().mix(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*no phase trains it")
+@pytest.mark.parametrize("place", ["cpu", "gpu"])
+def test_a_change_of_what_one_architecture_shares_is_refused(tmp_path, accelerator, device, place):
+    model = three_architectures()
+    model.__class__ = ChangesInEvaluations
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("gate."))
+    phases = [phase("last", Local("gate.*"), evaluate=True)]
+    federation = made(tmp_path, phases, "cpu" if place == "cpu" else accelerator, TrainerBackend())
+    data = blobs((13, 8, 11, 9, 12, 10, 9), batch_size=10, test_fraction=0.2)
+    with pytest.raises(MisconfigurationException, match=r"ChangesInEvaluations: 'local_experts.* was changed in"):
+        federation.fit(model, data)
 
 
 @pytest.mark.gpu

@@ -29,7 +29,8 @@ class FedProx(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; returns the received parameters for the loss."""
         super().client_init(client, sent)
-        return {"received": {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}}
+        trained = [name for name, parameter in client.module.named_parameters() if parameter.requires_grad]
+        return {"received": {name: sent[name] for name in trained if name in sent}}
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The module's loss and the proximal term."""

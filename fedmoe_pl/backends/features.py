@@ -65,10 +65,9 @@ class FeatureCache:
         architecture = training.architecture(client.id)
         if architecture in self._too_large:
             return None
-        tracing = _Tracing(
-            training, training.copies.move(client.module, device), client.round, on_device(constants, device)
-        )
         try:
+            module = training.copies.move(client.module, device)
+            tracing = _Tracing(training, module, client.round, on_device(constants, device))
             # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.
             with (
                 torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -88,9 +87,8 @@ class FeatureCache:
         if tracing.training.rounds == 1:
             return tracing.rows(samples, parts.names)
         kept, kept_samples, rows = self._kept.get((client_id, parts), ({}, None, {}))
-        state = changed(
-            of_parts(tracing.module.state_dict(keep_vars=True), parts.names), tracing.training.initial, kept
-        )
+        tensors = of_parts(tracing.module.state_dict(keep_vars=True), parts.names)
+        state = changed(tensors, tracing.training.initial, kept)
         is_same = kept_samples is not None and torch.equal(kept_samples, samples) and state.keys() == kept.keys()
         if not is_same or any(state[name] is not kept[name] for name in kept):
             rows = tracing.rows(samples, parts.names)

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
@@ -42,19 +42,15 @@ def fit(
     batches: Iterable[Any],
     validation: SampleBatches | None,
     callbacks: list[Callback],
-    last: Sequence[Callback] = (),
     models: int = 1,
     **arguments: Any,
 ) -> Trainer:
-    """Fits a module with a new Trainer, which takes a few milliseconds to make.
-
-    The ``last`` callbacks come after the user's.
-    """
+    """Fits a module with a new Trainer, which takes a few milliseconds to make."""
     # a copy of WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
     settings: dict[str, Any] = {**copied, "logger": False, **arguments}
     own = settings.pop("callbacks", None) or []
-    callbacks = [*callbacks, *(own if isinstance(own, list) else [own]), *last]
+    callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
     devices = training.devices or [training.device]
     settings["devices"] = [device.index or 0 for device in devices] if training.device.type == "cuda" else len(devices)
     if training.devices:
@@ -74,7 +70,7 @@ def fit(
                 raise
             signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
             raise KeyboardInterrupt from exit
-    own = [tensor.nbytes for name, tensor in training.initial.items() if name not in training.copies.shared]
+    own = [tensor.nbytes for name, tensor in training.initial.items() if name not in training.copies.lent]
     _garbage.add(models * sum(own))
     return trainer
 

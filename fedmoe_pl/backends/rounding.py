@@ -1,27 +1,66 @@
-"""Decides whether two results differ by rounding errors only."""
+"""Decides whether two results differ by rounding errors only, and has a GPU round no more than it must."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 _NOISE = 100  # largest error of a sum, in rounding errors of its largest value
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A setting of the process that may have a GPU round the factors of products: to 11 bits (TF32), or to 8.
+
+    Attributes:
+        set: sets it.
+        value: what it is now.
+        exact: what it is if nothing is rounded.
+    """
+
+    set: Callable[[Any], None]
+    value: Any
+    exact: Any
+
+
+def precisions() -> list[Precision]:
+    """The settings of this process that round factors."""
+    try:
+        products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        return [
+            Precision(torch.set_float32_matmul_precision, products, "highest"),
+            Precision(partial(set_backend, "cudnn.allow_tf32"), convolutions, False),
+        ]
+    except RuntimeError:  # these cannot be read if the user has set what torch 2.9 has in their place
+        paths = [f"{operation}.fp32_precision" for operation in _OPERATIONS]
+        return [Precision(partial(set_backend, path), attrgetter(path)(torch.backends), "ieee") for path in paths]
+
+
+def set_backend(path: str, value: Any) -> None:
+    """Sets what is at a dotted path below ``torch.backends``."""
+    owner, _, name = path.rpartition(".")
+    setattr(attrgetter(owner)(torch.backends), name, value)
 
 
 @contextmanager
 def in_full_precision() -> Iterator[None]:
-    """In this context, a GPU does not round the factors of single-precision products to 11 bits (TF32)."""
-    convolutions, products = torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
+    """In this context, no factors are rounded; in the whole process."""
+    before = precisions()
     try:
+        for each in before:
+            each.set(each.exact)
         yield
     finally:
-        torch.backends.cudnn.allow_tf32 = convolutions
-        torch.set_float32_matmul_precision(products)
+        for each in before:
+            each.set(each.value)
 
 
 def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) -> bool:

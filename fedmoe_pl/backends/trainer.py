@@ -124,12 +124,12 @@ class TrainerPlan(Plan):
         sharing = Sharing(training, client, batches) if training.devices else None
         module = module_to_fit(training, client, constants, sharing)
         freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
-        callbacks = [freezing, _LossCheck(client), *([] if sharing is None else [sharing])]
+        callbacks = [freezing, _LossCheck(client), _MoveBack(training, client.module)]
+        callbacks += [] if sharing is None else [sharing]
         training.copies.move(client.module, training.device)
         arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
         try:
-            last = [_MoveBack(training, client.module)]
-            return fit(training, module, batches, validation, callbacks, last, logger=loggers or False, **arguments)
+            return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
         finally:
             finish(loggers)
 
@@ -167,13 +167,18 @@ class _LossCheck(Callback):
 
 
 class _MoveBack(Callback):
-    """Moves the client's module to the CPU before its Trainer would, which would copy what clients share, too."""
+    """Moves the client's module to the CPU where its Trainer would, which would copy what clients share, too."""
 
     def __init__(self, training: LocalTraining, module: LightningModule) -> None:
         self.training, self.module = training, module
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.training.copies.move(self.module, torch.device("cpu"))
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def move_and_tear_down() -> None:
+            vars(trainer.strategy).pop("teardown")  # its own again
+            self.training.copies.move(self.module, torch.device("cpu"))
+            trainer.strategy.teardown()
+
+        trainer.strategy.teardown = move_and_tear_down
 
 
 class _ClientModule(LightningModule):

@@ -21,7 +21,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.backends.shared_parts import SharedParts
-from fedmoe_pl.backends.untrained import Untrained
+from fedmoe_pl.backends.untrained import DeviceCopies, Untrained
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -80,6 +80,7 @@ class LocalTraining:
         phase: the phase's name.
         run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
         metrics: what is evaluated beside accuracy, by name.
+        elsewhere: what clients share, on another device than the CPU.
     """
 
     module: LightningModule
@@ -106,6 +107,7 @@ class LocalTraining:
     phase: str = ""
     run: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    elsewhere: DeviceCopies = field(default_factory=DeviceCopies, repr=False)
 
     @property
     def max_epochs(self) -> int:
@@ -170,15 +172,15 @@ class LocalTraining:
                 module.keep_architecture(architecture)
             names = module.state_dict().keys()
             if names == self.module.state_dict().keys():
-                self._of_architectures[architecture] = self
+                self._of_architectures[architecture] = None  # in a cycle, it would be freed late
             else:
                 initial = {name: self.initial[name] for name in names}
                 module = copy_module(module)  # with memory of its own
                 self._of_architectures[architecture] = replace(self, module=module, initial=initial)
-        return self._of_architectures[architecture]
+        return self._of_architectures[architecture] or self
 
     @cached_property
-    def _of_architectures(self) -> dict[int, LocalTraining]:
+    def _of_architectures(self) -> dict[int, LocalTraining | None]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,7 +211,7 @@ class LocalTraining:
     @cached_property
     def copies(self) -> Untrained:
         """Makes the modules of clients, which share what none of them trains."""
-        return Untrained(self.module, self.initial, self.untrained)
+        return Untrained(self.module, self.initial, self.untrained, self.elsewhere)
 
     @cached_property
     def shared_parts(self) -> SharedParts:

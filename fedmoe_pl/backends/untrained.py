@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Collection, Mapping
 
@@ -16,20 +15,48 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits, same_memory
 
 
+class DeviceCopies:
+    """Copies, on another device than the CPU, of what the clients of a phase share; other processes have their own."""
+
+    def __init__(self) -> None:
+        self.tensors: Tree = {}
+        self._sums: dict[str, int] = {}
+
+    def of(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
+        """The copy of a tensor; made if there is none yet."""
+        if name not in self.tensors:
+            self.tensors[name] = tensor.to(device)
+            self._sums |= _sums({name: self.tensors[name]})
+        return self.tensors[name]
+
+    def clear(self) -> None:
+        """Forgets them at the end of a phase: Trainers are in cycles of references, which are freed late."""
+        self.tensors.clear()
+
+    def changed(self) -> list[str]:
+        """Names of the copies that are no longer what they were."""
+        return [name for name, value in _sums(self.tensors).items() if value != self._sums[name]]
+
+    def __reduce__(self) -> tuple[type[DeviceCopies], tuple[()]]:
+        """Without the copies."""
+        return DeviceCopies, ()
+
+
 class Untrained:
     """Makes copies of a phase's module that share what no client trains, such as a frozen base.
 
     The first client that a process trains has all parameters to itself, which shows whether the module's own code
     changes some of them all the same, as that of a teacher that follows its student; clients never share these. On
-    another device than the CPU, what they share is in memory once, too.
+    another device than the CPU, what they share is there once, for all architectures of the phase.
 
     Args:
         module: the phase's module.
         initial: its tensors.
         names: the parameters that no client trains.
+        elsewhere: the copies on another device, which the phase's other architectures share.
     """
 
-    def __init__(self, module: LightningModule, initial: Tree, names: Collection[str]) -> None:
+    def __init__(self, module: LightningModule, initial: Tree, names: Collection[str], elsewhere: DeviceCopies) -> None:
         self.module, self.initial = module, initial
         self.shared: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters():
@@ -39,7 +66,12 @@ class Untrained:
                 self.shared[name] = parameter
         self.is_tried = not self.shared
         self._sums = _sums(self.shared)
-        self._elsewhere: Tree = {}  # copies of `shared` on another device than the CPU
+        self._elsewhere = elsewhere
+
+    @property
+    def lent(self) -> Collection[str]:
+        """Names of what copies share now: nothing before a first client has been trained."""
+        return self.shared if self.is_tried else ()
 
     def known(self, tree: Tree) -> Tree:
         """A client's tensors, but the phase's initial ones where they are the same, so that they are in memory once."""
@@ -50,18 +82,19 @@ class Untrained:
 
     def copy(self) -> LightningModule:
         """A module for clients to train or to be evaluated with."""
-        return copy_module(self.module, self.shared if self.is_tried else ())
+        return copy_module(self.module, self.lent)
 
     def move(self, module: LightningModule, device: torch.device) -> LightningModule:
         """Moves a copy to a device; what it shares goes there once."""
         elsewhere = device.type != "cpu"
         with torch.inference_mode(False):
-            for name, parameter in module.named_parameters() if self.is_tried else ():
-                if name in self.shared and is_borrowed(parameter):
+            for name, parameter in module.named_parameters() if self.lent else ():
+                if name in self.lent and is_borrowed(parameter):
                     shared = self.shared[name].data
-                    if elsewhere and name not in self._elsewhere:
-                        self._elsewhere[name] = shared.to(device)
-                    borrow(parameter, self._elsewhere[name] if elsewhere else shared, shared)
+                    if elsewhere:
+                        borrow(parameter, self._elsewhere.of(name, shared, device), original=shared)
+                    else:
+                        borrow(parameter, shared)
         return module.to(device)
 
     def restore(self, module: LightningModule) -> bool:
@@ -87,15 +120,16 @@ class Untrained:
         client.module.train()
 
     def check(self, algorithm: Algorithm) -> None:
-        """Refuses a change of what clients share."""
-        for name, value in itertools.chain(_sums(self.shared).items(), _sums(self._elsewhere).items()):
-            if value != self._sums[name]:
-                raise MisconfigurationException(
-                    f"{type(self.module).__name__}: '{name}' was changed in place, but no optimizer trains it, and the "
-                    "first client's training left it as it was, so that clients share its memory. If the module "
-                    f"changes it, register it as a buffer; hooks of {type(algorithm).__name__} must make new tensors "
-                    "in place of changing those that they were given, and load tensors into a module with `load_tree`."
-                )
+        """Refuses a change of what clients share, also on another device and of other architectures."""
+        sums = _sums(self.shared)
+        changed = [*self._elsewhere.changed(), *(name for name in sums if sums[name] != self._sums[name])]
+        if changed:
+            raise MisconfigurationException(
+                f"{type(self.module).__name__}: '{changed[0]}' was changed in place, but no optimizer trains it, and "
+                "the first client's training left it as it was, so that clients share its memory. If the module "
+                f"changes it, register it as a buffer; hooks of {type(algorithm).__name__} must make new tensors in "
+                "place of changing those that they were given, and load tensors into a module with `load_tree`."
+            )
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -103,6 +137,7 @@ def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     parts = list[Tensor]()
     for tensor in tensors.values():
         values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        values = values.clone() if values.storage_offset() % 8 else values  # or it is no view of numbers of 8 bytes
         end = len(values) // 4096 * 4096
         blocks = values[:end].view(torch.int64).view(-1, 512).sum(1)
         parts.append(torch.cat([blocks.view(torch.uint8), values[end:]]))

@@ -137,7 +137,7 @@ def image_samples_figure(panels: dict[str, GatedSamples], title: str, classes: S
             axes.imshow((image - low) / max(high - low, 1e-12), cmap="gray")
             axes.set(xticks=[], yticks=[], ylabel=name if column == 0 else None)
             given, predicted = _classes_of(gated, column, classes)
-            is_right = given == predicted
+            is_right = bool(gated.classes[column] == gated.predicted[column])
             shown = given if is_right else f"{given}, not {predicted}"
             axes.set_title(shown, color=INK if is_right else COLORS[3])
             _draw_weights(figure.add_subplot(grid[2 * row + 1, column]), gated.weights[column])

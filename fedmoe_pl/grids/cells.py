@@ -187,14 +187,14 @@ def cut_run(cell: Cell) -> Path | None:
     return None
 
 
-def last_round(cell: Cell) -> str:
-    """The round that the newest run of a cell has evaluated last, in words; empty if there is none."""
+def last_round(cell: Cell, since: float) -> str:
+    """The round that a cell's run has evaluated last, in words; empty if there is none since then, in seconds."""
     newest = max(run_versions(cell.folder), default=0)
-    try:
-        with (cell.folder / f"version_{newest}" / "rounds.csv").open(newline="", encoding="utf-8") as file:
-            rows = [*csv.DictReader(file)]
-    except OSError:
+    path = cell.folder / f"version_{newest}" / "rounds.csv"
+    if not path.is_file() or path.stat().st_mtime < since:  # of an earlier run
         return ""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
     return f"{rows[-1]['method']}, round {rows[-1]['round']}" if rows else ""
 
 

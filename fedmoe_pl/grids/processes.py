@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class _Process:
     process: subprocess.Popen[bytes]
     began: float
     is_ended: bool = False  # by this process
+    started: float = field(default_factory=time.time)
     told: float = 0.0  # when a line said how far it is
     reached: str = ""  # what that line said
 
@@ -68,7 +69,9 @@ def run_cells(
                         has_succeeded = _has_succeeded(each)
                         on_end(each.cell, has_succeeded)
                         failed += [] if has_succeeded or each.is_ended else [each.cell]
-                    elif not each.is_ended and is_pruned(each.cell):
+                    elif each.is_ended:
+                        continue
+                    elif is_pruned(each.cell):
                         each.process.terminate()
                         each.is_ended = True
                     else:
@@ -167,7 +170,7 @@ def _say_progress(each: _Process) -> None:
     now = time.monotonic()
     if now - max(each.began, each.told) < _TELL:
         return
-    each.told, reached = now, last_round(each.cell)
+    each.told, reached = now, last_round(each.cell, each.started)
     if reached and reached != each.reached:
         each.reached = reached
         print(f"{each.title} is at {reached}", flush=True)

@@ -87,6 +87,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     run.store.remove_rest(phase.name, state.clients)
     log_epsilon(phase, state)
     log_sample_epsilon(run, phase, state, training)
+    training.elsewhere.clear()
 
 
 def run_round(

@@ -207,6 +207,17 @@ def test_a_parameter_that_was_given_other_memory_is_not_borrowed():
     assert borrower.weight.data_ptr() == memory.data_ptr(), "what has the memory, such as an average, sees the values"
 
 
+def test_a_frozen_parameter_that_is_a_view_of_a_larger_tensor(tmp_path):
+    """As of a file that was read at once: it begins at no multiple of eight bytes."""
+    module = OnBase().float()
+    flat = torch.zeros(1501)
+    flat[1:] = module.base.weight.flatten()
+    module.base.weight.data = flat[1:].view(300, 5)
+    phases = [Phase("FedAvg", FedAvg(), rounds=2)]
+    federation = run(phases, module, blobs(SIZES, dtype=torch.float32), tmp_path, backend=TrainerBackend())
+    assert_same_bits({"": federation.run.states["FedAvg"].server["base.weight"]}, {"": flat[1:].view(300, 5)})
+
+
 class Measured(InThisProcess):
     """Says how many bytes a worker was sent with the server's state, and how many it answered."""
 

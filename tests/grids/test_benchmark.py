@@ -151,13 +151,15 @@ def test_a_signal_ends_all_and_the_same_command_continues(signum, pretend, tmp_p
 def test_a_line_says_how_far_a_run_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(processes, "_TELL", 0.0)
     cell = make_cells(read_grid(write_grid(tmp_path)), pretended_configured)[0]
-    each = processes._Process("[1/2] seed_everything=0", cell, 0, None, began=0.0)
+    each = processes._Process("[1/2] seed_everything=0", cell, 0, None, began=0.0, started=0.0)
     processes._say_progress(each)
     for version, rows in (("version_2", ["FedAvg,1,0.5"]), ("version_10", ["FedAvg,1,0.5", "FedAvg,2,0.6"])):
         (cell.folder / version).mkdir(parents=True)
         (cell.folder / version / "rounds.csv").write_text("\n".join(["method,round,global_test_mean", *rows, ""]))
         processes._say_progress(each)
         processes._say_progress(each)
+    each.started, each.reached = time.time() + 10, ""
+    processes._say_progress(each)  # what there is, is of an earlier run
     first, second = capsys.readouterr().out.splitlines()
     assert first == "[1/2] seed_everything=0 is at FedAvg, round 1"
     assert second == "[1/2] seed_everything=0 is at FedAvg, round 2", "of the newest run"

@@ -11,6 +11,7 @@ import torch
 
 from fedmoe_pl.backends.failures import portable
 from fedmoe_pl.backends.local_client import data_on
+from fedmoe_pl.backends.rounding import precisions, set_backend
 from fedmoe_pl.backends.workers.pickling import Pickled, dumps, loads
 from fedmoe_pl.data import FederatedDataModule
 
@@ -24,7 +25,7 @@ WORKER_ENVIRONMENT = {
 }
 """Environment of a worker process, which libraries read when they are loaded."""
 
-_CUDNN = ("allow_tf32", "benchmark", "deterministic")
+_CUDNN = ("benchmark", "deterministic")
 
 
 def torch_settings() -> list[Callable[[], None]]:
@@ -33,14 +34,10 @@ def torch_settings() -> list[Callable[[], None]]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return [
         partial(torch.set_default_dtype, torch.get_default_dtype()),
-        partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()),
         partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warn_only),
-        *(partial(_set_cudnn, name, getattr(torch.backends.cudnn, name)) for name in _CUDNN),
+        *(partial(set_backend, f"cudnn.{name}", getattr(torch.backends.cudnn, name)) for name in _CUDNN),
+        *(partial(each.set, each.value) for each in precisions()),
     ]
-
-
-def _set_cudnn(name: str, value: bool) -> None:
-    setattr(torch.backends.cudnn, name, value)
 
 
 class Worker:
@@ -67,5 +64,7 @@ class Worker:
         plan, settings = loads(pickled, self.datamodule, buffers=buffers)
         for apply in settings:
             apply()
+        if (before := getattr(self, "plan", None)) is not None:
+            before.training.elsewhere.clear()
         on_cpu = plan.training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs
         self.plan = plan.begin(replace(plan.training, device=torch.device("cpu") if on_cpu else self.device))
