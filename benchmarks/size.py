@@ -16,10 +16,10 @@
 Both sides start with the same weights and draw the same batches. The bare loop holds one model, and keeps in memory
 what each client has alone; it writes nothing. Each side is a process of its own, with one thread, in turns. Times
 leave out imports and making the data. Memory is that of the side's processes at the peak, shared pages counted once
-(PSS). On a GPU, seconds are those of a clock, and memory is the peak of the tensors in the GPU's. Files are those of
-the run's folder, beside what differs: the server's tensors, what each client has alone, and the frozen base once.
-``distance`` is that of both sides' last global tensors,
-relative to their length; batch normalization lets rounding grow.
+(PSS). On a GPU, seconds are those of a clock, and memory is the peak of the tensors in the GPU's memory. Files are
+those of the run's folder, beside what differs: the server's tensors, what each client has alone, and the frozen base
+once. ``distance`` is that of both sides' last global tensors, relative to their length; batch normalization lets
+rounding grow.
 """
 
 from __future__ import annotations
