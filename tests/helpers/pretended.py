@@ -7,6 +7,7 @@ only CUDA has: other kernels, autocast, cuDNN, streams, memory that runs out. ``
 
 import copy
 import ctypes
+import gc
 
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
@@ -75,7 +76,11 @@ def register() -> None:
 
 def _swap(parameter: Tensor, other: Tensor) -> None:
     attributes = dict(vars(parameter))
-    _swap_tensors(parameter, other)
+    try:
+        _swap_tensors(parameter, other)
+    except RuntimeError:  # a graph in a cycle of references still has it
+        gc.collect()
+        _swap_tensors(parameter, other)
     vars(parameter).update(attributes)
 
 
