@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "fedmoe_pl"
+import fedmoe_pl
+
+PACKAGE = Path(fedmoe_pl.__file__).parent
 # Each part may import from itself and from those before it, and parts in one line of the list from each other.
 PARTS = (
     "version",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.configurations import CONFIGURATIONS, QUICKSTART, REPOSITORY
+from helpers.configurations import CONFIGURATIONS, REPOSITORY
 from jsonargparse import ArgumentError
 
 import fedmoe_pl.algorithms
@@ -90,7 +90,8 @@ def test_a_pipe_that_nobody_reads_is_no_traceback():
 
 
 def test_they_are_those_of_the_repository_which_the_build_puts_into_the_package():
-    assert folder() == REPOSITORY / "configs"
+    parts = Path(fedmoe_pl.__file__).parent, REPOSITORY  # of a wheel, and of the repository
+    assert folder() == next(part / "configs" for part in parts if (part / "configs").is_dir())
     assert {"quickstart", "papers/pfl_moe"} <= {*names()}
     build = (REPOSITORY / "pyproject.toml").read_text()
     assert re.search(r'force-include\]\n"configs" = "fedmoe_pl/configs"', build)
@@ -107,7 +108,7 @@ def test_one_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys)
 
 def test_a_file_of_the_user_s_goes_first(tmp_path, monkeypatch):
     assert with_files(["fit", "--config=quickstart", "-c", "quickstart"]) == [
-        *("fit", f"--config={QUICKSTART}", "-c", QUICKSTART)
+        *("fit", f"--config={folder() / 'quickstart.yaml'}", "-c", str(folder() / "quickstart.yaml"))
     ]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").write_text("")

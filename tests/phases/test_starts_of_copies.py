@@ -106,5 +106,6 @@ def test_sharing_what_clients_have_trained_for_themselves_warns(tmp_path):
     with pytest.warns(UserWarning, match=sentence):
         fitted(tmp_path, PARTIAL[0], Phase("it", FedAvg("global_expert.*"), gate=GlobalOnly()))
     shares_again = [before(PARTIAL[0]), Phase("it", FedAvg("global_expert.extractor.*"), start="before")]
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         federation(tmp_path, shares_again).fit(model(), data())

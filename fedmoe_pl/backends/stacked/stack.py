@@ -204,10 +204,9 @@ class Stack(Learner):
 
 def _stacked(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Stacked tensors on a device, where one that is the same for all, such as the server's, is moved once."""
-    first = tensors[0]
-    if any(tensor is not first for tensor in tensors):
-        return torch.stack(list(tensors)).to(device)
-    return first.to(device).expand(len(tensors), *first.shape).clone(memory_format=torch.contiguous_format)
+    if all(tensor is tensors[0] for tensor in tensors):
+        tensors = [tensors[0].to(device)] * len(tensors)
+    return torch.stack([*tensors]).to(device)
 
 
 def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
