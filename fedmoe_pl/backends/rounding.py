@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +35,10 @@ class Precision:
 def precisions() -> list[Precision]:
     """The settings of this process that round factors."""
     try:
-        products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        with _silent():
+            products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         return [
-            Precision(torch.set_float32_matmul_precision, products, "highest"),
+            Precision(_set_products, products, "highest"),
             Precision(partial(set_backend, "cudnn.allow_tf32"), convolutions, False),
         ]
     except RuntimeError:  # these cannot be read if the user has set what torch 2.9 has in their place
@@ -47,7 +49,21 @@ def precisions() -> list[Precision]:
 def set_backend(path: str, value: Any) -> None:
     """Sets what is at a dotted path below ``torch.backends``."""
     owner, _, name = path.rpartition(".")
-    setattr(attrgetter(owner)(torch.backends), name, value)
+    with _silent():
+        setattr(attrgetter(owner)(torch.backends), name, value)
+
+
+def _set_products(value: str) -> None:
+    with _silent():
+        torch.set_float32_matmul_precision(value)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the advice of torch 2.9 to use the settings that it has introduced, which not all releases can read."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
+        yield
 
 
 @contextmanager

@@ -155,9 +155,9 @@ def test_the_gradient_of_all_samples_is_that_of_the_mean_over_their_tokens() -> 
     training = local_training(module := mixture(), FedAvg(), given)
     gradient = training_gradient(client_of(training, module, 0, {}, 0), "local_expert", {})
 
+    tokens, following = torch.tensor([pair for ids in texts(0, 14) for pair in itertools.pairwise(ids)]).T
+
     def loss(table: torch.Tensor) -> torch.Tensor:
-        pairs = [pair for ids in texts(0, 14) for pair in itertools.pairwise(ids)]
-        tokens, following = torch.tensor(pairs).T
         return F.cross_entropy(table[tokens], following)
 
     expected = torch.func.grad(loss)(module.local_expert.table.detach())
