@@ -80,10 +80,16 @@ class Stack(Learner):
         configured = self.module.configure_optimizers()
         optimizer, _ = optimizer_and_scheduler(configured)
         assert optimizer is not None, "try_to_stack has refused it"
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         for group in optimizer.param_groups:
             stepped = [names[parameter] for parameter in group["params"]]
             group["params"] = [view[name] for _, view in self.views for name in stepped if name in view]
+        early = {names[parameter]: state for parameter, state in optimizer.state.items()}  # Adagrad's
+        for name, parameter in ((name, view[name]) for _, view in self.views for name in view if name in early):
+            optimizer.state[parameter] = {
+                key: value.clone() if key == "step" else value.expand_as(parameter).clone()
+                for key, value in early[name].items()
+            }
         return configured
 
     def loss(self, batch: Any) -> Any:

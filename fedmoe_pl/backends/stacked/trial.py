@@ -89,8 +89,6 @@ def _check_without_trial(training: LocalTraining) -> None:
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
     if type(optimizer) not in _ELEMENTWISE:
         raise NotStackable(f"{type(optimizer).__name__} may not step every parameter element by element")
-    if optimizer and optimizer.state:  # as Adagrad's in some releases of PyTorch
-        raise NotStackable(f"{type(optimizer).__name__} has states of the parameters before the first step")
     if has_own_train(training.module):
         raise NotStackable("a part of the model has a train method of its own")
     if names_of_same_tensors(training.module):
