@@ -1,5 +1,6 @@
 """Means of trees, sums over them, parts of them, loading, what changed, and patterns."""
 
+import copy
 import gc
 from weakref import WeakSet
 
@@ -138,6 +139,56 @@ def test_a_copied_module_has_hooks_of_its_own_and_those_of_the_original():
     module(torch.ones(1, 2))
     copied(torch.ones(1, 2))
     assert calls == ["both", "both", "copy"]
+
+
+class Counting(nn.Module):
+    """Has attributes of many kinds, some of which two parts share."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.size, self.name, self.values, self.known, self.place = 3, "a", [1, [2]], shared, torch.zeros(2, 2)
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+
+class CopiesItself(Counting):
+    """Looks into its parts when it is copied."""
+
+    def __deepcopy__(self, memo):
+        new = CopiesItself({})
+        new.layer = copy.deepcopy(self.layer, memo)
+        new.name = f"a copy of {new.layer.in_features}"
+        return new
+
+
+class LeavesOut(Counting):
+    """Says which of its attributes make a copy."""
+
+    def __getstate__(self):
+        return {**vars(self), "values": None}
+
+
+@pytest.mark.parametrize("duplicate", [copy_module, copy.deepcopy])
+def test_a_copied_module_has_all_attributes_and_what_its_parts_share_is_shared_by_the_copies(duplicate):
+    shared = {}
+    module = nn.ModuleList([Counting(shared), CopiesItself({}), LeavesOut(shared), Counting({}), nn.LSTM(2, 2)])
+    module[3].layer = module[0].layer
+    module[3].weight = module[1].layer.weight
+    vars(module[0])["owner"] = vars(module[0])["others"] = [module]
+    copied = duplicate(module)
+    assert not {id(part) for part in module.modules()} & {id(part) for part in copied.modules()}
+    assert not {id(each) for each in module.parameters()} & {id(each) for each in copied.parameters()}
+    assert_same_bits(copied.state_dict(), module.state_dict())
+    first, second, third, fourth, _ = copied
+    assert (first.size, first.name, first.values, first.training) == (3, "a", [1, [2]], True)
+    assert first.values[1] is not module[0].values[1] and first.place is not module[0].place
+    assert first.known is third.known and first.known is not shared and fourth.known is not first.known
+    assert first.owner is first.others and first.owner[0] is copied
+    assert second.name == "a copy of 2"
+    assert third.values is None and module[2].values is not None
+    assert fourth.layer is first.layer and fourth.weight is second.layer.weight
+    assert first.seen is not module[0].seen and "seen" not in first.state_dict()
+    assert torch.equal(copied[4](torch.ones(1, 2))[0], module[4](torch.ones(1, 2))[0])
 
 
 def test_dead_copies_whose_parts_refer_to_each_other_do_not_pile_up(monkeypatch):

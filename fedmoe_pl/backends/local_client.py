@@ -84,7 +84,7 @@ def end_client(
     update = algorithm.client_final(client, constants)
     # before copies are made, since the first client has a whole module to itself
     known = training.copies.known(update.sent)
-    sent, kept = (copied_views(tree, client.module) for tree in (known, update.state))
+    sent, kept = copied_views((known, update.state), client.module)
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if algorithm.exchanged else update.state
@@ -101,14 +101,17 @@ def end_client(
     return update if secure is None else secure.encoded(update, start, training.datamodule.num_clients)
 
 
-def copied_views(tree: Tree, module: LightningModule) -> Tree:
-    """The tree, with copies of tensors in the module's storages, because other clients will use the module."""
+def copied_views(trees: Sequence[Tree], module: LightningModule) -> list[Tree]:
+    """The trees, with copies of tensors in the module's storages, because other clients will use the module."""
     tensors = (*module.parameters(), *module.buffers())
     owned = {tensor.untyped_storage().data_ptr() for tensor in tensors if not is_borrowed(tensor)}
-    return {
-        name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
-        for name, tensor in tree.items()
-    }
+    return [
+        {
+            name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+            for name, tensor in tree.items()
+        }
+        for tree in trees
+    ]
 
 
 def _one_tensor(module: LightningModule) -> Tree:

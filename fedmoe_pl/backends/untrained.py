@@ -97,10 +97,10 @@ class Untrained:
                         borrow(parameter, shared)
         return module.to(device)
 
-    def restore(self, module: LightningModule) -> bool:
-        """Has a copy share again what a client had to itself; returns whether there was anything."""
-        parameters = module.named_parameters() if self.is_tried and self.shared else ()
-        own = [(p, self.shared[n]) for n, p in parameters if n in self.shared and not same_memory(p, self.shared[n])]
+    def restore(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Has a copy's parameters share again what a client had to itself; returns whether there was anything."""
+        pairs = ((parameters[name], self.shared[name]) for name in self.lent)
+        own = [(parameter, shared) for parameter, shared in pairs if not same_memory(parameter, shared)]
         for parameter, shared in own:
             borrow(parameter, shared.data)
         return bool(own)

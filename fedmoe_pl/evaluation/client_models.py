@@ -178,7 +178,7 @@ class _Evaluator:
         arguments = self.server, client, self.kept.get(client, {}), self.round, self.evaluation_point
         state = {**training.initial, **personal_tensors(training, module, *arguments)}
         # an algorithm may return the module's own tensors, which the next client replaces
-        return copied_views(state, module) if chooses_model(training.algorithm) else state
+        return copied_views([state], module)[0] if chooses_model(training.algorithm) else state
 
 
 def _opted_in_validation(training: LocalTraining) -> ClientSamples:

@@ -1,13 +1,14 @@
-"""What is trained together is known at once, however many rounds and epochs a phase has."""
+"""What is trained together is known at once, however many rounds and epochs a phase has; modes of frozen parts."""
 
 from contextlib import nullcontext
 
 import pytest
 from helpers import blobs, mixture
+from torch import nn
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedRep, PFLMoE
-from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
+from fedmoe_pl.backends import LEAN_TRAINER, Freezing, LocalTraining
 from fedmoe_pl.backends.local_client import trainable_names
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.models import LinearGate
@@ -56,3 +57,18 @@ def test_frozen_parts_are_not_guessed_from_the_first_epochs():
     assert training(PFLMoE(), 9, 9).frozen_modules
     assert not training(OneAfterTheOther(), MANY, 9).frozen_modules
     assert training(FedAvg(trainable="gate.*"), 1, MANY).frozen_modules
+
+
+def test_parts_are_in_eval_mode_while_they_are_frozen_and_then_in_the_mode_that_they_had():
+    algorithm = FedAvg(trainable="global_expert.*")
+    frozen = training(algorithm, 1, 1)
+    module = frozen.module
+    module.local_expert.extractor.append(nn.Dropout())
+    module.local_expert.classifier.append(nn.Dropout().eval())  # as `freeze_shared` does
+    modes = {name: part.training for name, part in module.named_modules()}
+    freezing = Freezing(frozen, module, 0)
+    freezing.freeze(0)
+    in_eval_mode = {name for name, part in module.named_modules() if not part.training}
+    assert in_eval_mode == {name for name in modes if name.startswith(("local_expert", "gate"))}
+    freezing.unfreeze()
+    assert {name: part.training for name, part in module.named_modules()} == modes
