@@ -511,6 +511,9 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         elif devices == "auto":
             devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
         parsed = accelerator.parse_devices(devices)
+    if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
+        because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
+        raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
     devices = accelerator.get_parallel_devices(parsed)
     if len(devices) > 1 and not FORKS:
         because = "clients are trained in several processes on Linux only"
@@ -519,9 +522,6 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
         raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
-    if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
-        because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
-        raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
     return devices
 
 

@@ -1,9 +1,11 @@
 """Classes and configurations of the package: listed with one line each, found by name from any folder, and copied."""
 
+import gc
 import inspect
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from helpers.configurations import CONFIGURATIONS, REPOSITORY
 from jsonargparse import ArgumentError
 
 import fedmoe_pl.algorithms
-from fedmoe_pl.cli import main
+from fedmoe_pl.cli import entry, main
 from fedmoe_pl.cli.catalogue import COMMANDS, configs, did_you_mean, folder, names, with_files
 from fedmoe_pl.cli.command_line import OTHER_PARSERS, FederationCLI
 from fedmoe_pl.cli.kinds import KINDS, listing
@@ -69,6 +71,18 @@ finally:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(("fedmoe 0.", "usage: fedmoe", "algorithms:", "adaptive_experts_cifar10"))
+
+
+@pytest.mark.parametrize("last", ["", "\nraise RuntimeError"])
+def test_nothing_is_searched_for_cycles_while_a_command_s_module_is_imported(tmp_path, monkeypatch, last):
+    name = f"imported_{len(last)}"
+    (tmp_path / f"{name}.py").write_text(f"import gc\nassert not gc.isenabled()\nkept = [[]]{last}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError) if last else nullcontext():
+        kept = entry._imported(name).kept
+        assert not any(each is kept for each in gc.get_objects()), "nor afterwards"
+        assert entry._imported(name).kept is kept
+    assert gc.isenabled()
 
 
 def test_the_help_has_every_command():

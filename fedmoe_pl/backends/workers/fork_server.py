@@ -21,7 +21,8 @@ FORKS = sys.platform == "linux"
 """Whether workers can be forked. On other systems, libraries of the system do not survive that."""
 
 _PROGRAM = """
-import sys
+import gc, sys
+gc.disable()
 sys.path[:] = {path!r}
 from fedmoe_pl.backends.workers.fork_server import serve
 from fedmoe_pl.backends.workers.process import work
@@ -100,6 +101,7 @@ def serve(control: int, work: Callable[[socket.socket], None]) -> None:
     """Forks a worker at each request of the driver, and kills those that are left when the driver ends; the server."""
     gc.collect()
     gc.freeze()  # a worker's collections would write to all imported objects, and so copy their memory
+    gc.enable()
     driver = socket.socket(fileno=control)
     workers: set[int] = set()
     with suppress(ConnectionError):
