@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -115,12 +116,11 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
-class _Reader:
-    """Reads batches for training or for evaluation, in this process or in workers that stay until the program ends.
+class _BatchDataset:
+    """A map-style dataset whose items are whole batches for training or for evaluation.
 
-    As a map-style dataset itself, its items are whole batches. Each batch has a seed of its own, from which the global
-    random generators start when its samples are read and collated, so that random transforms do not depend on the
-    process that reads them.
+    Each batch has a seed of its own, from which the global random generators start when its samples are read and
+    collated, so that random transforms do not depend on the process that reads them.
     """
 
     def __init__(self, data: MapStyleData, training: bool) -> None:
@@ -129,9 +129,6 @@ class _Reader:
         self.first: Any = data.train_dataset if is_same else data.eval_dataset
         self.second: Any = data.test_dataset
         self.collate_fn = data.collate_fn if training else data.eval_collate_fn or data.collate_fn
-        self._loader: DataLoader | None = None
-        self._requests: list[tuple[list[int], int]] = []  # the loader's sampler: what it reads in its next iteration
-        self._is_busy = False
 
     def __getitem__(self, request: tuple[Sequence[int], int]) -> Any:
         """Returns the batch of some samples, given their indices and the seed."""
@@ -146,34 +143,51 @@ class _Reader:
             return read_many(list(indices))
         return [self.first[index] if index < n else self.second[index - n] for index in indices]
 
+
+class _Reader:
+    """Reads the batches of a dataset, in this process or in workers that stay until it is freed."""
+
+    def __init__(self, dataset: _BatchDataset) -> None:
+        self.dataset = dataset
+        self._loaders: list[DataLoader] = []  # none, or one
+        self._requests: list[tuple[list[int], int]] = []  # the loader's sampler: what it reads in its next iteration
+        self._is_busy = False
+
+    def __getitem__(self, request: tuple[Sequence[int], int]) -> Any:
+        """A batch that this process reads."""
+        return self.dataset[request]
+
     def read(self, requests: list[tuple[list[int], int]]) -> Iterator[Any]:
         """Reads batches, each given the indices of its samples and its seed."""
-        if not self.data.num_workers or self._is_busy:  # workers cannot be in two iterations at once
+        if not self.dataset.data.num_workers or self._is_busy:  # workers cannot be in two iterations at once
             yield from map(self.__getitem__, requests)
             return
-        if self._loader is None:
-            self._loader = self._new_loader()
+        if not self._loaders:
+            self._loaders.append(self._new_loader())
+            # if it were freed in a cycle of references, its end would wait for five seconds for each worker
+            finalize(self, self._loaders.clear)
         self._is_busy, self._requests[:] = True, requests
         try:
-            yield from self._loader
+            yield from self._loaders[0]
         finally:
             self._is_busy = False
 
     def _new_loader(self) -> DataLoader:
+        data = self.dataset.data
         return DataLoader(
-            self,  # pyright: ignore[reportArgumentType]
+            self.dataset,  # pyright: ignore[reportArgumentType]
             batch_size=None,
             sampler=self._requests,
-            num_workers=self.data.num_workers,
+            num_workers=data.num_workers,
             collate_fn=_unchanged,
             persistent_workers=True,
-            worker_init_fn=partial(_begin_worker, self.data.worker_init_fn),
+            worker_init_fn=partial(_begin_worker, data.worker_init_fn),
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out worker processes, which another process cannot use."""
-        return {**vars(self), "_loader": None, "_requests": [], "_is_busy": False}
+        return {**vars(self), "_loaders": [], "_requests": [], "_is_busy": False}
 
 
 class SampleReader:
@@ -188,7 +202,7 @@ class SampleReader:
 
     def __init__(self, owner: object, data: MapStyleData) -> None:
         self.data = data
-        self.training, self.evaluation = _Reader(data, training=True), _Reader(data, training=False)
+        self.training, self.evaluation = (_Reader(_BatchDataset(data, training)) for training in (True, False))
         indices = [*range(min(_TRIED, data.sizes[0]))]
         with tried(f"{type(owner).__name__}: collate_fn makes no batch of the first samples"):
             batch, of_training = self.evaluation[indices, 0], self.training[indices, 0]

@@ -1,6 +1,8 @@
 """Map-style datasets and LightningDataModules are dealt to clients; batches are what their collate functions make."""
 
+import gc
 import json
+import multiprocessing
 
 import numpy as np
 import pytest
@@ -62,6 +64,18 @@ def test_an_iteration_that_is_broken_off_leaves_the_workers_usable():
     inside = [y.tolist() for _, y in epochs(data, number=1)]
     del broken
     assert inside == expected == [y.tolist() for _, y in epochs(data, number=1)]
+
+
+def test_processes_that_read_samples_end_by_themselves_where_references_form_cycles():
+    before = multiprocessing.active_children()
+    data = set_up(FromDatasets(Noisy(12), Noisy(3), num_clients=1, batch_size=2, num_workers=2))
+    data.itself = [data]
+    epochs(data, number=1)
+    assert len([*data.batches(data.global_test)]) == 2
+    workers = [process for process in multiprocessing.active_children() if process not in before]
+    del data
+    gc.collect()
+    assert [process.exitcode for process in workers] == [0] * 4, "they were not killed, which takes five seconds each"
 
 
 def test_what_is_held_out_is_read_from_the_dataset_without_random_transforms():
