@@ -67,6 +67,7 @@ class Untrained:
         self.is_tried = not self.shared
         self._sums = _sums(self.shared)
         self._elsewhere = elsewhere
+        self._stays_on_cpu = all(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
 
     @property
     def lent(self) -> Collection[str]:
@@ -87,6 +88,9 @@ class Untrained:
     def move(self, module: LightningModule, device: torch.device) -> LightningModule:
         """Moves a copy to a device; what it shares goes there once."""
         elsewhere = device.type != "cpu"
+        self._stays_on_cpu &= not elsewhere
+        if self._stays_on_cpu:  # to look at all tensors takes as long as a small step
+            return module
         with torch.inference_mode(False):
             for name, parameter in module.named_parameters() if self.lent else ():
                 if name in self.lent and is_borrowed(parameter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,9 +156,10 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
             if isinstance(leaf, Tensor):
                 remember(leaf)
 
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False)  # of the first one; members have one architecture
+    hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
     try:
-        with counter, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        with nullcontext() if client else counter, hooks:
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
         saved.clear()
