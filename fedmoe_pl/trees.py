@@ -6,8 +6,8 @@ import copy
 import gc
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,12 +22,6 @@ _BORROWED, _MAPPED = "_fedmoe_pl_borrowed", "_fedmoe_pl_mapped"  # of a paramete
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
-_ATOMIC = {bool, int, float, str, type(None)}  # their values are not copied
-# what decides how a class is copied
-_COPYING = (
-    *("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__"),
-    *("__getnewargs_ex__", "__new__", "__slots__"),
-)
 _MOST_DEAD = 2**28  # bytes; a collection takes about a tenth of a second
 
 
@@ -242,36 +236,17 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
             parameter = parameters[name]
             known[id(parameter)] = own = nn.Parameter(tensor, parameter.requires_grad)
             setattr(own, mark, (own.data_ptr(), None))
-    parts = [*module.modules()]
-    for part in parts:
+    for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial):
                 if value.func.__module__.startswith("jsonargparse"):
                     known[id(value)] = value
-            elif type(value) in (OrderedDict, dict, set) and not value:  # a dozen of hooks in every part
+            elif type(value) in (OrderedDict, dict, set) and not value:  # a dozen in every part; copying takes long
                 known[id(value)] = type(value)()
-    _copy_plain_parts(parts, known)
     copied = copy.deepcopy(module, known)
     own = [p for name, p in copied.named_parameters() if name not in borrowed and name not in mapped]
     _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
     return copied
-
-
-def _copy_plain_parts(parts: Sequence[nn.Module], known: dict[int, Any]) -> None:
-    """Adds copies of the parts that Python would copy by their attributes: a third of its time, as most are numbers."""
-    plain = [part for part in parts if _is_plain(type(part))]
-    for part in plain:
-        known[id(part)] = type(part).__new__(type(part))
-    for part in reversed(plain):  # a part that copies itself may look into those in it
-        attributes = vars(known[id(part)])
-        for name, value in vars(part).items():
-            attributes[name] = value if type(value) in _ATOMIC else copy.deepcopy(value, known)
-
-
-@cache
-def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether copies of a part are determined by its attributes."""
-    return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _COPYING)
 
 
 class _Copies:

@@ -35,13 +35,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Spares every collection of garbage a search of all that was imported, a twentieth of the suite's time."""
+    """Keeps garbage collections from scanning everything that was imported, a twentieth of the suite's time."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_sessionfinish():
-    """Without which some libraries report what they did not free."""
+    """Undoes the freeze; otherwise some libraries report leaks."""
     gc.unfreeze()
 
 

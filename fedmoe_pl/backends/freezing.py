@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -19,11 +17,11 @@ class Freezing(Callback):
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
         self.training = training
         self.round = round
-        self.frozen: list[nn.Module] = []  # outermost ones, whose methods reach those in them
+        self.frozen: list[nn.Module] = []
         self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
-        self._modes = [(part, part.training) for part in module.modules()]
+        self.in_train_mode = [submodule for submodule in module.modules() if submodule.training]
         self._trained: dict[int, tuple[bool, ...]] = {}
-        self._frozen: dict[tuple[bool, ...], list[nn.Module]] = {}
+        self._modules: dict[tuple[bool, ...], list[nn.Module]] = {}
 
     @property
     def epochs(self) -> int:
@@ -37,29 +35,23 @@ class Freezing(Callback):
         for (_, parameter, _), is_trained in zip(self.parameters, trained, strict=True):
             parameter.requires_grad_(is_trained)
         if not self.training.algorithm.frozen_train_mode:
-            if trained not in self._frozen:  # found once, because the search takes as long as a small step
-                self._frozen[trained] = _outermost(part for part, mode in self._modes if mode and _is_frozen(part))
-            self.frozen = self._frozen[trained]
-            for part in self.frozen:
-                part.eval()
+            if trained not in self._modules:  # found once, because the search takes as long as a small step
+                self._modules[trained] = [submodule for submodule in self.in_train_mode if _is_frozen(submodule)]
+            self.frozen = self._modules[trained]
+            for submodule in self.frozen:
+                if submodule.training:  # `eval` of the module that it is in may have reached it
+                    submodule.eval()
 
     def unfreeze(self) -> None:
-        """Puts frozen modules back into the mode that they had, because other parts may be frozen in the next epoch."""
-        for part in self.frozen:
-            part.train()
-        self.restore_modes()
+        """Puts frozen modules back into train mode, because other parts may be frozen in the next epoch."""
+        for submodule in self.frozen:
+            if not submodule.training:
+                submodule.train()
 
     def reset(self) -> None:
-        """Undoes all of it."""
+        """Undoes the freezing of parameters."""
         for _, parameter, by_user in self.parameters:
             parameter.requires_grad_(by_user)
-        self.restore_modes()
-
-    def restore_modes(self) -> None:
-        """Puts every part into the mode that it had."""
-        for part, mode in self._modes:
-            if part.training is not mode:
-                part.training = mode
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freezes what is not trained in this epoch."""
@@ -81,13 +73,3 @@ class Freezing(Callback):
 def _is_frozen(module: nn.Module) -> bool:
     parameters = list(module.parameters())
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
-
-def _outermost(parts: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other one; a module comes before those in it."""
-    found, within = list[nn.Module](), set[nn.Module]()
-    for part in parts:
-        if part not in within:
-            found.append(part)
-            within.update(part.modules())
-    return found

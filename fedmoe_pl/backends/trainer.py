@@ -302,13 +302,16 @@ class _ReusedModule:
         self._tensors = self._of_module()
         self._mapped = {name for name, tensor in self.module.state_dict(keep_vars=True).items() if is_mapped(tensor)}
         self._initial = {**dict(training.module.named_buffers()), **training.initial}
-        self._parameters = dict(self.module.named_parameters())
+        self._modes = [(part, part.training) for part in self.module.modules()]
 
     def reset(self) -> None:
         """Makes the module as a new copy of the phase's module would be, except for tensors that it has to itself."""
         self.freezing.reset()
+        for part, mode in self._modes:
+            if part.training is not mode:
+                part.training = mode
         # others, if it was on another device, or had to itself what it shares now
-        if self.training.copies.restore(self._parameters) or self.training.device.type != "cpu":
+        if self.training.copies.restore(self.module) or self.training.device.type != "cpu":
             self._tensors = self._of_module()
 
     def load_initial(self, replaced: Collection[str]) -> None:

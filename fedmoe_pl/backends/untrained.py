@@ -89,7 +89,7 @@ class Untrained:
         """Moves a copy to a device; what it shares goes there once."""
         elsewhere = device.type != "cpu"
         self._stays_on_cpu &= not elsewhere
-        if self._stays_on_cpu:  # to look at all tensors takes as long as a small step
+        if self._stays_on_cpu:  # checking every tensor takes as long as a small training step
             return module
         with torch.inference_mode(False):
             for name, parameter in module.named_parameters() if self.lent else ():
@@ -101,10 +101,10 @@ class Untrained:
                         borrow(parameter, shared)
         return module.to(device)
 
-    def restore(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Has a copy's parameters share again what a client had to itself; returns whether there was anything."""
-        pairs = ((parameters[name], self.shared[name]) for name in self.lent)
-        own = [(parameter, shared) for parameter, shared in pairs if not same_memory(parameter, shared)]
+    def restore(self, module: LightningModule) -> bool:
+        """Has a copy share again what a client had to itself; returns whether there was anything."""
+        parameters = module.named_parameters() if self.is_tried and self.shared else ()
+        own = [(p, self.shared[n]) for n, p in parameters if n in self.shared and not same_memory(p, self.shared[n])]
         for parameter, shared in own:
             borrow(parameter, shared.data)
         return bool(own)

@@ -154,7 +154,7 @@ class _Reader:
         self._is_busy = False
 
     def __getitem__(self, request: tuple[Sequence[int], int]) -> Any:
-        """A batch that this process reads."""
+        """Reads a batch in this process."""
         return self.dataset[request]
 
     def read(self, requests: list[tuple[list[int], int]]) -> Iterator[Any]:
@@ -164,8 +164,8 @@ class _Reader:
             return
         if not self._loaders:
             self._loaders.append(self._new_loader())
-            # if it were freed in a cycle of references, its end would wait for five seconds for each worker
-            finalize(self, self._loaders.clear)
+            # if it were freed in a cycle of references, shutting it down would wait five seconds per worker
+            finalize(self, self._loaders.clear).atexit = False
         self._is_busy, self._requests[:] = True, requests
         try:
             yield from self._loaders[0]

@@ -59,16 +59,27 @@ def test_frozen_parts_are_not_guessed_from_the_first_epochs():
     assert training(FedAvg(trainable="gate.*"), 1, MANY).frozen_modules
 
 
-def test_parts_are_in_eval_mode_while_they_are_frozen_and_then_in_the_mode_that_they_had():
+class Alone(nn.Sequential):
+    """Leaves the mode of its parts alone."""
+
+    def train(self, mode=True):
+        self.training = mode
+        return self
+
+
+def test_parts_are_in_eval_mode_while_they_are_frozen_and_others_in_the_mode_that_the_user_gave_them():
     algorithm = FedAvg(trainable="global_expert.*")
     frozen = training(algorithm, 1, 1)
     module = frozen.module
     module.local_expert.extractor.append(nn.Dropout())
-    module.local_expert.classifier.append(nn.Dropout().eval())  # as `freeze_shared` does
+    module.local_expert.classifier.append(Alone(nn.BatchNorm1d(2), nn.ReLU()))
     modes = {name: part.training for name, part in module.named_modules()}
     freezing = Freezing(frozen, module, 0)
+    module.global_expert.classifier.eval()
     freezing.freeze(0)
     in_eval_mode = {name for name, part in module.named_modules() if not part.training}
-    assert in_eval_mode == {name for name in modes if name.startswith(("local_expert", "gate"))}
+    by_user = {name for name in modes if name.startswith("global_expert.classifier")}
+    relu = next(name for name, part in module.named_modules() if type(part) is nn.ReLU and "local" in name)
+    assert in_eval_mode - {relu} == by_user | {n for n in modes if n.startswith(("local_expert", "gate"))} - {relu}
     freezing.unfreeze()
-    assert {name: part.training for name, part in module.named_modules()} == modes
+    assert {name for name, part in module.named_modules() if not part.training} - {relu} == by_user

@@ -156,7 +156,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
             if isinstance(leaf, Tensor):
                 remember(leaf)
 
-    counter = FlopCounterMode(display=False)  # of the first one; members have one architecture
+    counter = FlopCounterMode(display=False)  # only for the first member: all have the same architecture
     hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
     try:
         with nullcontext() if client else counter, hooks:
