@@ -42,7 +42,7 @@ _AT_ONCE = {"-h", "--help", "--version", *_LISTS}
 def _imported(name: str) -> ModuleType:
     """A module; while it is imported, the garbage collector is off, which saves a fifth of the time.
 
-    Only in a process that belongs to the command: what is there before would not be freed any more.
+    Only for a process that belongs to the command, because objects that already exist are no longer collected.
     """
     gc.disable()
     try:

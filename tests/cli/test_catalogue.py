@@ -85,6 +85,13 @@ def test_nothing_is_searched_for_cycles_while_a_command_s_module_is_imported(tmp
     assert gc.isenabled()
 
 
+def test_what_a_script_or_notebook_has_in_memory_is_not_kept_from_the_garbage_collector(monkeypatch, capsys):
+    monkeypatch.delattr(entry, "_imported")  # which freezes all that is there
+    with pytest.raises(SystemExit):
+        main(["report", "--help"])
+    assert "usage: fedmoe" in capsys.readouterr().out
+
+
 def test_the_help_has_every_command():
     assert {*COMMANDS} == {*FederationCLI.subcommands(), *OTHER_PARSERS}
 
