@@ -236,13 +236,14 @@ def model_of(case: Case) -> LightningModule:
 
 def mixture_of(network: nn.Module) -> LightningModule:
     """The mixture with the weights of the network with two adapters and a router in each adapted layer."""
-    base = Transformer(768, 12, 30522, lambda width: nn.Linear(width, width))
+    state = {in_mixture(name): tensor for name, tensor in network.state_dict().items()}
+    with torch.device("meta"):
+        base = Transformer(768, 12, 30522, lambda width: nn.Linear(width, width))
+    of_base = {name: state.pop(f"base.{name}") for name in base.state_dict() if not name.startswith("head.")}
+    base.load_state_dict(of_base | network.head.state_dict(prefix="head."), assign=True)  # in memory once, as in the bare loop
     lora = LoRA(["queries", "values"], r=RANK, lora_alpha=RANK, modules_to_save=["head"])
     module = LayerwiseAdapterMoE(base, lora, TokenGate(), optimizer=OPTIMIZER)
-    state = {in_mixture(name): tensor for name, tensor in network.state_dict().items()}
-    module.load_state_dict(
-        state | {f"base.{name}": tensor for name, tensor in base.head.state_dict(prefix="head.").items()}
-    )
+    module.load_state_dict(state, strict=False)
     return module
 
 
