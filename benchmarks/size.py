@@ -237,10 +237,11 @@ def model_of(case: Case) -> LightningModule:
 def mixture_of(network: nn.Module) -> LightningModule:
     """The mixture with the weights of the network with two adapters and a router in each adapted layer."""
     state = {in_mixture(name): tensor for name, tensor in network.state_dict().items()}
+    heads = {name: tensor for name, tensor in network.state_dict().items() if name.startswith("head.")}
     with torch.device("meta"):
         base = Transformer(768, 12, 30522, lambda width: nn.Linear(width, width))
     of_base = {name: state.pop(f"base.{name}") for name in base.state_dict() if not name.startswith("head.")}
-    base.load_state_dict(of_base | network.head.state_dict(prefix="head."), assign=True)  # in memory once, as in the bare loop
+    base.load_state_dict(of_base | heads, assign=True)  # in memory once, as in the bare loop
     lora = LoRA(["queries", "values"], r=RANK, lora_alpha=RANK, modules_to_save=["head"])
     module = LayerwiseAdapterMoE(base, lora, TokenGate(), optimizer=OPTIMIZER)
     module.load_state_dict(state, strict=False)

@@ -1,6 +1,7 @@
-"""Type hints: a user's scripts with what the README and the documentation show pass pyright."""
+"""Type hints: the package, and a user's scripts with what the README and the documentation show, pass pyright."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -47,8 +48,9 @@ def use(federation: Federation) -> None:
 
 
 @pytest.mark.slow  # pyright reads torch's types; `.ci/run` runs it
-def test_the_python_of_the_documentation_passes_a_type_checker_and_misspelt_methods_do_not(tmp_path):
+def test_the_package_and_the_documentation_pass_a_type_checker_and_misspelt_methods_do_not(tmp_path):
     pytest.importorskip("pyright")
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     for page in PAGES:
         text = page.read_text()
         if "```{include} ../../README.md" in text:  # the page goes on from the README's script
@@ -61,13 +63,16 @@ def test_the_python_of_the_documentation_passes_a_type_checker_and_misspelt_meth
     assert "federation.fit(" in (tmp_path / "readme.py").read_text()
     assert "Federation(" in (tmp_path / "own_model_and_data.py").read_text()
     (tmp_path / "script_of_a_user.py").write_text(SCRIPT)
-    settings: dict = {"include": ["*.py"], "extraPaths": [str(REPOSITORY)], "typeCheckingMode": "standard"}
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pyright"]
+    settings["include"] = ["*.py", *(os.path.relpath(REPOSITORY / path, tmp_path) for path in settings["include"])]
     # a notebook's own module, the variable of a loop, and what a reader sees not to be None
     usual = ("reportMissingImports", "reportPossiblyUnboundVariable", "reportOptionalSubscript")
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings | dict.fromkeys(usual, False)))
+    of_scripts = {"root": str(tmp_path), "extraPaths": [str(REPOSITORY)], **dict.fromkeys(usual, False)}
+    settings["executionEnvironments"] = [of_scripts, {"root": str(REPOSITORY)}]
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable, "--outputjson"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     messages = json.loads(result.stdout)["generalDiagnostics"]
     places = [(Path(message["file"]), message["range"]["start"]["line"]) for message in messages]
     wrong = [path.read_text().splitlines()[line] for path, line in places]
-    assert wrong == [line for line in SCRIPT.splitlines() if line.endswith("# wrong")]
+    assert wrong == [line for line in SCRIPT.splitlines() if line.endswith("# wrong")], json.dumps(messages, indent=1)
