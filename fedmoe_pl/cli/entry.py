@@ -44,10 +44,15 @@ def _imported(name: str) -> ModuleType:
 
     Only for a process that belongs to the command, because objects that already exist are no longer collected.
     """
+    shows = sys.stderr.isatty()
+    if shows:  # the first import after an installation takes 20 seconds
+        print("importing torch and Lightning ...", end="\r", file=sys.stderr, flush=True)
     gc.disable()
     try:
         return importlib.import_module(name)
     finally:
+        if shows:
+            print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
         gc.freeze()  # later collections leave out what was imported
         gc.enable()
         atexit.register(gc.unfreeze)  # otherwise some libraries report leaks at exit

@@ -73,6 +73,13 @@ finally:
     assert run.stdout.startswith(("fedmoe 0.", "usage: fedmoe", "algorithms:", "adaptive_experts_cifar10"))
 
 
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "importing torch and Lightning ...\r\x1b[K"), (False, "")])
+def test_a_terminal_shows_that_imports_take_time_until_they_are_done(is_terminal, shown, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    entry._imported("json")
+    assert capsys.readouterr().err == shown
+
+
 @pytest.mark.parametrize("last", ["", "\nraise RuntimeError"])
 def test_nothing_is_searched_for_cycles_while_a_command_s_module_is_imported(tmp_path, monkeypatch, last):
     name = f"imported_{len(last)}"
