@@ -44,7 +44,7 @@ def _imported(name: str) -> ModuleType:
 
     Only for a process that belongs to the command, because objects that already exist are no longer collected.
     """
-    shows = sys.stderr.isatty()
+    shows = sys.stderr is not None and sys.stderr.isatty()
     if shows:  # the first import after an installation takes 20 seconds
         print("importing torch and Lightning ...", end="\r", file=sys.stderr, flush=True)
     gc.disable()

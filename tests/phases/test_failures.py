@@ -171,8 +171,8 @@ def test_with_raise_the_run_stops_and_names_phase_round_and_client(backend, tmp_
 
 @pytest.mark.parametrize("backend", ["trainer", "stacked"])
 def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
-    run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), failures=ClientFailures(timeout=3))
-    fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than failures.timeout, 3 s"])
+    run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), failures=ClientFailures(timeout=2))
+    fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than failures.timeout, 2 s"])
     assert sorted(run.run.states["FedAvg"].clients) == [0, 1, 3]
 
 

@@ -204,7 +204,10 @@ class MixtureOfExperts(LightningModule, ABC):
         return None
 
     def keep_architecture(self, architecture: int) -> None:
-        """Removes the parts that clients of this architecture lack, in place; the others keep their names."""
+        """Removes the parts that clients of this architecture lack, in place; the others keep their names.
+
+        Called for clients for which ``client_architecture`` is not None.
+        """
 
     def forward(self, x: Inputs) -> Tensor:
         """The mixture's scores (B, C) for inputs (B, ...)."""
