@@ -154,7 +154,7 @@ class LocalTraining:
 
     def architecture(self, client_id: int) -> int:
         """The number of a client's architecture; 0 for modules with only one."""
-        return (self.module.client_architecture(client_id) or 0) if isinstance(self.module, MixtureOfExperts) else 0
+        return self.module.client_architecture(client_id) if isinstance(self.module, MixtureOfExperts) else 0
 
     def by_architecture(self, clients: Sequence[int]) -> list[list[int]]:
         """Groups clients by architecture, in their order."""
@@ -165,14 +165,11 @@ class LocalTraining:
 
     def of(self, client_id: int) -> LocalTraining:
         """The training of this client's architecture, whose module has only that architecture's parts."""
-        if not isinstance(self.module, MixtureOfExperts):
-            return self
-        architecture = self.module.client_architecture(client_id)
-        if architecture is None:
-            return self
+        architecture = self.architecture(client_id)
         if architecture not in self._of_architectures:
             module = copy_module(self.module, {name for name, _ in self.module.named_parameters()})
-            module.keep_architecture(architecture)
+            if isinstance(module, MixtureOfExperts):
+                module.keep_architecture(architecture)
             names = module.state_dict().keys()
             if names == self.module.state_dict().keys():
                 self._of_architectures[architecture] = None  # in a cycle, it would be freed late

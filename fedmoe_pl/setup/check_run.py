@@ -238,8 +238,7 @@ def _check_shared(phase: Phase, module: LightningModule, num_clients: int) -> No
     if not isinstance(module, MixtureOfExperts):
         return
     shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
-    architectures = {module.client_architecture(client) for client in range(num_clients)}
-    for architecture in sorted(number for number in architectures if number is not None):
+    for architecture in sorted({module.client_architecture(client) for client in range(num_clients)}):
         client_module = copy_module(module, {name for name, _ in module.named_parameters()})
         client_module.keep_architecture(architecture)
         if missing := sorted(shared - client_module.state_dict().keys()):

@@ -199,9 +199,9 @@ class MixtureOfExperts(LightningModule, ABC):
         parts, gate = self.weighed_parts, self.gate
         return [part for index, part in enumerate(parts) if isinstance(gate, FixedGate) and index not in gate.active]
 
-    def client_architecture(self, client_id: int) -> int | None:
-        """The number of the client's architecture; None if every client has all parts of the module."""
-        return None
+    def client_architecture(self, client_id: int) -> int:
+        """The number of the client's architecture; 0 if all clients have the same one."""
+        return 0
 
     def keep_architecture(self, architecture: int) -> None:
         """Removes the parts that clients of this architecture lack, in place; the others keep their names.

@@ -64,9 +64,9 @@ class PersonalizedMoE(MixtureOfExperts):
         """The two experts."""
         return "global_expert", "local_expert"
 
-    def client_architecture(self, client_id: int) -> int | None:
-        """Index of the client's local expert; None if all clients have the same one."""
-        return client_id % len(self.local_expert) if isinstance(self.local_expert, Architectures) else None
+    def client_architecture(self, client_id: int) -> int:
+        """Index of the client's local expert; 0 if all clients have the same one."""
+        return client_id % len(self.local_expert) if isinstance(self.local_expert, Architectures) else 0
 
     def keep_architecture(self, architecture: int) -> None:
         """Removes all local experts except this one, which keeps its name ``local_expert.<architecture>``."""
