@@ -36,6 +36,7 @@ def main(args: Any = None) -> None:
 
 
 _LISTS = {"list": list_classes, "configs": configs}
+_IMPORTING = "importing torch and Lightning ..."
 _AT_ONCE = {"-h", "--help", "--version", *_LISTS}
 
 
@@ -46,13 +47,13 @@ def _imported(name: str) -> ModuleType:
     """
     shows = sys.stderr is not None and sys.stderr.isatty()
     if shows:  # the first import after an installation takes 20 seconds
-        print("importing torch and Lightning ...", end="\r", file=sys.stderr, flush=True)
+        print(_IMPORTING, end="\r", file=sys.stderr, flush=True)
     gc.disable()
     try:
         return importlib.import_module(name)
     finally:
         if shows:
-            print("\x1b[K", end="", file=sys.stderr, flush=True)  # erases the line
+            print(" " * len(_IMPORTING), end="\r", file=sys.stderr, flush=True)
         gc.freeze()  # later collections leave out what was imported
         gc.enable()
         atexit.register(gc.unfreeze)  # otherwise some libraries report leaks at exit

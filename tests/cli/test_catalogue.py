@@ -73,7 +73,7 @@ finally:
     assert run.stdout.startswith(("fedmoe 0.", "usage: fedmoe", "algorithms:", "adaptive_experts_cifar10"))
 
 
-@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "importing torch and Lightning ...\r\x1b[K"), (False, "")])
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, f"{entry._IMPORTING}\r{33 * ' '}\r"), (False, "")])
 def test_a_terminal_shows_that_imports_take_time_until_they_are_done(is_terminal, shown, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     entry._imported("json")

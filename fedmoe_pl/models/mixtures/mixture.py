@@ -204,10 +204,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return 0
 
     def keep_architecture(self, architecture: int) -> None:
-        """Removes the parts that clients of this architecture lack, in place; the others keep their names.
-
-        Called for clients for which ``client_architecture`` is not None.
-        """
+        """Removes the parts that clients of this architecture lack, in place; the others keep their names."""
 
     def forward(self, x: Inputs) -> Tensor:
         """The mixture's scores (B, C) for inputs (B, ...)."""
