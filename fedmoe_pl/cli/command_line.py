@@ -25,6 +25,8 @@ from lightning_utilities.core.enums import StrEnum
 from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.backends.workers.fork_server import FORKS, fork_server
+from fedmoe_pl.backends.workers.process import work
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.catalogue import configs_parser, list_parser, with_files
 from fedmoe_pl.cli.completion import completion_parser, script
@@ -58,6 +60,7 @@ yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.repr
 
 
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
+_TRAIN = ("fit", "personalize", "validate", "test")  # they may use worker processes
 OTHER_PARSERS = {
     "benchmark": grid_parser,
     "tune": tune_parser,
@@ -274,11 +277,12 @@ def _command(arguments: Sequence[str]) -> str:
     return shlex.join([*program, *words])
 
 
-def run(args: ArgsType = None) -> None:
+def run(args: ArgsType = None, may_fork: bool = False) -> None:
     """Runs a command that needs torch and Lightning; what the user can fix is one line, with the exit codes of main.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
+        may_fork: whether worker processes can be forked from this one, which has only imported everything.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -287,6 +291,8 @@ def run(args: ArgsType = None) -> None:
         if isinstance(arguments, list) and arguments[0] in _OTHERS:
             _run_other(*map(str, arguments))
         else:
+            if may_fork and FORKS and isinstance(arguments, list) and arguments[0] in _TRAIN:
+                fork_server(work)
             FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)

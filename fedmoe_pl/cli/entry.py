@@ -32,7 +32,9 @@ def main(args: Any = None) -> None:
     if isinstance(arguments, list) and (not arguments or arguments[0] in _AT_ONCE or _is_unknown(arguments[0])):
         _answer(*map(str, arguments))
     else:
-        (_imported if args is None else importlib.import_module)("fedmoe_pl.cli.command_line").run(args)
+        # where nobody has imported torch, nobody has used a GPU or torch's threads
+        is_new = args is None and "torch" not in sys.modules
+        (_imported if args is None else importlib.import_module)("fedmoe_pl.cli.command_line").run(args, is_new)
 
 
 _LISTS = {"list": list_classes, "configs": configs}

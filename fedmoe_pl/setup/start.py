@@ -23,6 +23,7 @@ from fedmoe_pl.backends import (
     data_on,
     is_distributed,
 )
+from fedmoe_pl.backends.workers.fork_server import end_fork
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
@@ -122,6 +123,7 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
             raise InvalidArgumentError("Federation", "backend", backend, "auto or TrainerBackend", because)
         return DistributedBackend(devices)
     if len(devices) == 1:
+        end_fork()
         return backend
     # The imports of the processes take seconds, often longer than a whole run on a CPU.
     lazy = devices[0].type == "cpu" and requested == "auto"

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from helpers.backends import begin
-from helpers.runs import assert_same
-from helpers.workers import CPU, trained, training
+from helpers.runs import assert_same, data, federation, model
+from helpers.workers import CPU, trained, training, wait_until
 from torch.utils.data import DataLoader
 
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
-from fedmoe_pl.backends.workers import pool
-from fedmoe_pl.backends.workers.fork_server import start_server
+from fedmoe_pl.backends.workers import fork_server, pool
+from fedmoe_pl.backends.workers.fork_server import ForkServer, _Fork, start_server
 from fedmoe_pl.backends.workers.shared import SharedObject
 
 
@@ -87,6 +89,38 @@ def test_a_worker_is_a_single_thread_alike_to_the_driver_and_may_have_children(m
         "samples": [4, 5],
         "daemonic": False,
     }
+
+
+def test_an_idle_worker_gives_back_what_it_has_freed():
+    def work(plan, server, groups, kept):
+        torch.ones(10_000, 1000)  # 38 MiB
+        return [(os.getpid(), private_mebibytes(os.getpid())) for _ in groups]
+
+    backend = PoolBackend(TrainerBackend(), [CPU])
+    try:
+        _, (worker, mebibytes) = begin(backend, training()).map(work, {}, [[0], [1]], {})
+        wait_until(lambda: private_mebibytes(worker) < mebibytes - 30)
+    finally:
+        backend.close()
+
+
+def private_mebibytes(process: int) -> float:
+    """What only this process has in memory."""
+    rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+    return int(rollup.split("Private_Dirty:")[1].split()[0]) / 1024
+
+
+def test_a_run_without_workers_ends_a_server_that_was_forked(tmp_path, monkeypatch):
+    def until_closed(ours, control):
+        return _Fork(
+            os.posix_spawnp("cat", ["cat"], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, control.fileno(), 0)])
+        )
+
+    server = ForkServer(until_closed)
+    monkeypatch.setattr(fork_server, "_server", server)
+    assert server.is_alive
+    federation(tmp_path, [Phase("FedAvg", FedAvg())], trainer={"devices": 1, "accelerator": "cpu"}).fit(model(), data())
+    assert not server.is_alive
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """``fedmoe``, started as a user starts it, in a folder that has a module of the user's own."""
 
+import json
 import runpy
 import subprocess
 import sysconfig
@@ -78,8 +79,38 @@ def test_the_installed_command_imports_modules_in_the_current_folder(own_folder,
     assert not exit.value.code
 
 
-@pytest.mark.slow
-def test_modules_in_the_current_folder_can_be_imported_by_workers(own_folder):
+NOTES_WORKERS = """
+    def on_train_start(self):
+        import json, os
+        from pathlib import Path
+
+        processes = [Path(f"/proc/{process}") for process in (driver_of(os.getppid()), os.getppid(), os.getpid())]
+        driver, server, worker = processes
+        found = {
+            "driver": driver.name,
+            "server": server.name,
+            "command lines": len({(process / "cmdline").read_text() for process in processes}),
+            "threads": [len(os.listdir(process / "task")) for process in (server, worker)],
+            "threads of torch": torch.get_num_threads(),
+        }
+        Path(f"worker_{os.getpid()}.json").write_text(json.dumps(found))
+
+
+def driver_of(server):
+    return open(f"/proc/{server}/stat").read().rsplit(")", 1)[1].split()[1]
+"""
+
+
+def test_the_installed_command_forks_its_workers_which_import_modules_in_the_current_folder(own_folder):
+    """A worker that was not forked from the command would have its own command line."""
+    (own_folder / "my_project/model.py").write_text(MODEL + NOTES_WORKERS)
     command = [FEDMOE, "fit", "--config", "own.yaml", "--trainer.devices", "2"]
-    result = subprocess.run(command, cwd=own_folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    with subprocess.Popen(command, cwd=own_folder, stderr=subprocess.PIPE, text=True) as driver:
+        _, errors = driver.communicate()
+    assert driver.returncode == 0, errors
+    workers = [json.loads(path.read_text()) for path in own_folder.glob("worker_*.json")]
+    assert len(workers) == 2
+    (server,) = {worker.pop("server") for worker in workers}
+    assert not Path(f"/proc/{server}").exists(), "it has ended with the command"
+    alike = {"driver": str(driver.pid), "command lines": 1, "threads": [1, 1], "threads of torch": 1}
+    assert workers == [alike, alike]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -12,8 +14,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.util import _args_from_interpreter_flags  # pyright: ignore[reportAttributeAccessIssue]
+
+import torch
 
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT
 
@@ -28,6 +33,9 @@ from fedmoe_pl.backends.workers.fork_server import serve
 from fedmoe_pl.backends.workers.process import work
 serve({control}, work)
 """
+_SIGNALS = [signal.SIGINT]  # Ctrl-C is for the driver, which ends its workers
+# what WORKER_ENVIRONMENT says to a process that starts: mallopt's number of each variable
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 _server: ForkServer | None = None
 
 
@@ -37,21 +45,18 @@ class ForkServer:
     A fork is ready at once and shares the memory of everything imported. It is safe, because the server runs no thread
     and never uses a GPU. It has the environment that workers need, and does not import the user's script, which needs
     no guard therefore; multiprocessing's own server belongs to the user's code.
+
+    Args:
+        start: starts its process, which gets the second of two connected sockets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: Callable[[socket.socket, socket.socket], subprocess.Popen[bytes] | _Fork]) -> None:
         self.driver = os.getpid()
         self.control, theirs = socket.socketpair()
-        program = _PROGRAM.format(path=sys.path, control=theirs.fileno())
-        # Ctrl-C is for the driver, which ends its workers. A process started while the signal is blocked never gets it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # a process started while the signal is blocked never gets it
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, *_args_from_interpreter_flags(), "-c", program],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **WORKER_ENVIRONMENT},
-                pass_fds=[theirs.fileno()],
-            )
+            self.process = start(self.control, theirs)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
@@ -60,7 +65,11 @@ class ForkServer:
     @property
     def is_alive(self) -> bool:
         """Whether it runs and belongs to this process, which may be a fork of the one that started it."""
-        return self.driver == os.getpid() and self.process.poll() is None
+        if self.driver != os.getpid() or self.control.fileno() < 0:
+            return False
+        hang_up = select.poll()  # one that was killed hangs up first, and can be waited for a little later
+        hang_up.register(self.control, 0)
+        return not hang_up.poll(0)
 
     @property
     def is_ready(self) -> bool:
@@ -76,7 +85,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends the server and its workers."""
-        if not self.is_alive:
+        if self.driver != os.getpid() or self.control.fileno() < 0:
             return
         if not self.is_ready:  # it would only notice after its imports
             self.process.kill()
@@ -84,12 +93,71 @@ class ForkServer:
         self.process.wait()
 
 
+class _Fork:
+    """A fork of this process, as :class:`ForkServer` uses a ``Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+
 def start_server() -> ForkServer:
     """Starts this process's server if it does not run; it does not wait until it is ready."""
     global _server
-    if _server is None or not _server.is_alive:
-        _server = ForkServer()
+    if _server is not None and not _server.is_alive:
+        _server.close()
+        _server = None
+    _server = _server or ForkServer(_started)
     return _server
+
+
+def fork_server(work: Callable[[socket.socket], None]) -> None:
+    """Forks this process's server, which then imports nothing and shares the memory of what is imported here, too.
+
+    Only for a process that has imported everything and done nothing else: it has used no GPU, and has no thread but
+    those of OpenBLAS, which ends them before a fork.
+    """
+    global _server
+    _server = ForkServer(partial(_forked, work))
+
+
+def end_fork() -> None:
+    """Ends a server that was forked and will not be needed: what this process changes, it would keep."""
+    if _server is not None and isinstance(_server.process, _Fork):
+        _server.close()
+
+
+def _started(_: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
+    """A new process."""
+    program = _PROGRAM.format(path=sys.path, control=control.fileno())
+    return subprocess.Popen(
+        [sys.executable, *_args_from_interpreter_flags(), "-c", program],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **WORKER_ENVIRONMENT},
+        pass_fds=[control.fileno()],
+    )
+
+
+def _forked(work: Callable[[socket.socket], None], ours: socket.socket, control: socket.socket) -> _Fork:
+    """A fork of this process, with the settings that a new one has from its environment."""
+    if pid := os.fork():
+        return _Fork(pid)
+    try:
+        ours.close()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(WORKER_ENVIRONMENT)
+        torch.set_num_threads(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))
+        with suppress(AttributeError):  # only glibc has it
+            for name, parameter in _MALLOC.items():
+                ctypes.CDLL(None).mallopt(parameter, int(WORKER_ENVIRONMENT[name]))
+        serve(control.detach(), work)
+    finally:
+        os._exit(1)
 
 
 def is_server_ready() -> bool:

@@ -10,6 +10,7 @@ import socket
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import wait
 from traceback import format_exception
 from typing import Any
 
@@ -21,6 +22,9 @@ from fedmoe_pl.backends.workers.fork_server import start_server
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied
+from fedmoe_pl.mapped import return_freed_memory
+
+_IDLE = 0.5  # seconds without work, after which a worker gives its freed memory back
 
 
 class LocalWorker(RemoteWorker):
@@ -82,6 +86,8 @@ def work(connection: socket.socket) -> None:
         while True:
             pickle.dump(answer, stream)
             stream.flush()
+            if not wait([connection], _IDLE):
+                return_freed_memory()
             phase, server, groups = pickle.load(stream)
             try:
                 worker = worker or Worker(data.load(), device)
