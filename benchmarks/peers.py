@@ -41,7 +41,7 @@ from pathlib import Path
 
 import torch
 from peers_processes import Harness, PeakMemory, adopt_orphans, end_orphans
-from peers_task import write_task
+from peers_task import write_configuration, write_task
 from torch import Tensor
 from workload import restart_with_environment
 
@@ -117,11 +117,12 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return torch.cat([(a[name] - b[name]).abs().flatten() for name in b]).max().item()
 
 
-def commands(task: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+def commands(task: Path, configuration: Path, options: argparse.Namespace) -> dict[str, list[str]]:
     """The command line of everybody who takes part, by name."""
     found = {BARE: [sys.executable, script("peers_bare.py"), str(task)]}
+    fit = [sys.executable, "-m", "fedmoe_pl", "fit", "--config", str(configuration), "--federation.backend"]
     for backend in options.backends:
-        found[f"fedmoe_pl, {backend}"] = [sys.executable, script("peers_fedmoe.py"), str(task), backend]
+        found[f"fedmoe_pl, {backend}"] = [*fit, backend]
     for name, (file, modules, packages) in PEERS.items():
         python = getattr(options, name.lower().replace("-", "_"))
         if python and is_installed(python, modules):
@@ -213,8 +214,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         task, start = Path(name, "task.pt"), Path(name, "start.pt")
         # one round more than are run, so that nobody packs up while others run
-        write_task(task, start, MEMORY_ROUNDS + options.repeats + 2, options)
-        found = commands(task, options)
+        rounds = MEMORY_ROUNDS + options.repeats + 2
+        write_task(task, start, rounds, options)
+        write_configuration(configuration := Path(name, "fedmoe.yaml"), task, rounds, options)
+        found = commands(task, configuration, options)
         print(
             f"{options.clients} clients of {options.samples} samples, {options.epochs} epochs, batch size "
             f"{options.batch_size}, {options.evaluate} test images, {options.workers} workers, {cores} cores"

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+HERE = str(Path(__file__).parent)  # fedmoe_pl's command finds its classes there
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # nobody phones home in the middle of a round
 
 
@@ -43,7 +44,11 @@ class Harness:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env={**os.environ, **QUIET},
+            env={
+                **os.environ,
+                **QUIET,
+                "PYTHONPATH": os.pathsep.join(filter(None, (HERE, os.environ.get("PYTHONPATH")))),
+            },
             start_new_session=True,
         )
 

@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -32,8 +33,8 @@ def main(args: Any = None) -> None:
     if isinstance(arguments, list) and (not arguments or arguments[0] in _AT_ONCE or _is_unknown(arguments[0])):
         _answer(*map(str, arguments))
     else:
-        # where nobody has imported torch, nobody has used a GPU or torch's threads
-        is_new = args is None and "torch" not in sys.modules
+        # nobody has used a GPU or torch's threads, and there is no debugger, which has threads of its own
+        is_new = args is None and "torch" not in sys.modules and threading.active_count() == 1
         (_imported if args is None else importlib.import_module)("fedmoe_pl.cli.command_line").run(args, is_new)
 
 
