@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 from jsonargparse._actions import ActionConfigFile
-from jsonargparse._typehints import ActionTypeHint
+from jsonargparse._common import lenient_check
+from jsonargparse._typehints import ActionTypeHint, sub_defaults
 from jsonargparse._util import NestedArg, parse_value_or_config
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -77,7 +78,8 @@ class _EveryKeyOnce(yaml.SafeLoader):
 
 def load(text: str) -> Any:
     """Reads YAML as jsonargparse does, but no key may stand twice."""
-    yaml.load(text, _EveryKeyOnce)
+    if any(mark in text for mark in ":{?"):  # otherwise it has no mapping, as almost all texts
+        yaml.load(text, _EveryKeyOnce)
     return _load(text)
 
 
@@ -111,8 +113,20 @@ class ListAction(ActionTypeHint):
         items = value
         with contextlib.suppress(yaml.YAMLError):
             items, _ = parse_value_or_config(value, enable_path=self._enable_path)
+        if not isinstance(items, list) or append:
+            return self._check_items(value, items, append, cfg, mode)
+        # jsonargparse checks a list five times in three ways; again in the same way would be a third of all parsing
+        right = vars(self).setdefault("_right", {})
+        way = mode, sub_defaults.get(), lenient_check.get()
+        if right.get(way) != repr(value):  # 1 == True, but only one of them may be right
+            value = self._check_items(value, items, append, None, mode)
+            right[way] = repr(value)
+        return value
+
+    def _check_items(self, value: Any, items: Any, append: bool, cfg: Any, mode: str | None) -> Any:
+        """Parses a list, or what is appended to it; an error names the item."""
         try:
-            return super()._check_type(value, append, None if isinstance(items, list) and not append else cfg, mode)
+            return super()._check_type(value, append, cfg, mode)
         except TypeError:
             items = items if isinstance(items, list) else [items] if append else []
             of_item: Any = ActionTypeHint(typehint=_type_of_items(self._typehint))(option_strings=[], dest="item")

@@ -29,6 +29,10 @@ REFUSED = {
     ],
     "data.init_args.num_cliets is not an argument of Digits; did you mean num_clients?": ["--data.num_cliets", "3"],
     "data.init_args.num_clients is 'ten', but must be int or null.": ["--data.init_args.num_clients", "ten"],
+    "federation.phases.FedAvg.rounds is True, but must be int.": [  # although true == 1, which was right before
+        *("--federation.phases", "[{name: FedAvg, algorithm: FedAvg, rounds: 1}]"),
+        *("--federation.phases", "[{name: FedAvg, algorithm: FedAvg, rounds: true}]"),
+    ],
     "data.init_args.partitioner.init_args.alpha is nan, but must be a finite number.": [
         *("--data.init_args.partitioner.init_args.alpha", ".nan")
     ],

@@ -113,7 +113,7 @@ def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments):
 UNREADABLE = {
     "a: 1\nb:\n  c: 2\n  c: 3": "line 4 has the key 'c' again",
     "a: [0\nb: 1": "line 2, column 2",
-    "- " * 2000: "maximum recursion depth exceeded",
+    "a:\n " + "- " * 2000: "maximum recursion depth exceeded",
     "a: !!python/object:os.system {}": "could not determine a constructor",
     "": "it has no keys",
     b"\xff\xfe\x80": "'utf-8' codec can't decode",
