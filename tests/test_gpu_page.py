@@ -13,7 +13,7 @@ gpu_page = importlib.util.module_from_spec(_spec)
 sys.modules["gpu_page"] = gpu_page  # where its dataclass looks for its module
 _spec.loader.exec_module(gpu_page)
 
-PHASES = ["Local", "FedAvg", "PFL-FB", "equal weights", "PFL-MF", "PFL-MFE"]
+PHASES = ["Local", "FedAvg", "PFL-FB", "equal weights", "PFL-MF", "PFL-MFE", "label prior"]
 
 
 def start(tmp_path, *arguments) -> tuple[int, str]:

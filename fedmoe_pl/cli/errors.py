@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import pydoc
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from fedmoe_pl.data import FederatedDataModule
 
 _KNOWN = [each.__name__ for classes in KINDS.values() for each in classes]
 _LONGEST = 80  # of a value
+_BESIDE = ("init_args", "dict_kwargs")  # keys beside class_path
 _OVERLAY = "An overlay needs the --config that it changes before it."
 PHASES = "federation.phases"
 
@@ -68,7 +71,11 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     unknown = r"unrecognized arguments: (?:--)?([^\s=]+)|(?:Group '(.+?)' does not accept o|O|accept o)ption '(.+?)'"
     if match := re.search(unknown, text):
         name = match[1] or (f"{match[2]}.{match[3]}" if match[2] else match[3])
+        if name == "class_path" and key:
+            return f"{key.removesuffix('.init_args')} has arguments beside class_path; they belong in its init_args."
         return f"{place}{_unknown(name, class_type, parser)}"
+    if names := _beside_class_path(value):
+        return f"{place}{names[0]} is not a key beside class_path{did_you_mean(names[0], _BESIDE)}"
     place = key.removesuffix(".init_args")
     expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
     if not expected and "mport path" not in text:
@@ -81,6 +88,15 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
     end = did_you_mean(found, _KNOWN) if is_name and not expected else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
+
+
+def _beside_class_path(value: str) -> list[str]:
+    """The keys that a class's mapping may not have, such as a misspelt ``init_args``."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        mapping = ast.literal_eval(value)
+        if isinstance(mapping, dict) and "class_path" in mapping:
+            return [name for name in mapping if name not in ("class_path", *_BESIDE)]
+    return []
 
 
 def _messages(error: BaseException) -> list[str]:

@@ -58,6 +58,12 @@ REFUSED = {
         "{e: {class_path: torchmetrics.MeanSquaredError, init_args: {squard: false}}}",
     ],
     "federation.phases[0] is 3, but must be Phase.": ["--federation.phases", "[3]"],
+    "model.init_args.gate.iinit_args is not a key beside class_path; did you mean init_args?": [
+        *("--model.init_args.gate", "{class_path: LinearGate, iinit_args: {in_features: 64}}")
+    ],
+    "model.init_args.global_expert has arguments beside class_path; they belong in its init_args.": [
+        *("--model.init_args.global_expert", "{class_path: SmallMLP, hidden: 3}")
+    ],
     "federation.phases is {}, but must be list": ["--federation.phases", "{}"],
     "federation.phases.A.roundz is not an argument of Phase; did you mean rounds?": (
         ["--federation.phases+={name: A, algorithm: Local, roundz: 2}"]

@@ -152,7 +152,8 @@ def test_a_process_ends_within_seconds(how, devices, signum, tmp_path):
         assert process.stdout.readline() == "hangs\n"
         start = time.monotonic()
         process.send_signal(signum)
-        assert process.wait(60) in (128 + signum, -signum)
+        # 1: after Ctrl-C, Python forgets why it ends if torchvision has been imported
+        assert process.wait(60) in (128 + signum, -signum, *([1] if signum == signal.SIGINT else []))
         assert time.monotonic() - start < 20
         if how == "interruptible":
             assert "checkpoints/last.ckpt" in process.stderr.read()
