@@ -92,10 +92,10 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
 
 def _beside_class_path(value: str) -> list[str]:
     """The keys that a class's mapping may not have, such as a misspelt ``init_args``."""
-    with contextlib.suppress(ValueError, SyntaxError):
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         mapping = ast.literal_eval(value)
         if isinstance(mapping, dict) and "class_path" in mapping:
-            return [name for name in mapping if name not in ("class_path", *_BESIDE)]
+            return [str(name) for name in mapping if name not in ("class_path", *_BESIDE)]
     return []
 
 
