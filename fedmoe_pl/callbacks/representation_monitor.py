@@ -161,7 +161,7 @@ def _note(outputs: dict[str, Tensor], name: str, extractor: nn.Module, inputs: A
 def embed(representations: Tensor, seed: int) -> np.ndarray:
     """Points (n, 2) of t-SNE for representations (n, F), n at least 3; the same in every call."""
     from sklearn.manifold import TSNE  # slow to import, and only needed here
-    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+    from threadpoolctl import threadpool_limits
 
     neighbours = min(30.0, (len(representations) - 1) / 3)
     tsne = TSNE(perplexity=neighbours, init="random", random_state=seed % 2**32)

@@ -56,6 +56,8 @@ def make_run(
 ) -> Run:
     """Makes a run and makes all its checks, before any training."""
     backend = _with_workers(backend, trainer, devices)
+    if not isinstance(backend, PoolBackend):
+        end_fork()
     run = Run(
         phases=phases,
         trainer=trainer,
@@ -123,7 +125,6 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
             raise InvalidArgumentError("Federation", "backend", backend, "auto or TrainerBackend", because)
         return DistributedBackend(devices)
     if len(devices) == 1:
-        end_fork()
         return backend
     # The imports of the processes take seconds, often longer than a whole run on a CPU.
     lazy = devices[0].type == "cpu" and requested == "auto"

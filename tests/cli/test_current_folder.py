@@ -81,11 +81,12 @@ def test_the_installed_command_imports_modules_in_the_current_folder(own_folder,
 
 NOTES_WORKERS = """
     def on_train_start(self):
-        import json, os
+        import json, numpy, os
         from pathlib import Path
 
         processes = [Path(f"/proc/{process}") for process in (driver_of(os.getppid()), os.getppid(), os.getpid())]
         driver, server, worker = processes
+        numpy.ones((999, 999)) @ numpy.ones((999, 999))  # has NumPy start its threads
         found = {
             "driver": driver.name,
             "server": server.name,

@@ -16,9 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.util import _args_from_interpreter_flags  # pyright: ignore[reportAttributeAccessIssue]
+from multiprocessing.util import (
+    _args_from_interpreter_flags,  # pyright: ignore[reportAttributeAccessIssue]
+    _flush_std_streams,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 import torch
+from threadpoolctl import threadpool_limits
 
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT
 
@@ -103,7 +107,8 @@ class _Fork:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        os.waitpid(self.pid, 0)
+        with suppress(ChildProcessError):  # where SIGCHLD is ignored, nothing is left to wait for
+            os.waitpid(self.pid, 0)
 
 
 def start_server() -> ForkServer:
@@ -145,13 +150,17 @@ def _started(_: socket.socket, control: socket.socket) -> subprocess.Popen[bytes
 
 def _forked(work: Callable[[socket.socket], None], ours: socket.socket, control: socket.socket) -> _Fork:
     """A fork of this process, with the settings that a new one has from its environment."""
+    _flush_std_streams()  # workers would write again what is buffered
     if pid := os.fork():
         return _Fork(pid)
     try:
         ours.close()
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if nothing := os.open(os.devnull, os.O_RDONLY):  # 0 if the command was started without standard input
+            os.dup2(nothing, 0)
+            os.close(nothing)
         os.environ.update(WORKER_ENVIRONMENT)
         torch.set_num_threads(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))
+        threadpool_limits(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))  # of NumPy and SciPy
         with suppress(AttributeError):  # only glibc has it
             for name, parameter in _MALLOC.items():
                 ctypes.CDLL(None).mallopt(parameter, int(WORKER_ENVIRONMENT[name]))
