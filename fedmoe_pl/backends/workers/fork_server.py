@@ -67,9 +67,13 @@ class ForkServer:
         atexit.register(self.close)
 
     @property
+    def _is_open(self) -> bool:
+        return self.driver == os.getpid() and self.control.fileno() >= 0
+
+    @property
     def is_alive(self) -> bool:
         """Whether it runs and belongs to this process, which may be a fork of the one that started it."""
-        if self.driver != os.getpid() or self.control.fileno() < 0:
+        if not self._is_open:
             return False
         hang_up = select.poll()  # one that was killed hangs up first, and can be waited for a little later
         hang_up.register(self.control, 0)
@@ -89,7 +93,7 @@ class ForkServer:
 
     def close(self) -> None:
         """Ends the server and its workers."""
-        if self.driver != os.getpid() or self.control.fileno() < 0:
+        if not self._is_open:
             return
         if not self.is_ready:  # it would only notice after its imports
             self.process.kill()
@@ -132,7 +136,7 @@ def fork_server(work: Callable[[socket.socket], None]) -> None:
 
 
 def end_fork() -> None:
-    """Ends a server that was forked and will not be needed: what this process changes, it would keep."""
+    """Ends a server that was forked and is not needed; it would keep a copy of all memory that this process changes."""
     if _server is not None and isinstance(_server.process, _Fork):
         _server.close()
 
