@@ -1,6 +1,7 @@
 """Means of trees, sums over them, parts of them, loading, what changed, and patterns."""
 
 import copy
+import copyreg
 import gc
 from weakref import WeakSet
 
@@ -188,6 +189,68 @@ def test_a_copied_module_has_all_attributes_and_what_its_parts_share_is_shared_b
     assert fourth.layer is first.layer and fourth.weight is second.layer.weight
     assert first.seen is not module[0].seen and "seen" not in first.state_dict()
     assert torch.equal(copied[4](torch.ones(1, 2))[0], module[4](torch.ones(1, 2))[0])
+
+
+class Remembers(nn.Linear):
+    """Makes an object of the moment when it is copied, and looks at its weight when it is made."""
+
+    def __getstate__(self):
+        return {**vars(self), "moment": {"now": [object()]}}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.total = self.weight.sum().item()
+
+
+class KeepsItsLayer(nn.Module):
+    """Decides that its copies share its layer, and a module that is not copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(2, 2), NeverCopied()
+
+    def __deepcopy__(self, memo):
+        new = KeepsItsLayer()
+        new.layer, new.other = self.layer, self.other
+        return new
+
+
+class NeverCopied(nn.Module):
+    def __reduce_ex__(self, protocol):
+        raise AssertionError("this has been copied")
+
+
+class WithItems(nn.Module, dict):
+    """Is a dict, too."""
+
+    __hash__ = object.__hash__
+
+
+class Registered(nn.Module):
+    """Is copied as a function says that the module `copyreg` knows."""
+
+
+def test_a_copy_is_what_python_makes():
+    copyreg.pickle(Registered, lambda module: (Registered, ()))
+    parts = [Remembers(2, 2) for _ in range(50)]
+    weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with_items, registered = WithItems(), Registered()
+    with_items["one"] = registered.one = [1]
+    module = nn.ModuleList([*parts, KeepsItsLayer(), weight_norm, with_items, registered])
+    handle = parts[0].register_forward_hook(lambda part, arguments, output: output + 1)
+    module.handle = handle
+    for copied in (copy_module(module), copy.deepcopy(module)):
+        moments = [copied[i].moment["now"][0] for i in range(50)]
+        assert len({id(moment) for moment in moments}) == 50
+        assert [copied[i].total for i in range(50)] == [part.weight.sum().item() for part in parts]
+        assert copied[50].layer is module[50].layer and copied[50].other is module[50].other
+        assert torch.equal(copied[51](torch.ones(1, 2)), weight_norm(torch.ones(1, 2)))
+        assert copied[51].parametrizations.weight.original1 is not weight_norm.parametrizations.weight.original1
+        assert dict(copied[52]) == {"one": [1]} and copied[52]["one"] is not with_items["one"]
+        assert not hasattr(copied[53], "one")
+        assert torch.equal(copied[0](torch.ones(1, 2)), parts[0](torch.ones(1, 2)))
+        copied.handle.remove()  # the copy's own
+        assert torch.equal(copied[0](torch.ones(1, 2)) + 1, parts[0](torch.ones(1, 2)))
 
 
 def test_dead_copies_whose_parts_refer_to_each_other_do_not_pile_up(monkeypatch):
