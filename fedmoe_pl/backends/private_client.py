@@ -23,7 +23,7 @@ from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_val
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
 from fedmoe_pl.data import PoissonBatches
-from fedmoe_pl.models.layers import evaluating
+from fedmoe_pl.models.layers import trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, copy_module
 
@@ -120,7 +120,7 @@ def names_in_loss(
     """Those of some parameters that the loss depends on, whatever the data; others get neither steps nor noise."""
     samples = samples[:_TRIED_SAMPLES]
     (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
-    with evaluating(module):
+    with trying(module):  # in train mode, in which a part may compute something else
         gradients = _gradients(training, module, constants, batch, names)
     return [*gradients]
 

@@ -63,6 +63,22 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def trying(module: nn.Module) -> Iterator[None]:
+    """In this context, the module may train: its buffers and the random numbers are then as they were before."""
+    buffers = [(part._buffers, {**part._buffers}) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.random.fork_rng({tensor.device for tensor in module.parameters() if tensor.is_cuda}):
+        try:
+            yield
+        finally:
+            for own, saved in buffers:
+                own.update(saved)
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+
+
+@contextmanager
 def replaced_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """In this context, another function is called in place of the part's ``forward``, which it may have of its own."""
     own = vars(part).get("forward")

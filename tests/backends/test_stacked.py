@@ -165,6 +165,28 @@ def unequal():
     return blobs(UNEQUAL, batch_size=10)
 
 
+class TrainsMore(Expert):
+    """Has a head that only training uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.auxiliary = nn.Linear(6, 3)
+
+    def forward(self, x):
+        features = self.extractor(x)
+        return self.classifier(features) + (0.3 * self.auxiliary(features) if self.training else 0)
+
+
+class Balanced(PersonalizedMoE):
+    """In training, its loss depends on the mean over a batch, so that batches cannot be padded."""
+
+    def loss(self, batch):
+        loss, values = super().loss(batch)
+        if self.training:
+            loss = loss + 0.5 * values["logits"].mean(0).square().sum()
+        return loss, values
+
+
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 OTHERS = {
     "SCAFFOLD and its steps": (lambda: mixture(LinearGate(5), optimizer=PLAIN), Scaffold(), unequal, {}),
@@ -177,6 +199,8 @@ OTHERS = {
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     ),
     "batches that cannot be padded": (lambda: of_class(NoClassIgnored), FedAvg(), unequal, {}),
+    "a head that only training uses": (lambda: mixture(LinearGate(5), TrainsMore()), FedAvg(), unequal, {}),
+    "a loss of batches that only training has": (lambda: of_class(Balanced), FedAvg(), unequal, {}),
     "rounds that alternate": (lambda: mixture(LinearGate(5)), PFLMoE(interleaved=True), unequal, {"rounds": 2}),
     "ids of words": (lambda: mixture(ConstantGate(0.5), WordExpert()), FedAvg(), words, {}),
     "looked-up words": (lambda: mixture(FeatureGate(6), WordExpert()), PFLMoE(), words, {}),

@@ -21,6 +21,7 @@ from fedmoe_pl.backends import trainer as trainers
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.loop import needs_every_batch
+from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
@@ -97,6 +98,52 @@ def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, serve
         assert shared[phase_name].clients.keys() == alone[phase_name].clients.keys()
         for client, tree in shared[phase_name].clients.items():
             assert_same_bits(dict(tree), dict(alone[phase_name].clients[client]))
+
+
+class Keeping(Expert):
+    """Changes more than the values of tensors when it is trained."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.calls, self.seen = what, 0, []
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+
+    def forward(self, x):
+        features = self.extractor(x)
+        if self.training:
+            if self.what == "a buffer":
+                self.mean = 0.9 * self.mean + 0.1 * features.mean(0).detach()
+            elif self.what == "a buffer that is not saved":
+                self.scale = self.scale * 0.9
+            elif self.what == "an attribute":
+                self.calls += 1
+            elif self.what == "a list":
+                self.seen.append(len(x))
+            else:
+                weight = next(self.classifier.parameters())
+                weight.data = weight.data.clamp(-0.1, 0.1)
+        return self.classifier((features - self.mean) * self.scale * 0.9 ** (self.calls + len(self.seen)))
+
+
+@pytest.mark.parametrize("what", ["a buffer", "a buffer that is not saved", "an attribute", "a list", "a weight"])
+def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_path, served):
+    results = []
+    for every_batch in (False, True):
+        phases = [phase("it", FedAvg(shared="*.extractor.*"), rounds=2)]
+        arguments = {"backend": TrainerBackend(), "seed": 2, "every_batch": every_batch}
+        folder = tmp_path / str(every_batch)
+        results.append(run(phases, mixture(LinearGate(5), Keeping(what)), blobs(UNEQUAL), folder, **arguments))
+        assert bool(served) != every_batch
+        served.clear()
+    shared, alone = (each.run.states["it"] for each in results)
+    assert_same_bits(shared.server, alone.server)
+    for client, tree in shared.clients.items():
+        assert_same_bits(dict(tree), dict(alone.clients[client]))
+    training = local_training(mixture(LinearGate(5), Keeping(what)), FedAvg(), blobs(UNEQUAL))
+    if what != "a buffer":  # which stacks have for each client
+        with pytest.raises(NotStackable, match="changes more of the model than the values"):
+            try_to_stack(training)
 
 
 LEAN = {

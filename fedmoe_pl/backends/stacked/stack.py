@@ -22,7 +22,7 @@ from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_
 from fedmoe_pl.backends.rounding import equal_to_rounding
 from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.models.layers import evaluating
+from fedmoe_pl.models.layers import trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree
 
@@ -128,7 +128,7 @@ class Stack(Learner):
     def _find_trained(self, trainable: list[str]) -> None:
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
-        with evaluating(module):
+        with trying(module):  # in train mode, in which a part may compute something else
             _, gradients = plain_gradients(training, module, first, self.data.first_share(0), trainable)
             used = [name for name in trainable if gradients[name] is not None]
             self.pads = ignores_padding(training, module, first, self.data, used)
