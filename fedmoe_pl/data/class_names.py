@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from unicodedata import normalize
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -24,6 +25,7 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     Raises:
         MisconfigurationException: if a class is not among ``owner.classes``.
     """
+    names = [normalize("NFC", name) for name in names]  # macOS writes an umlaut as two characters
     holders: dict[str, dict[str, None]] = {}
     for name, client in zip(names, clients, strict=True):
         holders.setdefault(name, {})[client] = None

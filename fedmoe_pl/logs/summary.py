@@ -179,7 +179,10 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     what = "Accuracy in percent" if any(metric in METRICS for metric in metrics) else "Metrics"
     lines = [f"{what} over {clients}: mean, standard deviation, mean of the worst tenth."]
     lower = {metric for e in evaluations for metric in e.lower_is_better}
-    lines += [f"{metric.replace('_', ' ')}: {description(metric, metric in lower)}" for metric in metrics]
+    lines += [
+        f"{metric.replace('_', ' ')}: {description(metric, metric in lower)}{_lacking(metric, evaluations)}"
+        for metric in metrics
+    ]
     methods: dict[str, list[str]] = {}
     for e in evaluations:
         over = "" if e.evaluated == asked else f", over {e.evaluated} clients"
@@ -187,6 +190,15 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
             e.method
         )
     return lines + [f"{', '.join(names)}: {description}" for description, names in methods.items()]
+
+
+def _lacking(metric: str, evaluations: Sequence[Evaluation]) -> str:
+    """How many clients a metric is of, if some have none of its samples."""
+    for e in evaluations:
+        evaluated = max(len(e.values(each)) for each in e.metrics)
+        if 0 < (some := len(e.values(metric))) < evaluated:
+            return f"; {some} of the {evaluated} clients have such samples"
+    return ""
 
 
 def description(metric: str, lower_is_better: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,8 @@ def open_run(
             _open_files(run, ckpt_path, make_store, logger)
             yield
     except BaseException:
-        run.loggers.finalize("failed")
+        with suppress(Exception):  # what has failed is said, and not that a logger cannot write on a full disk, either
+            run.loggers.finalize("failed")
         raise
     finally:
         run.backend.close()

@@ -1,10 +1,12 @@
 """Images in a folder for each client, and tables with a column or a file for each client."""
 
 import csv
+import unicodedata
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
 from fedmoe_pl.checks import InvalidArgumentError
@@ -71,6 +73,40 @@ def test_classes_are_those_of_all_clients_in_a_given_order(folders):
     assert data.classes[data.y[data.train_samples[1]][0]] == "healthy" and data.num_classes == 4
     with pytest.raises(InvalidArgumentError, match=r"classes is .*, because Klinikum Süd has the class 'cyst'"):
         ClientFolders(str(folders), classes=["tumour", "healthy"]).setup()
+
+
+def test_hidden_files_and_folders_are_no_clients_classes_or_samples(folders):
+    data = ClientFolders(str(folders), test_fraction=0.5)
+    data.setup()
+    for hidden in (".ipynb_checkpoints/healthy/a.png", "hospital_A/__MACOSX/a.png", "hospital_A/.git/a.png"):
+        write_image(folders / hidden, 7)
+    write_image(folders / "hospital_A/healthy/.ipynb_checkpoints/0-checkpoint.png", 7)
+    write_image(folders / "hospital_A/healthy/._0.png", 7)
+    again = ClientFolders(str(folders), test_fraction=0.5)
+    again.setup()
+    assert (again.client_names, again.classes) == (data.client_names, data.classes)
+    assert torch.equal(again.x, data.x) and torch.equal(again.y, data.y)
+
+
+@pytest.mark.parametrize("values", [np.arange(16, dtype=np.uint16) * 4000, np.linspace(0, 1, 16, dtype=np.float32)])
+def test_images_of_more_than_8_bits_are_refused(folders, values):
+    Image.fromarray(values.reshape(4, 4)).save(folders / "hospital_A/healthy/x.tif")
+    with pytest.raises(MisconfigurationException, match=r"x\.tif' has more than 8 bits per channel .*0 to 255"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()
+
+
+def test_a_file_that_is_no_image_is_named(folders):
+    (folders / "hospital_A/healthy/x.png").write_bytes(b"no image")
+    with pytest.raises(MisconfigurationException, match=r"/x\.png' cannot be read: its content is not that of an"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()
+
+
+def test_a_class_is_one_however_its_umlaut_is_written(folders):
+    write_image(folders / "hospital_A" / "Größe" / "0.png", 7)
+    write_image(folders / "hospital_B" / unicodedata.normalize("NFD", "Größe") / "0.png", 7)
+    data = ClientFolders(str(folders), test_fraction=0.5)
+    data.setup()
+    assert data.classes == ["Größe", "cyst", "healthy", "tumour"]
 
 
 def test_a_misspelt_class_is_named(folders):

@@ -132,6 +132,16 @@ def test_other_loggers_have_every_round_of_a_killed_run_and_know_that_it_failed(
     assert logger.statuses == ("failed",)
 
 
+class Full(CSVLogger):
+    def finalize(self, status):
+        raise OSError("No space left on device")
+
+
+def test_what_ended_a_run_is_said_even_if_a_logger_cannot_be_closed(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, Kill("on_round_end", 3), logger=Full(tmp_path / "csv", name="", version=""))
+
+
 def test_a_run_without_loggers_writes_no_events(tmp_path):
     run = fitted(tmp_path, phases=lambda: phases()[:1], logger=False)
     assert not run.run.loggers.take_images and not [*run.run_dir.rglob("events*")]

@@ -30,6 +30,17 @@ def experts(module, x):
     return module.global_expert(x), module.local_expert(x), module.gate(x)
 
 
+def test_samples_that_do_not_count_are_in_no_accuracy(monkeypatch):
+    module, logged = mixture(3).float(), {}
+    y = torch.tensor([-100, -100, -100, 0, 1, 2])
+    y[3:5] = module(X).argmax(1)[3:5]
+    y[5] = (module(X).argmax(1)[5] + 1) % 3
+    monkeypatch.setattr(module, "log", lambda *arguments, **others: None)
+    monkeypatch.setattr(module, "log_dict", lambda values, batch_size: logged.update(values))
+    module.validation_step((X, y), 0)
+    torch.testing.assert_close(logged["validation_accuracy"], torch.tensor(2 / 3))
+
+
 def test_regression_mixes_values_and_takes_the_squared_error():
     module, x, y = mixture(task="regression"), X.double(), torch.randn(6)
     one, other, weights = experts(module, x)

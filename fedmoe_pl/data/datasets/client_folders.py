@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchvision import datasets
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import numbered_classes
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import read_images
+from fedmoe_pl.data.datasets.images import VisibleImages, read_images
 
 
 class ClientFolders(FederatedDataModule):
@@ -20,7 +19,8 @@ class ClientFolders(FederatedDataModule):
 
     Clients are called as their folders, and numbered in the sorted order of their names. Classes are numbered in the
     sorted order of the names that any client has; a client may lack some. A warning tells which name may be misspelt.
-    Images are read as RGB; files with another ending than an image's are left out.
+    Images are read as RGB, with 8 bits per channel. Files with another ending than an image's are left out, and so are
+    hidden files and folders.
 
     Args:
         root: folder with the clients' folders.
@@ -69,7 +69,7 @@ class ClientFolders(FederatedDataModule):
     def _samples(self, argument: str, root: str) -> list[tuple[str, str, str]]:
         """Client, class and path of each image in a folder."""
         # of all folders below root, torchvision's reader takes the first for a class: here, it is the client
-        folders = datasets.ImageFolder(root, allow_empty=True)
+        folders = VisibleImages(root, allow_empty=True)
         parts = [(client, path, Path(path).relative_to(root).parts) for path, client in folders.samples]
         for _, path, (_, *below) in parts:
             if len(below) < 2:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchvision import datasets
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import read_images
+from fedmoe_pl.data.datasets.images import VisibleImages, read_images
 
 
 class ImageFolder(FederatedDataModule):
     """A user's own images, one folder per class, such as ``train/cat/1.png`` and ``test/cat/2.png``.
 
-    Images are read as RGB. Classes are numbered by the sorted names of the folders in ``train_dir``.
+    Images are read as RGB, with 8 bits per channel, also from folders in those of classes; hidden files are left out.
+    Classes are numbered by the sorted names of the folders in ``train_dir``.
 
     Args:
         train_dir: folder of the training images.
@@ -45,7 +45,7 @@ class ImageFolder(FederatedDataModule):
 
     def load(self) -> Arrays:
         """Reads all images."""
-        train, test = datasets.ImageFolder(self.train_dir), datasets.ImageFolder(self.test_dir)
+        train, test = VisibleImages(self.train_dir), VisibleImages(self.test_dir)
         self.classes = train.classes
         # by name, because a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]

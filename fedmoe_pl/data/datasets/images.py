@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from PIL import Image
 from torch import Tensor
-from torchvision.datasets.folder import default_loader
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import is_image_file
 from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
@@ -28,11 +32,45 @@ def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Ten
     raise InvalidArgumentError(owner, name, tuple(x.shape), allowed)
 
 
+class VisibleImages(ImageFolder):
+    """Images in folders, without what Jupyter and macOS hide: names that begin with a dot, and ``__MACOSX``."""
+
+    def __init__(self, root: str, allow_empty: bool = False) -> None:
+        super().__init__(root, is_valid_file=self._is_visible_image, allow_empty=allow_empty)
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """The names of the visible folders, and their numbers."""
+        names = [name for name in super().find_classes(directory)[0] if _is_visible(name)]
+        return names, {name: number for number, name in enumerate(names)}
+
+    def _is_visible_image(self, path: str) -> bool:
+        return is_image_file(path) and all(map(_is_visible, Path(path).relative_to(self.root).parts))
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__MACOSX"
+
+
 def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> Tensor:
-    """Images from files as RGB, uint8, shape (n, 3, height, width), resized as by :func:`resize`."""
+    """Images from files as RGB, uint8, shape (n, 3, height, width), resized as by :func:`resize`.
+
+    Raises:
+        MisconfigurationException: if a file cannot be read, or has more than 8 bits per channel, of which Pillow would
+            make black and white.
+    """
     images: list[Tensor] = []
     for path in paths:
-        image = functional.pil_to_tensor(default_loader(path))
+        try:
+            with Image.open(path) as opened:
+                mode, image = opened.mode, functional.pil_to_tensor(opened.convert("RGB"))
+        except OSError as error:
+            reason = error.strerror or "its content is not that of an image"
+            raise MisconfigurationException(f"{type(owner).__name__}: '{path}' cannot be read: {reason}.") from error
+        if mode.startswith(("I", "F")):
+            raise MisconfigurationException(
+                f"{type(owner).__name__}: '{path}' has more than 8 bits per channel (Pillow's mode '{mode}'); "
+                "scale its values to 0 to 255 and save it again."
+            )
         images.append(resize(owner, image.unsqueeze(0), image_size)[0])
         if image_size is None and image.shape != images[0].shape:
             own, first = ("{1} x {2} pixels".format(*shape) for shape in (image.shape, images[0].shape))

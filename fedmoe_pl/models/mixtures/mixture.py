@@ -263,7 +263,7 @@ class MixtureOfExperts(LightningModule, ABC):
         if self.task == "multiclass":
             scores, y = aligned(self.task, metrics["logits"], y)
             y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
-            ignored = ignored_class(self.criterion) if y.dim() > 1 else None
+            ignored = ignored_class(self.criterion)
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
             values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()
