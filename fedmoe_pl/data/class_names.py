@@ -25,18 +25,24 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     Raises:
         MisconfigurationException: if a class is not among ``owner.classes``.
     """
-    names = [normalize("NFC", name) for name in names]  # macOS writes an umlaut as two characters
+    names = _composed(names)
     holders: dict[str, dict[str, None]] = {}
     for name, client in zip(names, clients, strict=True):
         holders.setdefault(name, {})[client] = None
     if owner.classes is None:
         owner.classes = sorted(holders, key=int if are_integers(holders) else None)
         _warn_of_misspelt(owner, holders)
-    if unknown := sorted({*holders} - {*owner.classes}):
+    classes = _composed(owner.classes)
+    if unknown := sorted({*holders} - {*classes}):
         because = f"{next(iter(holders[unknown[0]]))} has the class '{unknown[0]}'"
         raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes", because)
-    number = {name: label for label, name in enumerate(owner.classes)}
+    number = {name: label for label, name in enumerate(classes)}
     return torch.tensor([number[name] for name in names], dtype=torch.int64)
+
+
+def _composed(names: Sequence[str]) -> list[str]:
+    """The names, with an umlaut as one character: archives of macOS have two."""
+    return [normalize("NFC", name) for name in names]
 
 
 def are_integers(names: Iterable[str]) -> bool:

@@ -193,11 +193,11 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
 
 
 def _lacking(metric: str, evaluations: Sequence[Evaluation]) -> str:
-    """How many clients a metric is of, if some have none of its samples."""
+    """How many clients have a metric, if some do not."""
     for e in evaluations:
         evaluated = max(len(e.values(each)) for each in e.metrics)
         if 0 < (some := len(e.values(metric))) < evaluated:
-            return f"; {some} of the {evaluated} clients have such samples"
+            return f"; {some} of the {evaluated} clients have it"
     return ""
 
 

@@ -147,7 +147,7 @@ def open_run(
             _open_files(run, ckpt_path, make_store, logger)
             yield
     except BaseException:
-        with suppress(Exception):  # what has failed is said, and not that a logger cannot write on a full disk, either
+        with suppress(Exception):  # a logger that cannot write, either, must not hide what has failed
             run.loggers.finalize("failed")
         raise
     finally:

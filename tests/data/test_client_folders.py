@@ -107,6 +107,16 @@ def test_a_class_is_one_however_its_umlaut_is_written(folders):
     data = ClientFolders(str(folders), test_fraction=0.5)
     data.setup()
     assert data.classes == ["Größe", "cyst", "healthy", "tumour"]
+    given = [unicodedata.normalize("NFD", name) for name in data.classes]
+    again = ClientFolders(str(folders), classes=given, test_fraction=0.5)
+    again.setup()
+    assert torch.equal(again.y, data.y)
+
+
+def test_a_folder_that_has_hidden_folders_only_is_refused(tmp_path):
+    write_image(tmp_path / ".a" / "b" / "0.png", 7)
+    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder in"):
+        ClientFolders(str(tmp_path), test_fraction=0.5).setup()
 
 
 def test_a_misspelt_class_is_named(folders):

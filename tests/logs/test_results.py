@@ -94,14 +94,14 @@ def test_a_method_of_which_a_client_was_away_says_so():
     lines = format_table([evaluation(), away]).splitlines()
     assert "Accuracy in percent over all 3 clients: mean, standard deviation, mean of the worst tenth." in lines
     assert "PFL-MFE: global expert, after aggregation, last round (round 4), over 2 of 3 clients" in lines
-    assert not any("have such samples" in line for line in lines)
+    assert not any("clients have it" in line for line in lines)
 
 
 def test_an_accuracy_that_a_client_has_no_samples_for_says_so():
     whole = evaluation(local=0.25)
     without = replace(whole, clients=[*whole.clients[:2], replace(whole.clients[2], local_test=math.nan)])
     (line,) = (line for line in format_table([whole, without]).splitlines() if line.startswith("local test:"))
-    assert line.endswith("; 2 of the 3 clients have such samples")
+    assert line.endswith("; 2 of the 3 clients have it")
 
 
 def test_gate_rows_of_a_mixture_without_a_global_expert_have_every_expert():

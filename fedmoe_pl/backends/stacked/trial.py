@@ -157,7 +157,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
             if isinstance(leaf, Tensor):
                 remember(leaf)
 
-    load_tree(module, stack.members[client].state)
+    load_tree(module, stack.members[client].state)  # as the step will, which then only changes what is the model's own
     contents = contents_of(module, saved_buffers=False)
     counter = FlopCounterMode(display=False)  # only for the first member: all have the same architecture
     hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
