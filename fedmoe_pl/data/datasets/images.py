@@ -42,7 +42,7 @@ class VisibleImages(ImageFolder):
         """The names of the visible folders, and their numbers."""
         names = [name for name in super().find_classes(directory)[0] if _is_visible(name)]
         if not names:
-            raise FileNotFoundError(f"Couldn't find any class folder in {directory}.")  # as torchvision
+            raise FileNotFoundError(f"Couldn't find any class folder in {directory}")  # as torchvision
         return names, {name: number for number, name in enumerate(names)}
 
     def _is_visible_image(self, path: str) -> bool:
