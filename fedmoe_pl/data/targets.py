@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,25 +42,63 @@ def imported(values: Any) -> Any:
     return found if callable(found) else values
 
 
-def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | None:
+class Samples:
+    """The samples of a dataset, which are read once for all values that are found in them.
+
+    Args:
+        owner: the data module that a refusal names.
+        dataset: a map-style dataset.
+        keys: keys whose values will be asked for, if they are keys of the samples.
+    """
+
+    def __init__(self, owner: object, dataset: Any, keys: Iterable[object] = ()) -> None:
+        self.owner = owner
+        self.dataset = dataset
+        self.keys = [key for key in keys if isinstance(key, str)]
+        self._columns: dict[Any, list[Any]] = {}
+
+    def first(self) -> Any:
+        """The first sample."""
+        return _read(self.dataset, 0)
+
+    def column(self, key: Any) -> list[Any]:
+        """What each sample has under a key, or at an index."""
+        if key not in self._columns:
+            rank_zero_info(
+                f"{type(self.owner).__name__} reads all {len(self.dataset):,} samples of {type(self.dataset).__name__} "
+                "once for their classes or groups; an attribute or a function that gives them would be faster."
+            )
+            first = self.first()
+            others = [other for other in self.keys if isinstance(first, dict) and other in first]
+            keys = {key, *(other for other in others if np.ndim(first[other]) == 0)}
+            self._columns |= {each: [] for each in keys}
+            for index in range(len(self.dataset)):
+                sample = _read(self.dataset, index)
+                for each in keys:
+                    self._columns[each].append(sample[each])
+        return self._columns[key]
+
+
+def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
     """The classes of a dataset's samples, int64, shape (n,); None if the targets are not one integer for each sample.
 
     Without ``targets``, they are the attribute ``targets`` or ``labels`` or, if the dataset has neither, the second
     items of samples that are pairs.
     """
+    dataset = samples.dataset
     if isinstance(targets, str):
-        sample = _read(dataset, 0)
+        sample = samples.first()
         if isinstance(sample, dict) and targets in sample and not _is_class(sample[targets]):
             return None  # batches have them under the key
     if targets is not None:
-        values = values_of(owner, "targets", dataset, targets)
+        values = values_of(samples, "targets", targets)
     elif _transforms_targets(dataset):  # an attribute has them before the transform
-        values = _second_items(owner, dataset)
+        values = _second_items(samples)
     else:
         found = (_attribute(dataset, name) for name in _ATTRIBUTES)
         values = next((values for values in found if values is not None), None)
         if values is None:
-            values = _second_items(owner, dataset)
+            values = _second_items(samples)
     if values is None:
         return None
     array = np.asarray(values)
@@ -69,20 +107,21 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
     if targets is None:
         return None
     reason = f"it gives {array.dtype} values of shape {array.shape}"
-    raise InvalidArgumentError(owner, "targets", targets, "left out or classes, one integer for each sample", reason)
+    raise InvalidArgumentError(samples.owner, "targets", targets, "left out or classes, one integer for each sample", reason)
 
 
-def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.ndarray:
+def values_of(samples: Samples, argument: str, values: Values) -> np.ndarray:
     """A value of each sample, for the argument that says how they are found."""
+    owner, dataset = samples.owner, samples.dataset
     found = values(dataset) if callable(values) else _attribute(dataset, values)
     if found is None and isinstance(values, str):
-        sample = _read(dataset, 0)
+        sample = samples.first()
         if isinstance(sample, dict) and values not in sample:
             allowed = f"an attribute of the dataset or a key of its samples ({', '.join(map(str, sample))})"
             raise InvalidArgumentError(owner, argument, values, allowed)
         found = _column(dataset, values)
         if found is None:
-            found = _read_all(owner, dataset, values)
+            found = samples.column(values)
     array = _to_array(found)
     if array.shape[:1] != (len(dataset),):
         allowed, reason = f"a value for each of {len(dataset)} samples", f"it gives values of shape {array.shape}"
@@ -119,23 +158,15 @@ def _transforms_targets(dataset: Any) -> bool:
     return getattr(dataset, "target_transform", None) is not None
 
 
-def _second_items(owner: object, dataset: Any) -> list[Any] | None:
+def _second_items(samples: Samples) -> list[Any] | None:
     """The targets of all samples; None if these are not pairs with an integer each."""
-    first = _read(dataset, 0)
+    first = samples.first()
     is_class = isinstance(first, (tuple, list)) and len(first) == 2 and _is_class(first[1])
-    return _read_all(owner, dataset, 1) if is_class else None
+    return samples.column(1) if is_class else None
 
 
 def _is_class(value: Any) -> bool:
     return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iub"
-
-
-def _read_all(owner: object, dataset: Any, key: Any) -> list[Any]:
-    rank_zero_info(
-        f"{type(owner).__name__} reads all {len(dataset):,} samples of {type(dataset).__name__} once for their classes "
-        "or groups; an attribute or a function that gives them would be faster."
-    )
-    return [_read(dataset, index)[key] for index in range(len(dataset))]
 
 
 def _read(dataset: Any, index: int) -> Any:

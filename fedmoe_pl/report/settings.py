@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from fedmoe_pl import algorithms
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.checkpoints.configuration import relevant
 from fedmoe_pl.phases.phase import INITIAL
 from fedmoe_pl.report.runs import RunFiles
@@ -202,17 +205,35 @@ def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
         name = todo.pop()
         if name in phases and name not in found:
             found.add(name)
-            todo += _starts(phases[name], names[: names.index(name)])
+            todo += _starts(phases[name], [phases[other] for other in names[: names.index(name)]])
     return found
 
 
-def _starts(phase: Mapping[str, Any], earlier: list[str]) -> list[str]:
+def _starts(phase: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a phase starts from, as a run finds it; also each phase that it may start from, if its class is not known."""
     start = phase.get("start")
     if start is not None:
         return [*start.values()] if isinstance(start, dict) else [start]
-    module, _, name = phase.get("algorithm", {}).get("class_path", "").rpartition(".")
-    kind = getattr(algorithms, name, None) if module == algorithms.__name__ else None
-    if kind is None:
-        return earlier
-    anew = kind.federated and not kind.needed_parts
-    return [INITIAL] if anew or kind is algorithms.Local else earlier
+    algorithm, possible = _algorithm(phase), list[str]()
+    if algorithm is not None and not algorithm.needed_parts:
+        return [INITIAL]
+    for other in reversed(earlier):
+        before = _algorithm(other)
+        is_known = algorithm is not None and before is not None
+        if not is_known or not algorithm.missing_start([before]):
+            possible.append(other["name"])
+            if is_known:
+                break
+    return possible
+
+
+def _algorithm(phase: Mapping[str, Any]) -> Algorithm | None:
+    """A phase's algorithm, if it is one of the package that can be made from its configuration alone."""
+    given = phase.get("algorithm", {})
+    module, _, name = given.get("class_path", "").rpartition(".")
+    if module != algorithms.__name__ or name not in algorithms.__all__:
+        return None
+    try:
+        return getattr(algorithms, name)(**(given.get("init_args") or {}))
+    except (TypeError, MisconfigurationException):
+        return None

@@ -15,7 +15,7 @@ from helpers.backends import WithBatchNorm, local_training, train_clients
 from helpers.deployed import Passing, deploy, kept_by, participants
 from helpers.deployed import federation as deployed_federation
 from helpers.methods import Method
-from helpers.ranks import Hangs, Manual, Misbehaves, Own, SquareOfMean, adam, sgd
+from helpers.ranks import Hangs, Manual, Misbehaves, Own, SquareInTraining, SquareOfMean, WithDropout, adam, sgd
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import CPU, trained_round, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,6 +26,7 @@ from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, PerFedAvg
 from fedmoe_pl.backends import DistributedBackend, PoolBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.workers import distributed
+from fedmoe_pl.backends.workers.division import check_division
 from fedmoe_pl.data import Share
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.setup import start
@@ -212,7 +213,8 @@ def test_what_cannot_be_divided_is_refused_before_any_training(why, datamodule, 
         federation(tmp_path, **arguments).check(mixture(GlobalOnly()), datamodule)
 
 
-OWN = {SquareOfMean: "the loss of a batch is not the mean over its samples", Manual: "Manual optimizes manually"}
+NO_MEAN = "the loss of a batch is not the mean over its samples"
+OWN = {SquareOfMean: NO_MEAN, SquareInTraining: NO_MEAN, Manual: "Manual optimizes manually"}
 
 
 @pytest.mark.parametrize("module", OWN)
@@ -222,6 +224,10 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(module, team, datamodule
         MisconfigurationException, match=f"strategy is 'ddp', but must be left out, because {OWN[module]}"
     ):
         team.plan(phase)
+
+
+def test_random_numbers_of_a_step_do_not_count_against_it(datamodule, tmp_path):
+    check_division(local_training(WithDropout(tmp_path).double(), FedAvg(), datamodule))
 
 
 def test_a_load_balancing_loss_is_refused(team, datamodule):

@@ -5,7 +5,7 @@ from helpers.data import set_up
 from torch.utils.data import Dataset, Subset
 
 from fedmoe_pl.data import FromDatasets
-from fedmoe_pl.data.targets import classes_of, values_of
+from fedmoe_pl.data.targets import Samples, classes_of, values_of
 
 
 class Dictionaries(Dataset):
@@ -76,7 +76,8 @@ class Table(Dataset):
 def test_a_column_of_a_table_is_read_at_once_unless_a_function_makes_samples():
     for kind, labels in ((None, [0, 1, 1, 0]), ("custom", [1, 0, 0, 1])):
         read = []
-        classes = classes_of("data", Table(kind, read), "labels")
+        samples = Samples("data", Table(kind, read), ("labels", "client"))
+        classes = classes_of(samples, "labels")
         assert classes is not None and classes.tolist() == labels
-        assert values_of("data", "groups", Table(kind, read), "client").tolist() == ["b", "a", "b", "a"]
-        assert ({*read} == {0}) == (kind is None)  # the first sample shows the keys
+        assert values_of(samples, "groups", "client").tolist() == ["b", "a", "b", "a"]
+        assert [*map(read.count, (1, 2, 3))] == 3 * [0 if kind is None else 1]  # the first sample shows the keys

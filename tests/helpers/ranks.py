@@ -91,6 +91,20 @@ class SquareOfMean(Own):
         return super().training_step(batch, batch_idx) ** 2
 
 
+class SquareInTraining(Own):
+    """Its loss of a batch is no mean over samples in train mode only."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) ** (2 if self.training else 1)
+
+
+class WithDropout(Own):
+    """Its dropout is no module, and draws other numbers for a part of a batch."""
+
+    def forward(self, x):
+        return self.layer(F.dropout(x, 0.5, self.training))
+
+
 class Manual(Own):
     """Optimizes manually."""
 

@@ -13,6 +13,8 @@ SCAFFOLD, STOPPED = ({"name": "SCAFFOLD", "algorithm": "SCAFFOLD", "rounds": rou
 FINE_TUNED = {"name": "PFL-FB", "algorithm": "FineTuning"}
 OF_FEDAVG = FINE_TUNED | {"start": "FedAvg"}
 OF_BOTH = FINE_TUNED | {"start": {"global_expert": "FedAvg", "local_expert": "SCAFFOLD"}}
+LOCAL = {"name": "Local", "algorithm": "Local"}
+MIXED = {"name": "PFL-MF", "algorithm": "PFLMoE", "init_args": {"gate_fraction": 0}}
 OWN = {"name": "own", "algorithm": "x.Own"}
 
 
@@ -21,7 +23,7 @@ def run(name="a", *phases, seed=0, cell=None, evaluated=None, **changes):
     phases = [dict(phase) for phase in phases or (FEDAVG,)]
     for phase in phases:
         path = phase["algorithm"] if "." in phase["algorithm"] else f"fedmoe_pl.algorithms.{phase['algorithm']}"
-        phase["algorithm"] = {"class_path": path}
+        phase["algorithm"] = {"class_path": path, "init_args": phase.pop("init_args", {})}
     data = {"num_clients": 5, "partitioner": {"class_path": "data.Dirichlet", "init_args": {"alpha": 0.5}}}
     config = {
         "seed_everything": seed,
@@ -105,6 +107,11 @@ def test_only_keys_that_differ_are_listed_and_phases_only_where_they_are():
         ("PFL-FB", (FEDAVG, SCAFFOLD, OF_FEDAVG), (FEDAVG, STOPPED, OF_FEDAVG), [["a", "b"]]),
         ("PFL-FB", (FEDAVG, SCAFFOLD, OF_BOTH), (FEDAVG, STOPPED, OF_BOTH), [["a"], ["b"]]),
         ("own", (SCAFFOLD, OWN), (STOPPED, OWN), [["a"], ["b"]]),  # it may start from any phase before it
+        ("PFL-FB", (FEDAVG, LOCAL, FINE_TUNED), (FEDAVG, FINE_TUNED), [["a", "b"]]),  # Local is no start for it
+        ("PFL-MF", (FEDAVG, FINE_TUNED, LOCAL, MIXED), (FEDAVG, FINE_TUNED, MIXED), [["a", "b"]]),
+        ("PFL-FB", (FEDAVG, SCAFFOLD, FINE_TUNED), (FEDAVG, FINE_TUNED), [["a"], ["b"]]),
+        ("PFL-FB", (SCAFFOLD, FEDAVG, FINE_TUNED), (FEDAVG, FINE_TUNED), [["a", "b"]]),
+        ("PFL-FB", (FEDAVG, OWN, FINE_TUNED), (FEDAVG, FINE_TUNED), [["a"], ["b"]]),  # it may start from the other
     ],
 )
 def test_runs_are_seeds_of_a_method_if_it_and_what_it_starts_from_are_the_same(method, phases, others, expected):

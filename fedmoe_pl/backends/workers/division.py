@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, fit
@@ -24,8 +29,9 @@ _SAMPLES = 7  # odd, so that the parts differ in size
 def check_division(training: LocalTraining) -> None:
     """Refuses a loss that is not the mean over the samples of a batch: DDP averages gradients of its parts.
 
-    One client of each architecture computes a step with a whole batch and with both of its parts, in eval mode,
-    because dropout would draw other numbers. What fails here fails in training, which says so.
+    One client of each architecture computes a step with a whole batch and with both of its parts, without dropout and
+    statistics of the batch, which are others in a part; in eval mode, if the step still draws random numbers. What
+    fails here fails in training, which says so.
     """
     because = ""
     if not training.module.automatic_optimization:
@@ -49,9 +55,11 @@ def _problem(training: LocalTraining, clients: list[int]) -> str:
     number = min(int(sizes[client]), _SAMPLES, training.batch_size or training.datamodule.batch_size)
     half = number // 2
     for moment in training.trainable.values() if half else ():
-        whole, first, second = (
-            _gradients(training, client, moment, part) for part in (slice(number), slice(half), slice(half, number))
-        )
+        parts = (slice(number), slice(half), slice(half, number))
+        steps = [_step(training, client, moment, part, train=True) for part in parts]
+        if any(step.is_random for step in steps):
+            steps = [_step(training, client, moment, part, train=False) for part in parts]
+        whole, first, second = (step.gradients for step in steps)
         largest = largest_value(whole.values())
         for name, gradient in whole.items():
             parts = [share * part[name] for share, part in ((half, first), (number - half, second)) if name in part]
@@ -60,30 +68,39 @@ def _problem(training: LocalTraining, clients: list[int]) -> str:
     return ""
 
 
-def _gradients(training: LocalTraining, client_id: int, moment: tuple[int, int], part: slice) -> Tree:
-    """The gradients of a client's step, in a round and an epoch, with a part of its samples."""
+def _step(training: LocalTraining, client_id: int, moment: tuple[int, int], part: slice, train: bool) -> _Step:
+    """A client's step, in a round and an epoch, with a part of its samples."""
     arguments = {**LEAN_TRAINER, "accelerator": training.trainer.get("accelerator", "auto")}
     training = replace(training, trainer=arguments, devices=())
     round, epoch = moment
     server, module = training.algorithm.server_init(training.module), copy_module(training.module)
     client, constants, samples = begin_client(training, module, server, client_id, {}, round)
     batches = training.datamodule.batches(samples[part], batch_size=len(samples), device=training.device)
-    step = _Step(Freezing(training, module, round), epoch)
+    step = _Step(Freezing(training, module, round), epoch, train)
     fit(training, module_to_fit(training, client, on_device(constants, training.device)), batches, None, [step])
-    return step.gradients
+    return step
 
 
 class _Step(Callback):
-    """Notes the gradients of the only step."""
+    """Notes the gradients of the only step, and whether it draws random numbers."""
 
-    def __init__(self, freezing: Freezing, epoch: int) -> None:
+    def __init__(self, freezing: Freezing, epoch: int, train: bool) -> None:
         self.freezing = freezing
         self.epoch = epoch
+        self.train = train
         self.gradients: Tree = {}
+        self.is_random = False
+        self._generators: list[Tensor] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.freezing.freeze(self.epoch)
-        pl_module.eval()
+        pl_module.train(self.train)
+        for part in pl_module.modules():
+            if isinstance(part, (_DropoutNd, _BatchNorm)):
+                part.eval()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._generators = _generators(pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.gradients = {
@@ -91,3 +108,10 @@ class _Step(Callback):
             for name, parameter, _ in self.freezing.parameters
             if parameter.grad is not None
         }
+        self.is_random = not all(map(torch.equal, self._generators, _generators(pl_module)))
+
+
+def _generators(module: LightningModule) -> list[Tensor]:
+    """The state of the generators that a step may draw from."""
+    on_gpu = [torch.cuda.get_rng_state(module.device)] if module.device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]

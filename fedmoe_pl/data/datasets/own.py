@@ -24,7 +24,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.map_style import MapStyleData
-from fedmoe_pl.data.targets import Values, classes_of, imported, values_of
+from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -193,16 +193,15 @@ def _with_values(
         if dataset is not None and not hasattr(dataset, "__len__"):
             reason = "samples are dealt to clients by their number, which a stream does not have"
             raise InvalidArgumentError(owner, f"{part}_dataset", type(dataset).__name__, "one with a length", reason)
-    ids = {
-        part: values_of(owner, "groups", dataset, groups)
-        for part, dataset in datasets.items()
-        if groups is not None and dataset is not None
+    samples = {
+        part: Samples(owner, dataset, (targets, groups)) for part, dataset in datasets.items() if dataset is not None
     }
+    ids = {} if groups is None else {part: values_of(its, "groups", groups) for part, its in samples.items()}
     data.client_train, data.client_test = ids.get("train"), ids.get("test")
     if targets is None and (arrays := _arrays(data)) is not None:
         return arrays
     data.target_key = targets if isinstance(targets, str) else None
-    classes = [classes_of(owner, dataset, targets) for dataset in datasets.values() if dataset is not None]
+    classes = [classes_of(its, targets) for its in samples.values()]
     known = [part for part in classes if part is not None]
     data.classes = torch.cat(known) if len(known) == len(classes) else None
     return data

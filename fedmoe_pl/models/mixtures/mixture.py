@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
@@ -300,7 +300,10 @@ class MixtureOfExperts(LightningModule, ABC):
         optimizer = self.optimizer(self.parameter_groups())
         if self.lr_scheduler is None:
             return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+        scheduler = self.lr_scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):  # Lightning's, which has a monitor
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": scheduler.monitor}}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the constructor's arguments, from which ``load_from_checkpoint(path)`` makes the mixture again."""
