@@ -106,8 +106,9 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
         return torch.from_numpy(array.astype(np.int64))
     if targets is None:
         return None
+    allowed = "left out or classes, one integer for each sample"
     reason = f"it gives {array.dtype} values of shape {array.shape}"
-    raise InvalidArgumentError(samples.owner, "targets", targets, "left out or classes, one integer for each sample", reason)
+    raise InvalidArgumentError(samples.owner, "targets", targets, allowed, reason)
 
 
 def values_of(samples: Samples, argument: str, values: Values) -> np.ndarray:

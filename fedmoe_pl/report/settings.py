@@ -210,7 +210,7 @@ def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
 
 
 def _starts(phase: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a phase starts from, as a run finds it; also each phase that it may start from, if its class is not known."""
+    """What a phase starts from, as a run finds it; where a class is not known, each phase that it may be."""
     start = phase.get("start")
     if start is not None:
         return [*start.values()] if isinstance(start, dict) else [start]

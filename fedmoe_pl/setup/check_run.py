@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
@@ -90,7 +90,8 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_aggregation(phase, module, cohort, run.phases_before(phase))
         _check_secure_aggregation(run, phase, module, cohort)
         check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
-        _check_early_stopping(phase, trainer, run.datamodule)
+        if trained[phase.name] and phase.ckpt_path is None:
+            _check_monitored(phase, module, trainer, run.datamodule)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
         state = run.states.get(phase.name)
@@ -119,21 +120,38 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"a cohort of at least {needed}", because)
 
 
-def _check_early_stopping(phase: Phase, trainer: Mapping[str, Any], datamodule: FederatedDataModule) -> None:
-    """Refuses early stopping that would never stop, because no client validates."""
+def _check_monitored(
+    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule
+) -> None:
+    """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     names = [type(each).__name__ for each in stopping if each.monitor.startswith("validation")]
+    if (scheduler := _plateau(module)) is not None:
+        if getattr(scheduler, "monitor", None) != "validation_loss":
+            key = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
+            allowed = "lightning.pytorch.cli.ReduceLROnPlateau(monitor='validation_loss') or one without a metric"
+            because = "the training of clients logs no other metric"
+            raise InvalidArgumentError(str(phase), key, "a ReduceLROnPlateau of something else", allowed, because)
+        names.append("ReduceLROnPlateau")
     if not (trainer["max_epochs"] and names):
         return
-    because = f"{names[0]} stops by what clients validate"
+    because = f"{names[0]} follows what clients validate"
     if not trainer["limit_val_batches"]:
         value = trainer["limit_val_batches"]
         raise InvalidArgumentError(str(phase), "trainer.limit_val_batches", value, "above 0, such as 1.0", because)
     if not len(datamodule.validation_samples.indices):
         fraction = datamodule.validation_fraction
         raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", because)
+
+
+def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
+    """The scheduler of a mixture that the federation trains, if it waits for a metric."""
+    if not isinstance(module, MixtureOfExperts) or module.lr_scheduler is None or overridden_hooks(module):
+        return None
+    scheduler = module.lr_scheduler(module.optimizer(module.parameter_groups()))
+    return scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
 
 
 def check_needs(

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.clusters import all_phases, clustered
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.cli import ReduceLROnPlateau
 
 from fedmoe_pl.algorithms import FedAvg, FedProx, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -188,6 +190,19 @@ def test_a_callback_ends_the_training_and_reads_the_parts_of_the_client_s_mixtur
     train(TrainerBackend(), local_training(mixture(LinearGate(5)), FedAvg(), data, **arguments))
     for epochs, gate, of_module, has_any in seen:
         assert epochs < 29 and isinstance(gate, LinearGate) and gate is of_module and not has_any
+
+
+def test_the_learning_rate_follows_what_a_client_validates():
+    class Rates(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    rates = []
+    module, data = mixture(LinearGate(5)), blobs((40,), validation_fraction=0.3)
+    module.lr_scheduler = partial(ReduceLROnPlateau, monitor="validation_loss", factor=0.5, patience=0, threshold=0.9)
+    arguments = {"limit_val_batches": 1.0, "max_epochs": 4, "callbacks": [Rates()]}
+    train(TrainerBackend(), local_training(module, FedAvg(), data, **arguments))
+    assert rates == [0.1, 0.1, 0.05, 0.025]  # the first loss is the best; no later one is a tenth of it
 
 
 def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):

@@ -9,6 +9,7 @@ from helpers import TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -27,6 +28,7 @@ from fedmoe_pl.setup.check_run import check_trainer
 
 sgd = partial(SGD, lr=0.1)
 STEP = partial(StepLR, step_size=1)
+BY_VALIDATION = partial(MonitoredPlateau, monitor="validation_loss", patience=0)
 BOTH = Evaluate(after="both")
 NO_FILES = ("..", "a\0b", "ä" * 150)
 REFUSED = [
@@ -53,6 +55,9 @@ REFUSED = [
     ("evaluate", {"evaluate": None}),
     ("trainer.limit_val_batches", {"train": Train(callbacks=[BestEpoch()])}),
     ("validation_fraction", {"train": Train(callbacks=[BestEpoch()], trainer={"limit_val_batches": 1.0})}),
+    ("train.lr_scheduler", {"train": Train(lr_scheduler=ReduceLROnPlateau)}),
+    ("train.lr_scheduler", {"train": Train(lr_scheduler=partial(MonitoredPlateau, monitor="train_loss"))}),
+    ("trainer.limit_val_batches", {"train": Train(lr_scheduler=BY_VALIDATION)}),
     (
         "train.round_lr_scheduler",
         {"train": Train(round_lr_scheduler=STEP, lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2))},
