@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
 from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.client_loggers import client_folder, client_loggers, finish
-from fedmoe_pl.backends.contents import contents_differ, contents_of
+from fedmoe_pl.backends.contents import Contents
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
@@ -306,7 +306,7 @@ class _ReusedModule:
         self._mapped = {name for name, tensor in self.module.state_dict(keep_vars=True).items() if is_mapped(tensor)}
         self._initial = {**dict(training.module.named_buffers()), **training.initial}
         self._modes = [(part, part.training) for part in self.module.modules()]
-        self._contents = contents_of(self.module)
+        self._contents = self._contents_now()
 
     def reset(self) -> None:
         """Makes the module as a new copy of the phase's module would be, except for tensors that it has to itself."""
@@ -315,17 +315,17 @@ class _ReusedModule:
             if part.training is not mode:
                 part.training = mode
         # others, if it was on another device, or had to itself what it shares now
-        if self.training.copies.restore(self.module) or self.training.device.type != "cpu":
-            self._tensors, self._contents = self._of_module(), contents_of(self.module)
+        if is_restored := self.training.copies.restore(self.module):
+            self._contents = self._contents_now()
+        if is_restored or self.training.device.type != "cpu":
+            self._tensors = self._of_module()
 
     def is_used_up(self) -> bool:
         """Whether a client has changed more than values of tensors, so that the next one needs a new copy.
 
         A buffer may be another tensor, a part may have counted its calls.
         """
-        if self.training.device.type != "cpu":
-            return False
-        return contents_differ(self._contents, contents_of(self.module))
+        return self._contents.have_changed()
 
     def load_initial(self, replaced: Collection[str]) -> None:
         """Loads the initial tensors, but those that are replaced next."""
@@ -334,6 +334,9 @@ class _ReusedModule:
                 initial = self._initial[name]
                 if name not in replaced and not (name in self._mapped and same_bits(tensor, initial)):
                     tensor.copy_(initial)
+
+    def _contents_now(self) -> Contents:
+        return Contents(self.module, on_cpu=self.training.device.type == "cpu")
 
     def _of_module(self) -> Tree:
         """What a client may change."""

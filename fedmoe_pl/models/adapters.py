@@ -172,6 +172,15 @@ class _Pass:
         return weights
 
 
+class _LayerCheck:
+    """Whether a base was seen to call the layers that have experts; copies of the base need not be looked at again."""
+
+    is_done = False
+
+    def __deepcopy__(self, known: dict[int, Any]) -> _LayerCheck:
+        return self
+
+
 class Expert(nn.Module):
     """An expert's adapters and trained layers, as a tree of modules with the paths that they have in the base.
 
@@ -226,7 +235,7 @@ class AdaptedBase:
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._blocks = [*_matching(base, blocks, "blocks")]
         self._pass: _Pass | None = None
-        self._is_checked = False
+        self._check = _LayerCheck()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
         for path in self._saved:
             for root in [self.head] if has_one_head else self.experts:
@@ -253,17 +262,17 @@ class AdaptedBase:
             logits = call(self.base, self.prepare(x) if self.prepare else x)
         finally:
             self._pass = None
-        if not self._is_checked:
-            self._check(current.called)
+        if not self._check.is_done:
+            self._check_layers(current.called)
         return Output(logits, current.features, current.weights)
 
-    def _check(self, called: set[str]) -> None:
+    def _check_layers(self, called: set[str]) -> None:
         """Refuses layers that the base does not call, because what is trained of them would change nothing."""
         for argument, paths in (("target_modules", self._paths), ("modules_to_save", self._saved)):
             if missing := [path for path in paths if path not in called]:
                 allowed = "layers that the base calls, because what is trained of others would change nothing"
                 raise InvalidArgumentError("LoRA", argument, missing[0], allowed)
-        self._is_checked = True
+        self._check.is_done = True
 
     def plain_base(self) -> nn.Module:
         """A copy of the base that computes without experts, as it was before it had any."""

@@ -2,9 +2,12 @@
 
 import copy
 import gc
+from collections import deque
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
@@ -108,6 +111,8 @@ class Keeping(Expert):
     def __init__(self, what):
         super().__init__()
         self.what, self.calls, self.seen = what, 0, []
+        self.last, self.counted, self.noted = deque(maxlen=3), np.zeros(1), {"calls": [0]}
+        self.own, self.total, self.generator = SimpleNamespace(calls=0), torch.zeros(2), torch.Generator()
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("scale", torch.ones(6), persistent=False)
 
@@ -122,13 +127,30 @@ class Keeping(Expert):
                 self.calls += 1
             elif self.what == "a list":
                 self.seen.append(len(x))
+            elif self.what == "a queue":
+                self.last.append(len(x))
+            elif self.what == "an array":
+                self.counted += 1
+            elif self.what == "a list in a dict":
+                self.noted["calls"][0] += 1
+            elif self.what == "an object":
+                self.own.calls += 1
+            elif self.what == "a tensor that is no buffer":
+                self.total += 1
+            elif self.what == "a generator":
+                features = features * torch.rand(1, generator=self.generator).to(features)
             else:
                 weight = next(self.classifier.parameters())
                 weight.data = weight.data.clamp(-0.1, 0.1)
-        return self.classifier((features - self.mean) * self.scale * 0.9 ** (self.calls + len(self.seen)))
+        number = self.calls + len(self.seen) + len(self.last) + self.counted[0] + self.noted["calls"][0]
+        return self.classifier((features - self.mean) * self.scale * 0.9 ** (number + self.own.calls + self.total[0]))
 
 
-@pytest.mark.parametrize("what", ["a buffer", "a buffer that is not saved", "an attribute", "a list", "a weight"])
+KEPT = ["a buffer", "a buffer that is not saved", "an attribute", "a list", "a queue", "an array", "a list in a dict"]
+KEPT += ["an object", "a tensor that is no buffer", "a generator", "a weight"]
+
+
+@pytest.mark.parametrize("what", KEPT)
 def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_path, served):
     results = []
     for every_batch in (False, True):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import overrides
-from fedmoe_pl.backends.contents import contents_differ, contents_of
+from fedmoe_pl.backends.contents import Contents
 from fedmoe_pl.backends.features import FeatureCache, looked_up
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import on_device
@@ -158,7 +158,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
                 remember(leaf)
 
     load_tree(module, stack.members[client].state)  # as the step will, which then only changes what is the model's own
-    contents = contents_of(module, saved_buffers=False)
+    contents = Contents(module, saved_buffers=False)
     counter = FlopCounterMode(display=False)  # only for the first member: all have the same architecture
     hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
     try:
@@ -170,7 +170,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     if counter.get_total_flops() * stack.data.batch_size // share.y.shape[1] > most_operations:
         raise NotStackable("a step takes much longer than the calls that stacking saves")
-    if contents_differ(contents, contents_of(module, saved_buffers=False)):
+    if contents.have_changed():
         raise NotStackable("a step changes more of the model than the values of its tensors")
     buffers = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in stack.buffers}
     with stack.looking_up():
