@@ -2,6 +2,7 @@
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.contents import Contents
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, packages_read_once, quiet
 from fedmoe_pl.backends.freezing import Freezing
@@ -26,6 +27,7 @@ __all__ = [
     "TRAINED",
     "AutoBackend",
     "Backend",
+    "Contents",
     "DistributedBackend",
     "Failure",
     "Freezing",

@@ -1,4 +1,4 @@
-"""What a client's training may change in a module besides the values of its tensors."""
+"""What a client may change in a module besides the values of its tensors, by training it or by predicting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from fedmoe_pl.trees import is_borrowed
@@ -36,7 +36,7 @@ class Contents:
         on_cpu: whether the module stays there. A move gives it other parameters and buffers, so that none count.
     """
 
-    def __init__(self, module: LightningModule, saved_buffers: bool = True, on_cpu: bool = True) -> None:
+    def __init__(self, module: nn.Module, saved_buffers: bool = True, on_cpu: bool = True) -> None:
         self.saved_buffers = saved_buffers
         self.on_cpu = on_cpu
         self._seen = set[int]()

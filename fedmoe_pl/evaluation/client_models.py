@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, needs_server_state, received
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
-from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
+from fedmoe_pl.backends import TRAINED, Contents, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
@@ -80,8 +80,11 @@ def _evaluate_shared(
     validation = _opted_in_validation(training)
     for group in training.by_architecture(clients):
         group_training = training.of(group[0])
-        module = group_training.copies.move(group_training.copies.copy(), training.device)
+        module, contents = None, None
         for tensors, sharing in _models(group_training, server, kept, group):
+            if module is None or contents is None or contents.have_changed():
+                module = group_training.copies.move(group_training.copies.copy(), training.device)
+                contents = Contents(module)
             load_to_evaluate(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
 
@@ -121,7 +124,7 @@ class _Evaluator:
     kept: Mapping[int, Tree]
     round: int
     evaluation_point: EvaluationPoint
-    modules: dict[int, LightningModule] = field(default_factory=dict)  # by architecture
+    modules: dict[int, tuple[LightningModule, Contents]] = field(default_factory=dict)  # by architecture
     stackable: dict[int, bool] = field(default_factory=dict)  # by architecture
 
     def __post_init__(self) -> None:
@@ -139,7 +142,7 @@ class _Evaluator:
         training, samples, total, number = self.training.of(client), self.validation[client], 0.0, 0
         own_loss = training.algorithm.validation_loss
         assert own_loss is not None
-        module = self.modules[self.training.architecture(client)]
+        module = self._module(training, client)
         load_to_evaluate(module, self._state(training, module, client))
         with torch.inference_mode():
             for batch, y in labelled_batches(training.datamodule, samples, mixture_of(module)):
@@ -151,12 +154,7 @@ class _Evaluator:
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The same, with the loss of what clients predict."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
-        if architecture not in self.modules:
-            # hooks that see the module may write to it
-            shares = not needs_server_state(training.algorithm)
-            copied = training.copies.copy() if shares else copy_module(training.module)
-            self.modules[architecture] = training.copies.move(copied, training.device)
-        module, data = self.modules[architecture], training.datamodule
+        module, data = self._module(training, clients[0]), training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
             states = [self._state(training, module, client) for client in clients]
             models = StackedModels(module, states)
@@ -166,12 +164,25 @@ class _Evaluator:
                 return [*evaluate(module, data, clients, self.validation, training.metrics, models)]
         evaluations = []
         for client in clients:
+            module = self._module(training, client)
             state = self._state(training, module, client)
             load_to_evaluate(module, state)
             predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
             shared = training.shared_parts.looked_up(module, state) if predictor is module else None
             evaluations += evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)
         return evaluations
+
+    def _module(self, training: LocalTraining, client: int) -> LightningModule:
+        """The module of a client's architecture: a new copy, if predicting has left more in it than tensors' values."""
+        architecture = self.training.architecture(client)
+        module, contents = self.modules.get(architecture, (None, None))
+        if module is None or contents is None or contents.have_changed():
+            # hooks that see the module may write to it
+            shares = not needs_server_state(training.algorithm)
+            copied = training.copies.copy() if shares else copy_module(training.module)
+            module = training.copies.move(copied, training.device)
+            self.modules[architecture] = module, Contents(module)
+        return module
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:
         """The tensors of a client's model."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.conv import _ConvNd
 
-from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.backends import Contents, LocalTraining
 from fedmoe_pl.backends.rounding import in_full_precision, is_close
 from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
@@ -61,11 +61,17 @@ class StackedModels:
 
     @in_full_precision()
     def agree(self, datamodule: FederatedDataModule) -> bool:
-        """Whether the last model gives the same outputs, up to rounding, alone; say, none draws random numbers."""
+        """Whether the last model gives the same outputs, up to rounding, alone; say, none draws random numbers.
+
+        A model that keeps something from predicting does not: it would be something that all of them have in common.
+        """
+        contents = Contents(self.module)
         ((x, _),) = datamodule.batches(datamodule.global_test[:_TRIED_SAMPLES], batch_size=_TRIED_SAMPLES)
         try:
             stacked = self._call(x.expand(len(self.states), *x.shape), 0)
         except Exception:  # `vmap` cannot map over all that a model may compute
+            return False
+        if contents.have_changed():
             return False
         load_to_evaluate(self.module.module, self.states[-1])
         with torch.inference_mode():

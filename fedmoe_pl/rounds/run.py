@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
-from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
+from fedmoe_pl.backends import Backend, Contents, LocalTraining, Plan, Transfer
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.checkpoints.client_state import MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -209,7 +209,11 @@ class Run:
         for client in clients:
             phase, evaluation_point = self.phase_and_point(method, client)
             training = training or self.training(phase)
-            yield self._client_module(training.of(client), phase, evaluation_point, client)
+            module = self._client_module(training.of(client), phase, evaluation_point, client)
+            contents = Contents(module)
+            yield module
+            if contents.have_changed():  # by a forward pass
+                training = None
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
         """What a client predicts with: its :meth:`client_module`, unless the algorithm has a ``predictor``."""

@@ -27,6 +27,17 @@ class DataDependent(Expert):
         return -logits if x.sum().item() > 0 else logits
 
 
+class Caching(Expert):
+    """Keeps what it computes of its weights in eval mode until it is trained again."""
+
+    scale = None
+
+    def forward(self, x):
+        if self.scale is None or self.training:
+            self.scale = next(self.classifier.parameters()).abs().mean()
+        return super().forward(x) / self.scale
+
+
 MODELS = {
     "trained gate": lambda: mixture(FeatureGate(6)),
     "gate that reads the input": lambda: mixture(LinearGate(5)),
@@ -179,3 +190,14 @@ def test_groups_have_similar_sizes_and_models_with_convolutions_or_of_many_param
     assert evaluation_groups(training, [0, 1]) == [[1], [0]]
     images = PersonalizedMoE(LeNet5())
     assert evaluation_groups(local_training(images, Local(), blobs(SIZES)), [0, 1]) == [[1], [0]]
+
+
+@pytest.mark.parametrize("most", [1, 8])
+def test_what_a_model_keeps_from_predicting_is_of_its_client_alone(monkeypatch, most):
+    monkeypatch.setattr(stacked_models, "_MOST", most)
+    training = local_training(mixture(LinearGate(5), Caching()), Local(), blobs(SIZES, validation_fraction=0.25))
+    kept = states(training.module, range(len(SIZES)))
+    together = evaluate_clients(training, {}, kept, 1, "aggregation")
+    for client, evaluation in enumerate(together):
+        (alone,) = evaluate_clients(training, {}, kept, 1, "aggregation", clients=[client])
+        assert evaluation.validation_loss == pytest.approx(alone.validation_loss, rel=1e-12, nan_ok=True)
