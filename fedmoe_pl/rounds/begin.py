@@ -54,8 +54,13 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
         ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1], mixture_of(module))
+        tried = copy_module(module)  # keeps what a part may keep from predicting
         with torch.no_grad():  # torch does not export parameters that are made in inference mode
-            outputs_of(module.eval(), batch, datamodule.has_pairs)
+            outputs_of(tried.eval(), batch, datamodule.has_pairs)
+        for path, part in [*module.named_modules()]:
+            if any(is_lazy(parameter) for parameter in part.parameters(recurse=False)):
+                sized_part = tried.get_submodule(path)
+                part.__class__, part.__dict__ = type(sized_part), vars(sized_part)
         if isinstance(module, MixtureOfExperts):
             module.check_parts()  # also sets the memory format of the layers that have been sized
     return module.train()

@@ -14,6 +14,7 @@ from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import MONITORS
 from fedmoe_pl.evaluation.stacked_models import evaluation_groups
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.rounds.begin import sized
 from fedmoe_pl.trees import load_tree
 
 SIZES = (17, 30, 1, 23, 44)
@@ -201,3 +202,10 @@ def test_what_a_model_keeps_from_predicting_is_of_its_client_alone(monkeypatch, 
     for client, evaluation in enumerate(together):
         (alone,) = evaluate_clients(training, {}, kept, 1, "aggregation", clients=[client])
         assert evaluation.validation_loss == pytest.approx(alone.validation_loss, rel=1e-12, nan_ok=True)
+
+
+def test_finding_the_size_of_a_gate_leaves_nothing_else_in_the_module():
+    datamodule = blobs(SIZES)
+    datamodule.setup()
+    module = sized(mixture(FeatureGate(), Caching()), datamodule, seed=0)
+    assert module.gate.linear.in_features == 6 and module.local_expert.scale is module.global_expert.scale is None
