@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import Expert, TensorData, blobs, mixture, phase, sparse_mixture
 from helpers import pretended as device_of_tests
-from helpers.backends import FEW, TwoGroups, WithBatchNorm, local_training
+from helpers.backends import FEW, Keeping, TwoGroups, WithBatchNorm, local_training
 from helpers.clusters import all_phases, clustered
 from helpers.configurations import REPOSITORY
 from helpers.methods import METHODS
@@ -137,7 +137,7 @@ CASES = {
     "FedMoE-DA": (lambda: [phase("last", FedMoEDA(2, 1), rounds=3, evaluate=True)], sparse_mixture, points),
     "pFedMoE": (lambda: [phase("last", PFedMoE(), rounds=2, evaluate=True)], three_architectures, points),
 }
-# not stacked: optimizers that clients keep, an LSTM
+# not stacked: optimizers that clients keep, what steps leave in a module, an LSTM
 ALONE = {
     "interleaved": (
         lambda: [
@@ -145,6 +145,11 @@ ALONE = {
             phase("last", PFLMoE(interleaved=True), rounds=4, train=Train(keep_optimizer=True)),
         ],
         lambda: mixture(FeatureGate(6), optimizer=adam),
+        points,
+    ),
+    "a queue in the module": (
+        lambda: [phase("last", FedAvg("*.extractor.*"), rounds=2)],
+        lambda: mixture(LinearGate(5), Keeping("a queue")),
         points,
     ),
     "LSTM": (
@@ -210,7 +215,7 @@ def test_every_method_gives_what_it_gives_on_a_cpu(tmp_path, accelerator, device
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["interleaved", pytest.param("LSTM", marks=only_cuda)])
+@pytest.mark.parametrize("name", ["interleaved", "a queue in the module", pytest.param("LSTM", marks=only_cuda)])
 def test_clients_that_cannot_be_stacked_give_what_they_give_on_a_cpu(tmp_path, accelerator, device, name):
     expected = finished(tmp_path / "cpu", name, "cpu", TrainerBackend())
     assert_agree(finished(tmp_path / "gpu", name, accelerator, "auto"), expected)

@@ -2,16 +2,13 @@
 
 import copy
 import gc
-from collections import deque
 from functools import partial
-from types import SimpleNamespace
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
-from helpers.backends import FEW, UNEQUAL, TwoGroups, begin, local_training, train, train_clients
+from helpers.backends import FEW, UNEQUAL, Keeping, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
@@ -103,47 +100,6 @@ def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, serve
         assert shared[phase_name].clients.keys() == alone[phase_name].clients.keys()
         for client, tree in shared[phase_name].clients.items():
             assert_same_bits(dict(tree), dict(alone[phase_name].clients[client]))
-
-
-class Keeping(Expert):
-    """Changes more than the values of tensors when it is trained."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.what, self.calls, self.seen = what, 0, []
-        self.last, self.counted, self.noted = deque(maxlen=3), np.zeros(1), {"calls": [0]}
-        self.own, self.total, self.generator = SimpleNamespace(calls=0), torch.zeros(2), torch.Generator()
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("scale", torch.ones(6), persistent=False)
-
-    def forward(self, x):
-        features = self.extractor(x)
-        if self.training:
-            if self.what == "a buffer":
-                self.mean = 0.9 * self.mean + 0.1 * features.mean(0).detach()
-            elif self.what == "a buffer that is not saved":
-                self.scale = self.scale * 0.9
-            elif self.what == "an attribute":
-                self.calls += 1
-            elif self.what == "a list":
-                self.seen.append(len(x))
-            elif self.what == "a queue":
-                self.last.append(len(x))
-            elif self.what == "an array":
-                self.counted += 1
-            elif self.what == "a list in a dict":
-                self.noted["calls"][0] += 1
-            elif self.what == "an object":
-                self.own.calls += 1
-            elif self.what == "a tensor that is no buffer":
-                self.total += 1
-            elif self.what == "a generator":
-                features = features * torch.rand(1, generator=self.generator).to(features)
-            else:
-                weight = next(self.classifier.parameters())
-                weight.data = weight.data.clamp(-0.1, 0.1)
-        number = self.calls + len(self.seen) + len(self.last) + self.counted[0] + self.noted["calls"][0]
-        return self.classifier((features - self.mean) * self.scale * 0.9 ** (number + self.own.calls + self.total[0]))
 
 
 KEPT = ["a buffer", "a buffer that is not saved", "an attribute", "a list", "a queue", "an array", "a list in a dict"]

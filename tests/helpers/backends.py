@@ -1,8 +1,10 @@
 """Trains the clients of one phase with a backend, and compares two backends."""
 
+from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,6 +18,47 @@ from helpers import Expert
 # From 3 to 100 samples, in batches of 10: less than a batch, whole batches, and a last batch of one sample.
 UNEQUAL = (3, 100, 37, 11, 40, 41, 39, 10)
 FEW = (3, 25, 11, 20)
+
+
+class Keeping(Expert):
+    """Changes more than the values of tensors when it is trained."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.calls, self.seen = what, 0, []
+        self.last, self.counted, self.noted = deque(maxlen=3), np.zeros(1), {"calls": [0]}
+        self.own, self.total, self.generator = SimpleNamespace(calls=0), torch.zeros(2), torch.Generator()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+
+    def forward(self, x):
+        features = self.extractor(x)
+        if self.training:
+            if self.what == "a buffer":
+                self.mean = 0.9 * self.mean + 0.1 * features.mean(0).detach()
+            elif self.what == "a buffer that is not saved":
+                self.scale = self.scale * 0.9
+            elif self.what == "an attribute":
+                self.calls += 1
+            elif self.what == "a list":
+                self.seen.append(len(x))
+            elif self.what == "a queue":
+                self.last.append(len(x))
+            elif self.what == "an array":
+                self.counted += 1
+            elif self.what == "a list in a dict":
+                self.noted["calls"][0] += 1
+            elif self.what == "an object":
+                self.own.calls += 1
+            elif self.what == "a tensor that is no buffer":
+                self.total += 1
+            elif self.what == "a generator":
+                features = features * torch.rand(1, generator=self.generator).to(features)
+            else:
+                weight = next(self.classifier.parameters())
+                weight.data = weight.data.clamp(-0.1, 0.1)
+        number = self.calls + len(self.seen) + len(self.last) + self.counted[0] + self.noted["calls"][0]
+        return self.classifier((features - self.mean) * self.scale * 0.9 ** (number + self.own.calls + self.total[0]))
 
 
 class WithBatchNorm(Expert):
