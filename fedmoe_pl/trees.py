@@ -51,7 +51,7 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 def _mean(a: Tensor, b: Tensor, share: float) -> Tensor:
     if same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
         return a
-    return torch.lerp(a, b, share) if a.is_floating_point() else torch.maximum(a, b)
+    return torch.lerp(a, b, share) if a.is_floating_point() or a.is_complex() else torch.maximum(a, b)
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
@@ -174,10 +174,16 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
 def same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same values in the same memory."""
     return one is other or (
-        one.data_ptr() == other.data_ptr()
+        one.layout is other.layout is torch.strided
+        and one.data_ptr() == other.data_ptr()
         and (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
         and one.stride() == other.stride()
     )
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor is in memory; 0 if it is sparse."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tree:
@@ -316,7 +322,7 @@ def is_mapped(parameter: Tensor) -> bool:
 
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether a parameter shares the memory of the module that it was copied from."""
-    return _mark(parameter, _BORROWED)[0] == parameter.data_ptr()
+    return _mark(parameter, _BORROWED)[0] == address(parameter)
 
 
 def is_copy_of(parameter: Tensor, tensor: Tensor) -> bool:

@@ -65,10 +65,10 @@ def test_the_mean_of_equal_clients_is_that_client_to_the_bit():
 
 
 def test_the_mean_leaves_its_inputs_alone_and_takes_the_larger_integers():
-    a = {"w": torch.tensor([1.0]), "num_batches_tracked": torch.tensor(3)}
-    b = {"w": torch.tensor([5.0]), "num_batches_tracked": torch.tensor(9)}
+    a = {"w": torch.tensor([1.0]), "complex": torch.tensor([1.0 + 4j]), "num_batches_tracked": torch.tensor(3)}
+    b = {"w": torch.tensor([5.0]), "complex": torch.tensor([5.0 + 0j]), "num_batches_tracked": torch.tensor(9)}
     mean = mean_of_two(a, 3, b, 1)
-    assert mean["w"].item() == 2.0
+    assert mean["w"].item() == 2.0 and mean["complex"].item() == 2.0 + 3j
     assert mean["num_batches_tracked"].item() == 9 and mean["num_batches_tracked"].dtype == torch.int64
     assert a["w"].item() == 1.0 and b["w"].item() == 5.0
 

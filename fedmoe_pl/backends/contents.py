@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from fedmoe_pl.trees import is_borrowed
+from fedmoe_pl.trees import address, is_borrowed
 
 _PLAIN = {bool, int, float, str}
 _NEVER_CHANGE = {type(None), *_PLAIN, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial}
@@ -100,7 +100,7 @@ class Contents:
         if self.on_cpu:
             for tensor in (*(each for each in parameters.values() if each is not None), *counted):
                 if not is_borrowed(tensor):  # its memory becomes another as soon as a client writes to it
-                    self._note(_place, tensor)
+                    self._note(address, tensor)
         for tensor in () if self.saved_buffers else counted:
             self._note(_place_and_version, tensor)
         for value in vars(part).values():
@@ -132,9 +132,5 @@ def _state_of_generator(generator: torch.Generator) -> bytes:
     return generator.get_state().numpy().tobytes()  # pickled, equal states have different bytes
 
 
-def _place(tensor: Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
 def _place_and_version(tensor: Tensor) -> tuple[int, int]:
-    return _place(tensor), 0 if tensor.is_inference() else tensor._version
+    return address(tensor), 0 if tensor.is_inference() else tensor._version

@@ -104,7 +104,8 @@ def end_client(
 def copied_views(trees: Sequence[Tree], module: LightningModule) -> list[Tree]:
     """The trees, with copies of tensors in the module's storages, because other clients will use the module."""
     tensors = (*module.parameters(), *module.buffers())
-    owned = {tensor.untyped_storage().data_ptr() for tensor in tensors if not is_borrowed(tensor)}
+    dense = (tensor for tensor in tensors if tensor.layout is torch.strided)
+    owned = {tensor.untyped_storage().data_ptr() for tensor in dense if not is_borrowed(tensor)}
     return [
         {
             name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor

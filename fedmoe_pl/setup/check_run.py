@@ -212,6 +212,7 @@ def check_phase(
     metrics: Mapping[str, Metric] | None = None,
 ) -> None:
     """Refuses a phase that does not fit its module or the data."""
+    _check_tensors(module)
     _check_loss(phase, module)
     with naming(phase):
         phase.algorithm.server_init(module)
@@ -223,6 +224,15 @@ def check_phase(
     if phase.evaluate and phase.algorithm.predicts_with_local_expert:
         warn_of_mixture(phase.algorithm, module)
     check_optimizer(phase, module)
+
+
+def _check_tensors(module: LightningModule) -> None:
+    """Refuses tensors that have no memory to load others into."""
+    for name, tensor in module.state_dict().items():
+        if tensor.layout is not torch.strided:
+            allowed = "a dense tensor, or a buffer with persistent=False"
+            because = "what is in a state dict is sent and averaged"
+            raise InvalidArgumentError(module, name, f"of layout {tensor.layout}", allowed, because)
 
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:

@@ -24,6 +24,7 @@ from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
+from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
@@ -124,6 +125,29 @@ def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_pa
     if what != "a buffer":  # which stacks have for each client
         with pytest.raises(NotStackable, match="changes more of the model than the values"):
             try_to_stack(training)
+
+
+class OnGraph(Expert):
+    """Multiplies its input by a matrix that is a buffer, but not saved."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.register_buffer("matrix", matrix, persistent=False)
+
+    def forward(self, x):
+        return super().forward((self.matrix @ x.T).T)
+
+
+@pytest.mark.parametrize("backend", ["auto", TrainerBackend()])
+def test_a_sparse_buffer_is_as_good_as_a_dense_one(backend, tmp_path):
+    matrix = torch.eye(5, dtype=torch.float64).roll(1, 0)
+    servers = []
+    for name, each in (("sparse", matrix.to_sparse()), ("dense", matrix)):
+        module = mixture(LinearGate(5), OnGraph(each))
+        assert torch.equal(loads(dumps(module)).local_expert.matrix.to_dense(), matrix), "for worker processes"
+        finished = run([phase("it", FedAvg(), rounds=2)], module, blobs(FEW), tmp_path / name, backend=backend)
+        servers.append(finished.run.states["it"].server)
+    torch.testing.assert_close(*servers, rtol=1e-12, atol=1e-12)
 
 
 LEAN = {

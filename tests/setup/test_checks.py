@@ -232,6 +232,14 @@ def test_what_an_algorithm_declares_to_need_is_refused_where_it_is_missing(
     assert error.value.argument == argument and error.value.because.startswith("FedAvg needs")
 
 
+def test_a_tensor_without_memory_of_its_own_is_refused_in_a_state_dict(tmp_path):
+    module = model()
+    module.local_expert.register_buffer("graph", torch.eye(3).to_sparse())
+    with pytest.raises(InvalidArgumentError) as error:
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
+    assert error.value.argument == "local_expert.graph" and "persistent=False" in error.value.allowed
+
+
 def test_every_need_is_checked_but_that_of_the_number_of_rounds():
     of_all_phases = {"whole_batches"}  # in backends/test_distributed.py
     assert {need for need, *_ in MISSING} == {*get_args(Need)} - {"fixed_rounds"} - of_all_phases

@@ -58,7 +58,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         # as an array, because a view of a tensor would be pickled with the whole tensor
-        if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad:
+        if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad or obj.layout is not torch.strided:
             return super().reducer_override(obj)
         if obj.dtype in _AS_INTEGERS:
             return _with_dtype, (obj.view(_AS_INTEGERS[obj.dtype]), obj.dtype)
