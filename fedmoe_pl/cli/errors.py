@@ -78,15 +78,19 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
         return f"{place}{names[0]} is not a key beside class_path{did_you_mean(names[0], _BESIDE)}"
     place = key.removesuffix(".init_args")
     expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
+    if match := re.search(r"module '(fedmoe_pl\.\w+)' has no attribute '(\w+)'", text):
+        return f"{place}: {_no_class(match[1], match[2])}"
     if not expected and "mport path" not in text:
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
     found = value or (given and given[given.lastindex or 0]) or ""
+    if nested := re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found):  # --data.class_path
+        place, found = f"{place}.class_path", nested[1]
     found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
     quoted = found if re.match(r"[\[{\d-]|None$|nan$|True$|False$", found) else repr(found)
     allowed = words_of(types or (expected and (expected[1] or expected[2])) or "a class or its import path")
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
-    end = did_you_mean(found, _KNOWN) if is_name and not expected else "."
+    end = did_you_mean(found, _KNOWN) if is_name and (nested or not expected) else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 
 
@@ -112,6 +116,14 @@ def _located(class_path: str) -> Any:
         return pydoc.locate(class_path)
     except pydoc.ErrorDuringImport:
         return None
+
+
+def _no_class(module: str, name: str) -> str:
+    """What is said of a class that a module of the package does not have."""
+    has = vars(pydoc.locate(module))["__all__"]
+    longer = [each for each in has if name.lower() in each.lower()]
+    end = f"; similar ones are {', '.join(longer)}." if longer else did_you_mean(name, has)
+    return f"{module} has no class {name}{end}"
 
 
 def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
@@ -191,7 +203,8 @@ def with_key(error: InvalidArgumentError, configuration: Mapping[str, Any]) -> s
     """The sentence of an exception with the argument's key in the configuration, if its fields tell which it is."""
     named = [place for place in places(configuration) if f".{place.key}".endswith(f".{error.argument}")]
     owned = [place for place in named if _belongs(place, error.owner)]
-    same = [place for place in owned or named if _shown(place.value) == error.value]
+    same = [place for place in owned if _shown(place.value) == error.value]
+    same = same or [place for place in named if _shown(place.value) == error.value]
     found = next((each for each in (same, owned) if len(each) == 1), same if owned else [])
     keys = " or ".join(place.key for place in found)
     return error.sentence(keys) if found else str(error)

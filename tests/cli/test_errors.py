@@ -45,6 +45,13 @@ REFUSED = {
         ["--federation.backend", "Backend"]
     ),
     "model is 'Digits', but must be LightningModule or null.": ["--model", "Digits"],
+    "data.class_path is 'Digitz', but must be FederatedDataModule or null; did you mean Digits?": (
+        ["--data.class_path", "Digitz"]
+    ),
+    "data: fedmoe_pl.data has no class Digitz; did you mean Digits?": ["--data.class_path", "fedmoe_pl.data.Digitz"],
+    "model.init_args.gate: fedmoe_pl.models has no class Constant; similar ones are ConstantGate.": [
+        *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
+    ],
     "federation.logger: No module named 'nothing'.": ["--federation.logger", "nothing.X"],
     "federation.callbacks[1] is 'EarlyStopping', but must be": [
         "--federation.callbacks",
