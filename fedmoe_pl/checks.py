@@ -104,12 +104,22 @@ def shown(value: Any) -> str:
 
     Example:
         >>> shown("a"), shown(None), shown([1]), shown(Exception), shown(Exception())
-        ("'a'", 'None', '[1]', 'the class Exception', 'a Exception')
+        ("'a'", 'None', '[1]', 'the class Exception', 'an Exception')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
     plain_kinds = (str, bool, int, float, list, tuple, dict, set, Path, np.generic, type(None))
-    return repr(plain(value)) if isinstance(value, plain_kinds) else f"a {type(value).__name__}"
+    return repr(plain(value)) if isinstance(value, plain_kinds) else with_article(type(value).__name__)
+
+
+def with_article(kind: str) -> str:
+    """The name of a class with its article.
+
+    Example:
+        >>> with_article("AdapterMoE"), with_article("LocalOnly")
+        ('an AdapterMoE', 'a LocalOnly')
+    """
+    return f"{'an' if kind[0] in 'AEIO' else 'a'} {kind}"
 
 
 def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = MOST_COUNTED) -> None:
@@ -150,7 +160,7 @@ def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...])
 def check_kind(owner: str, name: str, value: Any, kind: type, hint: str = "") -> None:
     """Refuses an object of another kind, and a class in place of an object, and gives a ``hint``; None passes."""
     if value is not None and not isinstance(value, kind):
-        raise InvalidArgumentError(owner, name, value, f"a {kind.__name__}{hint}")
+        raise InvalidArgumentError(owner, name, value, f"{with_article(kind.__name__)}{hint}")
 
 
 def is_finite(value: Any) -> bool:

@@ -96,7 +96,6 @@ class FedDPA(Algorithm):
             with torch.no_grad():
                 inputs = (inputs_of(batch, module.target_key) for batch in batches)
                 features = torch.cat([copied.local_features(x) for x in inputs])
-            references = torch.zeros_like(gate.references)
-            references[: len(features)] = features
-            gate.references = references
+            gate.references.zero_()
+            gate.references[: len(features)] = features
         return super().client_final(client, constants)

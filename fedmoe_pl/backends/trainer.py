@@ -325,7 +325,7 @@ class _ReusedModule:
 
         A buffer may be another tensor, a part may have counted its calls.
         """
-        return self._contents.have_changed()
+        return bool(self._contents.change())
 
     def load_initial(self, replaced: Collection[str]) -> None:
         """Loads the initial tensors, but those that are replaced next."""
@@ -336,7 +336,8 @@ class _ReusedModule:
                     tensor.copy_(initial)
 
     def _contents_now(self) -> Contents:
-        return Contents(self.module, on_cpu=self.training.device.type == "cpu")
+        original, on_cpu = self.training.copies.module, self.training.device.type == "cpu"
+        return Contents(self.module, original, on_cpu=on_cpu)
 
     def _of_module(self) -> Tree:
         """What a client may change."""

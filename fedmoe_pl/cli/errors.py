@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from fedmoe_pl.checks import InvalidArgumentError, shown
+from fedmoe_pl.checks import InvalidArgumentError, shown, with_article
 from fedmoe_pl.cli.catalogue import did_you_mean
 from fedmoe_pl.cli.kinds import KINDS
 from fedmoe_pl.data import FederatedDataModule
@@ -218,4 +218,4 @@ def _belongs(place: Place, owner: str) -> bool:
 
 def _shown(value: Any) -> str:
     is_class = isinstance(value, Mapping) and "class_path" in value
-    return f"a {value['class_path'].rpartition('.')[2]}" if is_class else shown(value)
+    return with_article(value["class_path"].rpartition(".")[2]) if is_class else shown(value)

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import nn
 
 from fedmoe_pl.checkpoints.files import replacing_files
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
 from fedmoe_pl.models.inputs import call, inputs_of
@@ -62,7 +62,7 @@ def _adapter_moe(run: Run, method: str, client: int) -> AdapterMoE:
     """A client's module; refuses one without adapters."""
     module: Any = run.client_module(method, client)
     if not isinstance(module, AdapterMoE):
-        because = f"only this model has adapters, and that of '{method}' is a {type(module).__name__}"
+        because = f"only this model has adapters, and that of '{method}' is {with_article(type(module).__name__)}"
         raise InvalidArgumentError("Federation", "method", method, "one whose model is an AdapterMoE", because)
     return module
 

@@ -82,9 +82,10 @@ def _evaluate_shared(
         group_training = training.of(group[0])
         module, contents = None, None
         for tensors, sharing in _models(group_training, server, kept, group):
-            if module is None or contents is None or contents.have_changed():
+            if module is None or contents is None or contents.change():
+                module = contents = None  # a device need not have room for two
                 module = group_training.copies.move(group_training.copies.copy(), training.device)
-                contents = Contents(module)
+                contents = Contents(module, group_training.module)
             load_to_evaluate(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
 
@@ -154,34 +155,37 @@ class _Evaluator:
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The same, with the loss of what clients predict."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
-        module, data = self._module(training, clients[0]), training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
+            module, data = self._module(training, clients[0]), training.datamodule
             states = [self._state(training, module, client) for client in clients]
             models = StackedModels(module, states)
             if architecture not in self.stackable:
-                self.stackable[architecture] = models.agree(data)
+                self.stackable[architecture] = models.agree(data, training.module)
             if self.stackable[architecture]:
                 return [*evaluate(module, data, clients, self.validation, training.metrics, models)]
-        evaluations = []
-        for client in clients:
-            module = self._module(training, client)
-            state = self._state(training, module, client)
-            load_to_evaluate(module, state)
-            predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
-            shared = training.shared_parts.looked_up(module, state) if predictor is module else None
-            evaluations += evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)
-        return evaluations
+        return [evaluation for client in clients for evaluation in self._evaluate_alone(training, client)]
+
+    def _evaluate_alone(self, training: LocalTraining, client: int) -> list[ClientEvaluation]:
+        module = self._module(training, client)
+        state = self._state(training, module, client)
+        load_to_evaluate(module, state)
+        predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
+        shared = training.shared_parts.looked_up(module, state) if predictor is module else None
+        data = training.datamodule
+        return [*evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)]
 
     def _module(self, training: LocalTraining, client: int) -> LightningModule:
         """The module of a client's architecture: a new copy, if predicting has left more in it than tensors' values."""
         architecture = self.training.architecture(client)
         module, contents = self.modules.get(architecture, (None, None))
-        if module is None or contents is None or contents.have_changed():
+        if module is None or contents is None or contents.change():
+            module = contents = None  # a device need not have room for two
+            self.modules.pop(architecture, None)
             # hooks that see the module may write to it
             shares = not needs_server_state(training.algorithm)
             copied = training.copies.copy() if shares else copy_module(training.module)
             module = training.copies.move(copied, training.device)
-            self.modules[architecture] = module, Contents(module)
+            self.modules[architecture] = module, Contents(module, training.module)
         return module
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:

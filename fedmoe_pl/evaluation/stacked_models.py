@@ -60,18 +60,18 @@ class StackedModels:
         self.device = module.device
 
     @in_full_precision()
-    def agree(self, datamodule: FederatedDataModule) -> bool:
+    def agree(self, datamodule: FederatedDataModule, original: LightningModule) -> bool:
         """Whether the last model gives the same outputs, up to rounding, alone; say, none draws random numbers.
 
         A model that keeps something from predicting does not: it would be something that all of them have in common.
         """
-        contents = Contents(self.module)
+        contents = Contents(self.module.module, original)
         ((x, _),) = datamodule.batches(datamodule.global_test[:_TRIED_SAMPLES], batch_size=_TRIED_SAMPLES)
         try:
             stacked = self._call(x.expand(len(self.states), *x.shape), 0)
         except Exception:  # `vmap` cannot map over all that a model may compute
             return False
-        if contents.have_changed():
+        if contents.change():
             return False
         load_to_evaluate(self.module.module, self.states[-1])
         with torch.inference_mode():

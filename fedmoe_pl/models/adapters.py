@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of, with_article
 from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.layers import plant
 
@@ -447,7 +447,7 @@ def _adapter(path: str, layer: Any) -> nn.Module:
     if _ADAPTER not in layer.lora_A or isinstance(layer.get_base_layer(), nn.MultiheadAttention):
         allowed = "linear layers, convolutions and embeddings"
         raise InvalidArgumentError(
-            "LoRA", "target_modules", path, allowed, f"it is a {type(layer.base_layer).__name__}"
+            "LoRA", "target_modules", path, allowed, f"it is {with_article(type(layer.base_layer).__name__)}"
         )
     return LinearAdapter(layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER], layer.lora_dropout[_ADAPTER], scaling)
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, with_article
 
 _CONFIGURED = "_configured"  # attribute of a module with the node of the configuration that it was made from
 _PLAIN = (type(None), bool, int, float, str, Tensor)
@@ -96,7 +96,7 @@ def refuse(owner: str, argument: str, kind: str) -> nn.Module:
 def not_described(owner: object, argument: str, value: Any, kind: str) -> InvalidArgumentError:
     """The refusal of a value in place of one, of a class of that name, that a checkpoint cannot describe."""
     reason = f"the checkpoint cannot describe it; pass it to load_from_checkpoint(path, {argument}=...)"
-    return InvalidArgumentError(owner, argument, value, f"a {kind}", reason)
+    return InvalidArgumentError(owner, argument, value, with_article(kind), reason)
 
 
 def sequential(modules: dict[str, nn.Module]) -> nn.Sequential:

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.data import is_pair
 from fedmoe_pl.trees import Tree
 
@@ -29,7 +29,7 @@ def inputs_and_targets(batch: Any, target_key: str = "labels") -> tuple[Any, Any
         return batch[0], _without_padding(*batch)
     if not isinstance(batch, Mapping):
         raise MisconfigurationException(
-            f"A batch is a {type(batch).__name__}, but mixtures need pairs of inputs and targets, or dicts."
+            f"A batch is {with_article(type(batch).__name__)}, but mixtures need pairs of inputs and targets, or dicts."
         )
     if target_key not in batch:
         allowed = f"a key of the batches ({', '.join(map(str, batch))})"
@@ -72,7 +72,9 @@ def logits_of(output: Any, part: nn.Module) -> Tensor:
     if isinstance(output, Mapping):
         output = output.get("logits")
     if not isinstance(output, Tensor):
-        raise TypeError(f"a {type(part).__name__} must return a tensor, or an output with a tensor as 'logits'")
+        raise TypeError(
+            f"{with_article(type(part).__name__)} must return a tensor, or an output with a tensor as 'logits'"
+        )
     return output
 
 

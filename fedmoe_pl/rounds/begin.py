@@ -18,7 +18,7 @@ from fedmoe_pl.backends import LocalTraining, begin_client, client_of, trains_by
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import check_states, joined, only
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, naming
+from fedmoe_pl.checks import InvalidArgumentError, naming, with_article
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of, outputs_of
 from fedmoe_pl.models import AdapterMoE, MixtureOfExperts, MixtureWeights
@@ -41,7 +41,8 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
         if replacement is None:
             continue
         if not isinstance(module, MixtureOfExperts):
-            because = f"only a MixtureOfExperts lets a phase replace it, and the model is a {type(module).__name__}"
+            given = with_article(type(module).__name__)
+            because = f"only a MixtureOfExperts lets a phase replace it, and the model is {given}"
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
         with naming(phase):
@@ -54,13 +55,13 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
         ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1], mixture_of(module))
-        tried = copy_module(module)  # keeps what a part may keep from predicting
+        others = [part for part in module.modules() if not any(map(is_lazy, part.parameters(recurse=False)))]
+        before = [(part, {**vars(part)}) for part in others]
         with torch.no_grad():  # torch does not export parameters that are made in inference mode
-            outputs_of(tried.eval(), batch, datamodule.has_pairs)
-        for path, part in [*module.named_modules()]:
-            if any(is_lazy(parameter) for parameter in part.parameters(recurse=False)):
-                sized_part = tried.get_submodule(path)
-                part.__class__, part.__dict__ = type(sized_part), vars(sized_part)
+            outputs_of(module.eval(), batch, datamodule.has_pairs)
+        for part, attributes in before:  # without what the part keeps from predicting
+            vars(part).clear()
+            vars(part).update(attributes)
         if isinstance(module, MixtureOfExperts):
             module.check_parts()  # also sets the memory format of the layers that have been sized
     return module.train()

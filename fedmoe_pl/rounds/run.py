@@ -210,9 +210,9 @@ class Run:
             phase, evaluation_point = self.phase_and_point(method, client)
             training = training or self.training(phase)
             module = self._client_module(training.of(client), phase, evaluation_point, client)
-            contents = Contents(module)
+            contents = Contents(module, self.initial_model(phase))
             yield module
-            if contents.have_changed():  # by a forward pass
+            if contents.change():  # by a forward pass
                 training = None
 
     def client_predictor(self, method: str, client: int) -> LightningModule:

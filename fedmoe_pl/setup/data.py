@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.checkpoints.checkpoint import is_of_run
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
-from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried, with_article
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
@@ -150,11 +150,15 @@ def check_task(
         raise InvalidArgumentError(str(phase), "evaluate", phase.evaluate, "False", because)
     if needs_metrics and not metrics:
         because = f"the targets of {type(datamodule).__name__} are not classes"
-        raise InvalidArgumentError("Federation", "metrics", None, f"given for a {type(module).__name__}", because)
+        raise InvalidArgumentError(
+            "Federation", "metrics", None, f"given for {with_article(type(module).__name__)}", because
+        )
     only_shape = has_classes and not metrics
     number = 1 if has_task(module, "causal_lm") else _TRIED_SAMPLES  # whose outputs are large
     samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
-    with tried(f"{phase}: a {type(module).__name__} does not accept the samples of {type(datamodule).__name__}"):
+    with tried(
+        f"{phase}: {with_article(type(module).__name__)} does not accept the samples of {type(datamodule).__name__}"
+    ):
         outputs = predict(module.eval(), datamodule, samples)[0]
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):

@@ -158,7 +158,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
                 remember(leaf)
 
     load_tree(module, stack.members[client].state)  # as the step will, which then only changes what is the model's own
-    contents = Contents(module, saved_buffers=False)
+    contents = Contents(module, stack.training.module, saved_buffers=False)
     counter = FlopCounterMode(display=False)  # only for the first member: all have the same architecture
     hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
     try:
@@ -170,8 +170,8 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     if counter.get_total_flops() * stack.data.batch_size // share.y.shape[1] > most_operations:
         raise NotStackable("a step takes much longer than the calls that stacking saves")
-    if contents.have_changed():
-        raise NotStackable("a step changes more of the model than the values of its tensors")
+    if change := contents.change():
+        raise NotStackable(f"a step changes {change}, and not only the values of tensors")
     buffers = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in stack.buffers}
     with stack.looking_up():
         losses, trained = stack.losses(share, names)

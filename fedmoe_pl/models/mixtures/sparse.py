@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number, with_article
 from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
@@ -114,7 +114,7 @@ class SparseMoE(MixtureOfExperts):
         """Refuses parts that do not fit together, also what only a gate that chooses experts cannot have."""
         if not isinstance(self.gate, FixedGate):
             if self.mixing != "logits":
-                reason = f"a {type(self.gate).__name__} chooses one expert; MixtureWeights mix them"
+                reason = f"{with_article(type(self.gate).__name__)} chooses one expert; MixtureWeights mix them"
                 raise InvalidArgumentError(self, "mixing", self.mixing, "logits", reason)
             if has_batch_norm(self.expert):
                 reason = "each expert gets a part of a batch"
