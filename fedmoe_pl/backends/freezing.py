@@ -11,7 +11,8 @@ from fedmoe_pl.backends.training import LocalTraining
 class Freezing(Callback):
     """Freezes the parameters that the algorithm does not train in a local epoch.
 
-    Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode.
+    Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode. What
+    the user's own hooks and callbacks freeze or unfreeze in training stays so.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
@@ -20,6 +21,7 @@ class Freezing(Callback):
         self.frozen: list[nn.Module] = []
         self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self.in_train_mode = [submodule for submodule in module.modules() if submodule.training]
+        self._frozen_here = set[nn.Parameter]()
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._modules: dict[tuple[bool, ...], list[nn.Module]] = {}
 
@@ -32,11 +34,18 @@ class Freezing(Callback):
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
         trained = self._trained_in(epoch)
-        for (_, parameter, _), is_trained in zip(self.parameters, trained, strict=True):
-            parameter.requires_grad_(is_trained)
+        for (_, parameter, by_user), is_trained in zip(self.parameters, trained, strict=True):
+            if is_trained:
+                if parameter in self._frozen_here:
+                    parameter.requires_grad_(True)
+                    self._frozen_here.remove(parameter)
+            elif by_user and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._frozen_here.add(parameter)
         if not self.training.algorithm.frozen_train_mode:
             if trained not in self._modules:  # found once, because the search takes as long as a small step
-                self._modules[trained] = [submodule for submodule in self.in_train_mode if _is_frozen(submodule)]
+                stepped = {parameter for (_, parameter, _), is_ in zip(self.parameters, trained, strict=True) if is_}
+                self._modules[trained] = [part for part in self.in_train_mode if _is_frozen(part, stepped)]
             self.frozen = self._modules[trained]
             for submodule in self.frozen:
                 if submodule.training:  # `eval` of the module that it is in may have reached it
@@ -50,6 +59,7 @@ class Freezing(Callback):
 
     def reset(self) -> None:
         """Undoes the freezing of parameters."""
+        self._frozen_here.clear()
         for _, parameter, by_user in self.parameters:
             parameter.requires_grad_(by_user)
 
@@ -70,6 +80,6 @@ class Freezing(Callback):
         return self._trained[epoch]
 
 
-def _is_frozen(module: nn.Module) -> bool:
+def _is_frozen(module: nn.Module, trained: set[nn.Parameter]) -> bool:
     parameters = list(module.parameters())
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+    return bool(parameters) and trained.isdisjoint(parameters)

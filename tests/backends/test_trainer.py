@@ -10,10 +10,12 @@ import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
 from helpers.backends import FEW, UNEQUAL, Keeping, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
+from helpers.models import plain_trainer, trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedmoe_pl.algorithms import FedAvg, FedProx, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -223,6 +225,53 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
     federation = Federation([Phase("own loss", FineTuning(), start="initial")], default_root_dir=str(tmp_path))
     with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
         federation.fit(module, blobs((4, 4)))
+
+
+class TwoLayers(LightningModule):
+    """A user's own module, whose first layer the test freezes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = torch.nn.Linear(5, 4).double(), torch.nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+HOOKS = ["setup", "on_fit_start", "on_train_start", "configure_optimizers"]
+
+
+EPOCHS = [*((hook, [0]) for hook in HOOKS), ("on_train_epoch_start", [0, 2])]
+OF_CALLBACKS = [(hook, epochs, True) for hook, epochs in EPOCHS if hook != "configure_optimizers"]
+
+
+@pytest.mark.parametrize(("hook", "epochs", "of_callback"), [*((*each, False) for each in EPOCHS), *OF_CALLBACKS])
+@plain_trainer
+def test_what_hooks_freeze_stays_frozen_until_they_unfreeze_it(hook, epochs, of_callback, tmp_path):
+    def frozen(self, *arguments, **named):
+        module = arguments[1] if of_callback else self
+        is_now = module.current_epoch in epochs if hook == "on_train_epoch_start" else True
+        module.body.requires_grad_(not is_now)
+        return original(self) if hook == "configure_optimizers" else None
+
+    original = TwoLayers.configure_optimizers
+    kind = type("Hooked", (TwoLayers,), {} if of_callback else {hook: frozen})
+    callbacks = [type("Freeze", (Callback,), {hook: frozen})()] if of_callback else []
+    data = blobs((9,), batch_size=9)
+    update, _ = train(TrainerBackend(), local_training(kind(), FedAvg(), data, 4, callbacks=callbacks))
+    alone, samples = kind(), data.train_samples[0]
+    batches = DataLoader(TensorDataset(data.x[samples], data.y[samples]), batch_size=9)
+    trainer(tmp_path, max_epochs=4, callbacks=callbacks).fit(alone, batches)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(update.sent[name], tensor, rtol=1e-12, atol=1e-12)
+    assert torch.equal(update.sent["body.weight"], kind().body.weight) == (hook != "on_train_epoch_start")
 
 
 class Watching(FedAvg):
