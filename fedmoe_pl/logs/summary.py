@@ -29,7 +29,7 @@ _SAMPLES: dict[str, str] = {
 def round_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``rounds.csv``: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
 
-    The loss and the other metrics follow.
+    The loss and the other metrics follow, and the names of those of which a lower value is better, if there are any.
     """
     row: dict[str, object] = {
         "method": evaluation.method,
@@ -44,7 +44,8 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     row["validation_loss_mean"] = evaluation.spread_or_nan("validation_loss").mean
     for metric in evaluation.metrics[len(METRICS) :]:
         row |= _spread_columns(evaluation, metric)
-    return row
+    lower = [metric for metric in evaluation.metrics if metric in evaluation.lower_is_better]
+    return row | ({"lower_is_better": " ".join(lower)} if lower else {})
 
 
 def _spread_columns(evaluation: Evaluation, metric: str) -> dict[str, float]:

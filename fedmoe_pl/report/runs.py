@@ -19,7 +19,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
 
-_TEXTS = {"method", "model", "clients", "evaluation_point", "selection", "expert", "name"}
+_TEXTS = {"method", "model", "clients", "evaluation_point", "selection", "expert", "name", "lower_is_better"}
 _ALLOWED = "the folder of a run (runs/<name>/version_<n>) or of several"
 _WORST = "_worst_tenth"
 NEW_CLIENTS = "new_clients"

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 from torchmetrics import F1Score, MeanSquaredError, Metric, R2Score
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import CostToTarget
@@ -36,6 +36,7 @@ from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluatio
 from fedmoe_pl.evaluation.metrics import Meter
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.report.costs import costs, default_target
+from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.settings import conditions, settings_of
@@ -382,6 +383,23 @@ def test_a_report_has_the_metrics_and_costs_until_the_error_is_low_enough(fitted
     first, *_ = costs(condition, "global_test_rmse", max(errors))
     assert (first.label, first.rounds, first.best) == ("FedAvg", 1 + errors.index(max(errors)), min(errors))
     assert default_target(condition, "global_test_rmse") >= min(errors)
+
+
+def test_a_report_knows_that_lower_is_better_where_all_clients_are_equal(tmp_path):
+    untrained = Phase("start", FedAvg("global_expert.*"), gate=GlobalOnly(), train=Train(max_epochs=0))
+    methods = [*phases()[:1], untrained]
+    run = federation(tmp_path, methods, errors())
+    worse, better = reversed([each.spread("global_test_rmse") for each in run.fit(regression(), numbers()).values()])
+    assert worse.mean > better.mean == better.worst_tenth, "the worst tenth does not tell which one is better"
+    lower = ["local_test_rmse", "global_test_rmse", "validation_rmse", "local_test_loss", "global_test_loss"]
+    assert all(row["lower_is_better"].split() == lower for row in rows(run, "rounds.csv"))
+    settings, _ = settings_of([read_run(run.run_dir)])
+    condition = condition_of("", settings, Choices(metric="global_test_rmse"))
+    assert not condition.lower_is_better("global_test_r2")
+    assert f"\\mathbf{{{better.mean:.4g}}}" in latex(condition)
+    of_rounds = [row["global_test_rmse_mean"] for row in run.run.rows if row["method"] == "FedAvg"]
+    found, _ = costs(condition, "global_test_rmse", min(of_rounds))
+    assert (found.rounds, found.best) == (1 + of_rounds.index(min(of_rounds)), min(of_rounds))
 
 
 @pytest.mark.parametrize(
