@@ -1,12 +1,25 @@
 """What a LightningDataModule's setup and loaders say is done, or refused."""
 
 import multiprocessing
+from typing import Any
 
+import pytest
 import torch
 from helpers.data import refused_argument, set_up
-from helpers.map_style import DictData, Dicts, padded
-from torch.utils.data import DataLoader, RandomSampler, random_split
+from helpers.map_style import DictData, Dicts, Noisy, padded
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDataModule
 
 
@@ -39,6 +52,48 @@ def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():
     data = set_up(FromDataModule(Begun(), targets="label", num_clients=2))
     assert len([*data.batches(data.train_samples[0])]) == 11
     assert begun.get(timeout=60) == 0
+
+
+def test_a_sampler_of_too_few_samples_is_refused():
+    some = SequentialSampler(range(7))
+    for make in (
+        lambda data: DataLoader(data, sampler=some),
+        lambda data: DataLoader(data, sampler=RandomSampler(range(7))),
+        lambda data: DataLoader(data, batch_sampler=BatchSampler(some, 2, drop_last=True)),
+    ):
+        module = DictData()
+        module.train_dataloader = lambda make=make: make(Dicts(22))
+        assert refused_argument(lambda module=module: FromDataModule(module, num_clients=2)) == "datamodule"
+
+
+class ByLength(Sampler):
+    def __iter__(self):
+        return iter([[4, 1], [0, 2, 3]])
+
+
+@pytest.mark.parametrize("name", ["test_dataloader", "val_dataloader"])
+def test_a_loader_for_evaluation_has_each_sample_once_in_any_order(name):
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Noisy(22), shuffle=True)
+
+    samplers: list[tuple[bool, dict[str, Any]]] = [
+        (True, {"sampler": SubsetRandomSampler([4, 2, 0, 3, 1])}),
+        (True, {"batch_sampler": ByLength()}),
+        (True, {"shuffle": True, "batch_size": 2, "drop_last": True}),
+        (False, {"sampler": SubsetRandomSampler([2, 0])}),
+        (False, {"sampler": WeightedRandomSampler([1.0, 1.0, 1.0, 1.0, 1.0], 5)}),
+        (False, {"batch_sampler": BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)}),
+    ]
+    for has_all, arguments in samplers:
+        module, state = Data(), torch.get_rng_state()
+        setattr(module, name, lambda arguments=arguments: DataLoader(Noisy(5), **arguments))
+        data = FromDataModule(module, num_clients=2)
+        if has_all:
+            assert len(set_up(data).global_test) == 5 and torch.equal(torch.get_rng_state(), state)
+        else:
+            with pytest.raises(InvalidArgumentError, match=rf"one whose {name} has .* a torch.utils.data.Subset can"):
+                data.setup()
 
 
 class Drawn(DictData):

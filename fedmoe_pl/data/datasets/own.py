@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sized
+from itertools import chain, islice
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -96,9 +97,10 @@ class FromDataModule(FederatedDataModule):
     The dataset of its ``train_dataloader`` is dealt, and that of its ``test_dataloader`` or, if it has none, of its
     ``val_dataloader`` is the global test set. The loaders' ``collate_fn`` makes the batches of training and of
     evaluation; batch size, number of workers and ``worker_init_fn`` are those of ``train_dataloader``. Clients shuffle
-    their samples themselves and keep last batches that are smaller. They validate on the samples that
-    ``validation_fraction`` holds out. What ``setup`` draws at random, such as ``random_split``, depends only on
-    ``partition_seed``. See :class:`FromDatasets` for random transforms and tensors in memory.
+    their samples themselves and keep last batches that are smaller; samplers that leave samples out are refused, and a
+    ``Subset`` takes their place. They validate on the samples that ``validation_fraction`` holds out. What ``setup``
+    draws at random, such as ``random_split``, depends only on ``partition_seed``. See :class:`FromDatasets` for random
+    transforms and tensors in memory.
 
     Args:
         datamodule: the data module.
@@ -150,6 +152,12 @@ class FromDataModule(FederatedDataModule):
                 self.datamodule.setup("test")
         given = [name for name in ("test_dataloader", "val_dataloader") if self._overrides(name)]
         test = self._loader(given[0]) if given else None
+        with seeded(self.partition_seed):  # a sampler may draw at random
+            has_all = test is None or _has_each_sample_once(test)
+        if not has_all:
+            allowed = f"one whose {given[0]} has a sampler that gives each sample once, or none"
+            reason = "all samples of its dataset are evaluated; a torch.utils.data.Subset can choose some"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
         if not self._keeps_batch_size and train.batch_size is not None:
             self.batch_size = train.batch_size
         data = MapStyleData(
@@ -177,11 +185,26 @@ class FromDataModule(FederatedDataModule):
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:
-    """Whether an epoch has each sample once."""
-    sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return isinstance(sampler, SequentialSampler)
+    """Whether an epoch has each sample once, in the order of the dataset or any order."""
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else batches  # loader.sampler may be another one
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        return False
+    return isinstance(sampler, RandomSampler | SequentialSampler) and len(sampler) == len(cast(Sized, loader.dataset))
+
+
+def _has_each_sample_once(loader: DataLoader) -> bool:
+    """Whether a loader for evaluation has all samples, in the order of any sampler, such as one by length."""
+    dataset: Any = loader.dataset
+    if not hasattr(dataset, "__len__"):
+        return True  # a stream, which is refused for that
+    batches = loader.batch_sampler
+    if batches is None:
+        indices = loader.sampler
+    else:  # not those that drop_last leaves out, which are evaluated
+        indices = batches.sampler if type(batches) is BatchSampler else chain.from_iterable(batches)
+    drawn = [*islice(indices, len(dataset) + 1)]  # it may have no end
+    return len(drawn) == len(dataset) and {*drawn} == {*range(len(dataset))}
 
 
 def _with_values(
