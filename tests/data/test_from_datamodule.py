@@ -66,6 +66,23 @@ def test_a_sampler_of_too_few_samples_is_refused():
         assert refused_argument(lambda module=module: FromDataModule(module, num_clients=2)) == "datamodule"
 
 
+@pytest.mark.parametrize(
+    ("name", "make", "what"),
+    [
+        ("test_dataloader", lambda loader: [loader, loader], "DataLoader, DataLoader"),
+        ("val_dataloader", lambda loader: [], "none"),
+        ("train_dataloader", lambda loader: {"a": loader}, "dict"),
+        ("train_dataloader", lambda loader: None, "None"),
+    ],
+)
+def test_loaders_that_are_not_one_are_refused(name, make, what):
+    module, loader = LightningDataModule(), DataLoader(Noisy(5))
+    module.train_dataloader = lambda: [loader]
+    setattr(module, name, lambda: make(loader))
+    with pytest.raises(InvalidArgumentError, match=f"one whose {name} gives one DataLoader, because it gives {what}."):
+        FromDataModule(module, num_clients=2).setup()
+
+
 class ByLength(Sampler):
     def __iter__(self):
         return iter([[4, 1], [0, 2, 3]])

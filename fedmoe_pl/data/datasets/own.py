@@ -180,8 +180,12 @@ class FromDataModule(FederatedDataModule):
 
     def _loader(self, name: str) -> DataLoader:
         loaders: Any = getattr(self.datamodule, name)()
-        (loader,) = loaders if isinstance(loaders, (list, tuple)) else (loaders,)
-        return loader
+        given = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        if len(given) != 1 or not isinstance(given[0], DataLoader):
+            kinds = ", ".join("None" if each is None else type(each).__name__ for each in given)
+            allowed, reason = f"one whose {name} gives one DataLoader", f"it gives {kinds or 'none'}"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
+        return given[0]
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:
