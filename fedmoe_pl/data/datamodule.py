@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind
 from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
@@ -129,6 +129,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         ):
             if not 0 <= fraction < most:
                 raise InvalidArgumentError(self, name, fraction, f"at least 0 and below {most:g}", "clients must train")
+        check_kind(type(self).__name__, "partitioner", partitioner, Partitioner, ", such as IID()")
         check_rotations(self, rotations, partitioner)
         self.requested_clients = num_clients
         self.partitioner = partitioner

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, reason_of
@@ -128,8 +128,10 @@ def _value(metric: Metric) -> float:
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
     """The metrics, whose names and values can be columns of files."""
+    if not isinstance(metrics, Mapping | MetricCollection | None):
+        raise InvalidArgumentError("Federation", "metrics", metrics, "a dict of names and metrics of torchmetrics")
     for name, metric in (metrics or {}).items():
-        if not name.isidentifier() or name == LOSS:
+        if not str(name).isidentifier() or name == LOSS:
             allowed = f"named by letters, digits and underscores, other than '{LOSS}'"
             raise InvalidArgumentError("Federation", "metrics", [*(metrics or {})], allowed)
         check_kind("Federation", f"metrics.{name}", metric, Metric, " of torchmetrics")

@@ -12,6 +12,7 @@ import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from fedmoe_pl.backends import (
     AutoBackend,
@@ -85,8 +86,8 @@ def _models(
 ) -> dict[str, LightningModule]:
     """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
-    for module in given.values():
-        _check_configured(module)
+    for name, module in given.items():
+        _check_model("Federation" if name == INITIAL else f"Phase '{name}'", module)
         map_frozen(module)
     return_freed_memory()
     models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
@@ -95,17 +96,22 @@ def _models(
     return models
 
 
-def _check_configured(model: LightningModule) -> None:
-    """Refuses a model whose ``configure_model`` makes layers, which a client's Trainer would call too late."""
+def _check_model(owner: str, model: LightningModule) -> None:
+    """Refuses what is no model, what is no tensor in its state dict, and layers that a Trainer would make too late."""
+    if not isinstance(model, LightningModule):
+        allowed = "a LightningModule of lightning.pytorch, such as a PersonalizedMoE with any module as its expert"
+        raise InvalidArgumentError(owner, "model", model, allowed)
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            because = "what is in a state dict is sent and averaged"
+            raise InvalidArgumentError(model, name, f"a {type(value).__name__}", "a tensor", because)
     if type(model).configure_model is LightningModule.configure_model:
         return
     configured = copy_module(model)
     configured.configure_model()
     if added := [*(configured.state_dict().keys() - model.state_dict().keys())]:
         because = f"configure_model makes '{min(added)}' only after clients and server have exchanged the others"
-        raise InvalidArgumentError(
-            "Federation", "model", model, "one that makes all layers in its constructor", because
-        )
+        raise InvalidArgumentError(owner, "model", model, "one that makes all layers in its constructor", because)
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:

@@ -55,6 +55,7 @@ def of_ten(partitioner, num_clients, labels=TEN):
         ("balance", lambda: TwoClasses(500, 1.0)),
         ("shards_per_client", of_ten(Shards(10**9), 50)),
         ("batch_size", lambda: Digits(batch_size=0)),
+        ("partitioner", lambda: Digits(partitioner=IID)),  # pyright: ignore[reportArgumentType]
         ("the number of classes of a client", of_ten(Pathological(2), 2, TEN % 1)),
         ("concentration", lambda: Pathological(concentration=2.0)),
         ("test_fraction", lambda: Digits(test_fraction=NAN)),

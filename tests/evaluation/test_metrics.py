@@ -282,6 +282,9 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
         ("metrics.v", lambda: check(FedAvg(), Plain(), numbers(), {"v": Vector()})),
         ("metrics.f1", lambda: check(FedAvg(), regression(), numbers(), {"f1": F1Score("binary")})),
         ("metrics", lambda: Federation(phases(), metrics={"loss": mae()})),
+        ("metrics", lambda: Federation(phases(), metrics=[mae()])),  # pyright: ignore[reportArgumentType]
+        ("metrics", lambda: Federation(phases(), metrics=mae())),  # pyright: ignore[reportArgumentType]
+        ("metrics", lambda: Federation(phases(), metrics={1: mae()})),  # pyright: ignore[reportArgumentType]
         ("select.monitor", lambda: check(FedAvg(), regression(), numbers(), select=Select("global_test"))),
         (
             "select.monitor",

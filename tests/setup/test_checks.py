@@ -136,6 +136,13 @@ class MadeLater(WithDropout, LightningModule):
         self.last = getattr(self, "last", nn.Linear(3, 3))
 
 
+class WithState(WithDropout):
+    def get_extra_state(self):
+        return {"seen": torch.zeros(2, 2)}
+
+    def set_extra_state(self, state): ...
+
+
 class TooFew(WithDropout):
     def __init__(self):
         super().__init__()
@@ -146,6 +153,15 @@ class TooFew(WithDropout):
     ("own", "sentence"),
     [
         (Several, r": its forward must return the scores as one tensor, and not a tuple\.$"),
+        (
+            WithDropout,
+            "Federation: model is a WithDropout, but must be a LightningModule of lightning.pytorch, such as",
+        ),
+        (lambda: PersonalizedMoE, "model is the class PersonalizedMoE, but must be a LightningModule"),
+        (
+            lambda: PersonalizedMoE(WithState()),
+            "expert._extra_state is 'a dict', but must be a tensor, because what is",
+        ),
         (MadeLater, "model is a MadeLater, but must be one that makes all layers in its constructor"),
         (lambda: PersonalizedMoE(TooFew()), "one that gives a score for each of 3 classes"),
     ],
