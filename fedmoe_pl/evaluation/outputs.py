@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.map_style import is_pair
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.mixtures.tasks import Task
@@ -68,7 +70,14 @@ def labelled_batches(
             targets = inputs_and_targets(batch, mixture.target_key)[1]
         else:  # batches may have classes in another form, such as probabilities
             targets = None if datamodule.num_classes else datamodule.reader.targets_of(batch)
-        yield batch, targets if isinstance(targets, Tensor) else datamodule.y[indices]
+        found = targets if isinstance(targets, Tensor) else datamodule.y[indices]
+        number = len(batch[1] if is_pair(batch) and isinstance(batch[1], Tensor) else found)
+        if number != len(indices):
+            raise MisconfigurationException(
+                f"{type(datamodule).__name__}: collate_fn makes {number} samples of {len(indices)}, but must keep all, "
+                "so that each counts for its client; leave some out in the dataset."
+            )
+        yield batch, found
 
 
 def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tensor, Tensor | None]:

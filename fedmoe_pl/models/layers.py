@@ -64,18 +64,18 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trying(module: nn.Module) -> Iterator[None]:
-    """In this context, the module may train: its buffers and the random numbers are then as they were before."""
+    """In this context, the module may train with copies of its buffers; PyTorch's generators are put back after it."""
     buffers = [(part._buffers, {**part._buffers}) for part in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    copies = {buffer: buffer.clone() for buffer in module.buffers()}
+    for own, saved in buffers:
+        own.update({name: copies.get(buffer) for name, buffer in saved.items()})
     with torch.random.fork_rng({tensor.device for tensor in module.parameters() if tensor.is_cuda}):
         try:
             yield
         finally:
             for own, saved in buffers:
+                own.clear()
                 own.update(saved)
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
 
 
 @contextmanager

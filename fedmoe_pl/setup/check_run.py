@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 from torchmetrics import Metric
 
@@ -91,7 +92,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         _check_secure_aggregation(run, phase, module, cohort)
         check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
         if trained[phase.name] and phase.ckpt_path is None:
-            _check_monitored(phase, module, trainer, run.datamodule)
+            _check_monitored(phase, module, trainer, run.datamodule, run.seed)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
         state = run.states.get(phase.name)
@@ -121,7 +122,7 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
 
 
 def _check_monitored(
-    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule
+    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
     """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
     callbacks = trainer.get("callbacks") or []
@@ -144,6 +145,12 @@ def _check_monitored(
     if not len(datamodule.validation_samples.indices):
         fraction = datamodule.validation_fraction
         raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", because)
+    opt_out = phase.algorithm.opt_out
+    trained = opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes > 0
+    validated = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True).sizes > 0
+    if len(without := (trained & ~validated).nonzero()):
+        because = f"{because}, and client {datamodule.client_names[int(without[0])]} has no sample for it"
+        raise InvalidArgumentError(datamodule, "validation_fraction", datamodule.validation_fraction, "larger", because)
 
 
 def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
@@ -213,6 +220,8 @@ def check_phase(
 ) -> None:
     """Refuses a phase that does not fit its module or the data."""
     _check_tensors(module)
+    if phase.evaluate:
+        _check_predictions(module)
     _check_loss(phase, module)
     with naming(phase):
         phase.algorithm.server_init(module)
@@ -233,6 +242,18 @@ def _check_tensors(module: LightningModule) -> None:
             allowed = "a dense tensor, or a buffer with persistent=False"
             because = "what is in a state dict is sent and averaged"
             raise InvalidArgumentError(module, name, f"of layout {tensor.layout}", allowed, because)
+
+
+def _check_predictions(module: LightningModule) -> None:
+    """Refuses what would predict something else in an evaluation, whose batches are other ones."""
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        if getattr(type(module), name) is not getattr(LightningModule, name):
+            because = "evaluations do not call it; change inputs in forward, or in the dataset"
+            raise InvalidArgumentError(module, name, "overridden", "left as it is", because)
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is None:
+            because = "a client would be evaluated with statistics of other clients' samples"
+            raise InvalidArgumentError(module, f"track_running_stats of {name}", False, "True", because)
 
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:

@@ -15,7 +15,18 @@ from helpers.backends import WithBatchNorm, local_training, train_clients
 from helpers.deployed import Passing, deploy, kept_by, participants
 from helpers.deployed import federation as deployed_federation
 from helpers.methods import Method
-from helpers.ranks import Hangs, Manual, Misbehaves, Own, SquareInTraining, SquareOfMean, WithDropout, adam, sgd
+from helpers.ranks import (
+    Hangs,
+    Manual,
+    Misbehaves,
+    Own,
+    SquareInTraining,
+    SquareOfMean,
+    WithDropout,
+    WithMixup,
+    adam,
+    sgd,
+)
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import CPU, trained_round, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -226,8 +237,9 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(module, team, datamodule
         team.plan(phase)
 
 
-def test_random_numbers_of_a_step_do_not_count_against_it(datamodule, tmp_path):
-    check_division(local_training(WithDropout(tmp_path).double(), FedAvg(), datamodule))
+@pytest.mark.parametrize("module", [WithDropout, WithMixup])
+def test_random_numbers_of_a_step_do_not_count_against_it(module, datamodule, tmp_path):
+    check_division(local_training(module(tmp_path).double(), FedAvg(), datamodule))
 
 
 def test_a_load_balancing_loss_is_refused(team, datamodule):

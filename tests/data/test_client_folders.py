@@ -189,3 +189,9 @@ def test_images_of_a_table_are_read(tmp_path):
     data = CsvFile(str(tmp_path / "table.csv"), "outcome", "site", images="file", test_fraction=0.5, **look)
     data.setup()
     torch.testing.assert_close(data.x, torch.full((2, 3, 4, 4), 0.2))
+
+
+def test_an_image_too_large_to_be_safe_is_refused(folders, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(MisconfigurationException, match=r"cannot be read: Image size .* could be decompression bomb"):
+        ClientFolders(str(folders), test_fraction=0.5).setup()

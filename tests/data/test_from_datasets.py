@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.data import set_up
 from helpers.map_style import DictData, Dicts, Noisy, images, padded
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision.transforms import v2
 
@@ -167,3 +168,14 @@ def test_own_partitioners_say_whether_they_need_classes():
 
     data = set_up(FromDatasets(Dicts(4), Dicts(4), collate_fn=padded, partitioner=Halves(), num_clients=2))
     assert [part.tolist() for part in data.train_samples] == [[0, 1], [2, 3]]
+
+
+def test_a_collate_function_that_leaves_samples_out_is_refused():
+    samples: list = [(torch.ones(2), None if index % 3 == 0 else torch.tensor([index, 0.5])) for index in range(6)]
+
+    def keep(batch):
+        return torch.utils.data.default_collate([sample for sample in batch if sample[1] is not None])
+
+    data = set_up(FromDatasets(samples, samples, num_clients=2, collate_fn=keep))
+    with pytest.raises(MisconfigurationException, match="collate_fn makes 2 samples of 3, but must keep all"):
+        list(labelled_batches(data, torch.tensor([0, 1, 2])))

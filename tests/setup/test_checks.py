@@ -256,6 +256,34 @@ def test_a_tensor_without_memory_of_its_own_is_refused_in_a_state_dict(tmp_path)
     assert error.value.argument == "local_expert.graph" and "persistent=False" in error.value.allowed
 
 
+class Transfers(PersonalizedMoE):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return -batch[0], batch[1]
+
+
+def test_a_hook_that_changes_batches_is_refused_where_clients_are_evaluated(tmp_path):
+    module = Transfers(model().global_expert, gate=LinearGate(5), optimizer=sgd)
+    with pytest.raises(InvalidArgumentError) as error:
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
+    assert (error.value.owner, error.value.argument) == ("Transfers", "on_after_batch_transfer")
+    federation(tmp_path, [Phase("p", FedAvg(), evaluate=False)]).fit(module, data())
+
+
+def test_normalization_by_the_samples_of_an_evaluation_is_refused(tmp_path):
+    module = model()
+    module.local_expert.norm = nn.BatchNorm1d(3, track_running_stats=False)
+    with pytest.raises(InvalidArgumentError) as error:
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
+    assert error.value.argument == "track_running_stats of local_expert.norm"
+
+
+def test_a_client_without_a_validation_sample_is_named_where_it_waits_for_its_loss(tmp_path):
+    train = Train(lr_scheduler=BY_VALIDATION, trainer={"limit_val_batches": 1.0})
+    samples = blobs((12, 1, 9), dtype=torch.float32, validation_fraction=0.3)
+    with pytest.raises(InvalidArgumentError, match="client 1 has no sample for it"):
+        federation(tmp_path, [Phase("p", FedAvg(), train=train)]).fit(model(), samples)
+
+
 def test_every_need_is_checked_but_that_of_the_number_of_rounds():
     of_all_phases = {"whole_batches"}  # in backends/test_distributed.py
     assert {need for need, *_ in MISSING} == {*get_args(Need)} - {"fixed_rounds"} - of_all_phases

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
@@ -90,7 +92,7 @@ class _Step(Callback):
         self.train = train
         self.gradients: Tree = {}
         self.is_random = False
-        self._generators: list[Tensor] = []
+        self._generators: list[bytes] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.freezing.freeze(self.epoch)
@@ -108,10 +110,11 @@ class _Step(Callback):
             for name, parameter, _ in self.freezing.parameters
             if parameter.grad is not None
         }
-        self.is_random = not all(map(torch.equal, self._generators, _generators(pl_module)))
+        self.is_random = self._generators != _generators(pl_module)
 
 
-def _generators(module: LightningModule) -> list[Tensor]:
-    """The state of the generators that a step may draw from."""
+def _generators(module: LightningModule) -> list[bytes]:
+    """The states of the global generators, from which a step may draw."""
     on_gpu = [torch.cuda.get_rng_state(module.device)] if module.device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_gpu]
+    others = pickle.dumps((random.getstate(), np.random.get_state()))
+    return [*(bytes(state.numpy()) for state in (torch.get_rng_state(), *on_gpu)), others]

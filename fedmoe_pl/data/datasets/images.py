@@ -57,16 +57,16 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
     """Images from files as RGB, uint8, shape (n, 3, height, width), resized as by :func:`resize`.
 
     Raises:
-        MisconfigurationException: if a file cannot be read, or has more than 8 bits per channel, of which Pillow would
-            make black and white.
+        MisconfigurationException: if a file cannot be read, or is a grey image of more than 8 bits, of which Pillow
+            would make black and white.
     """
     images: list[Tensor] = []
     for path in paths:
         try:
             with Image.open(path) as opened:
                 mode, image = opened.mode, functional.pil_to_tensor(opened.convert("RGB"))
-        except OSError as error:
-            reason = error.strerror or "its content is not that of an image"
+        except (OSError, Image.DecompressionBombError) as error:
+            reason = getattr(error, "strerror", str(error)) or "its content is not that of an image"
             raise MisconfigurationException(f"{type(owner).__name__}: '{path}' cannot be read: {reason}.") from error
         if mode.startswith(("I", "F")):
             raise MisconfigurationException(
