@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -123,25 +124,32 @@ class TrainerPlan(Plan):
     def _fit(self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor) -> Trainer:
         batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
         sharing = Sharing(training, client, batches) if training.devices else None
-        module = module_to_fit(training, client, constants, sharing)
         freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
         callbacks = [freezing, _LossCheck(client), _MoveBack(training, client.module)]
         callbacks += [] if sharing is None else [sharing]
         training.copies.move(client.module, training.device)
         arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
         try:
-            return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
+            with algorithm_steps(training, client, constants, sharing) as module:
+                return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
         finally:
             finish(loggers)
 
 
-def module_to_fit(
+@contextmanager
+def algorithm_steps(
     training: LocalTraining, client: Client, constants: dict[str, Any], sharing: Sharing | None = None
-) -> LightningModule:
-    """The client's module, with the algorithm's loss unless its own ``training_step`` trains it."""
-    if not trains_by_loss(training):
-        return client.module
-    return _ClientModule(client.module, training.algorithm, constants, sharing)
+) -> Iterator[LightningModule]:
+    """In this context, the client's module trains by the algorithm's loss, unless its own step is to train it."""
+    module, names = client.module, ("training_step", "validation_step") if trains_by_loss(training) else ()
+    steps = _Steps(module, training.algorithm, constants, sharing)
+    for name in names:
+        setattr(module, name, getattr(steps, name))
+    try:
+        yield module
+    finally:
+        for name in names:
+            delattr(module, name)
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
@@ -182,32 +190,24 @@ class _MoveBack(Callback):
         trainer.strategy.teardown = move_and_tear_down
 
 
-class _ClientModule(LightningModule):
-    """The client's module with the algorithm's loss in place of its own training step."""
+class _Steps:
+    """The algorithm's loss in place of a module's own training step."""
 
     def __init__(
         self, module: LightningModule, algorithm: Algorithm, constants: dict[str, Any], sharing: Sharing | None
     ) -> None:
-        super().__init__()
         self.module = module
         self.algorithm = algorithm
         self.constants = constants
         self.sharing = sharing
 
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of the client's module, such as its gate, for a user's callbacks."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
-        if self.trainer.loggers:
+        if self.module.trainer.loggers:
             mean, size = loss, _counted(self.module, batch)
             if self.sharing is not None:
-                mean, size = self.sharing.mean(self.trainer, loss), self.sharing.size
-            self.log("train_loss", mean, on_step=True, on_epoch=True, batch_size=size)
+                mean, size = self.sharing.mean(self.module.trainer, loss), self.sharing.size
+            self.module.log("train_loss", mean, on_step=True, on_epoch=True, batch_size=size)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -215,10 +215,7 @@ class _ClientModule(LightningModule):
             loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
         else:
             loss = self.algorithm.validation_loss(self.module, batch, self.constants)
-        self.log("validation_loss", loss, batch_size=_counted(self.module, batch))
-
-    def configure_optimizers(self) -> Any:
-        return self.module.configure_optimizers()
+        self.module.log("validation_loss", loss, batch_size=_counted(self.module, batch))
 
 
 def _counted(module: LightningModule, batch: Any) -> int:

@@ -148,7 +148,7 @@ def _check_monitored(
     opt_out = phase.algorithm.opt_out
     trained = opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes > 0
     validated = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True).sizes > 0
-    if len(without := (trained & ~validated).nonzero()):
+    if scheduler is not None and len(without := (trained & ~validated).nonzero()):
         because = f"{because}, and client {datamodule.client_names[int(without[0])]} has no sample for it"
         raise InvalidArgumentError(datamodule, "validation_fraction", datamodule.validation_fraction, "larger", because)
 

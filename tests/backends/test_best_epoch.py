@@ -88,7 +88,7 @@ def test_the_validation_loss_is_the_module_s_without_terms_of_the_algorithm(tmp_
 
     class Seen(Callback):
         def on_validation_end(self, trainer, pl_module):
-            state = {name: tensor.clone() for name, tensor in pl_module.module.state_dict().items()}
+            state = {name: tensor.clone() for name, tensor in pl_module.state_dict().items()}
             seen.append((float(trainer.callback_metrics["validation_loss"]), state))
 
     datamodule = blobs((20, 20), validation_fraction=0.4)

@@ -19,7 +19,7 @@ from fedmoe_pl.backends.fitting import LEAN_TRAINER, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, on_device
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
-from fedmoe_pl.backends.trainer import module_to_fit
+from fedmoe_pl.backends.trainer import algorithm_steps
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.trees import Tree, copy_module
@@ -79,7 +79,8 @@ def _step(training: LocalTraining, client_id: int, moment: tuple[int, int], part
     client, constants, samples = begin_client(training, module, server, client_id, {}, round)
     batches = training.datamodule.batches(samples[part], batch_size=len(samples), device=training.device)
     step = _Step(Freezing(training, module, round), epoch, train)
-    fit(training, module_to_fit(training, client, on_device(constants, training.device)), batches, None, [step])
+    with algorithm_steps(training, client, on_device(constants, training.device)) as fitted:
+        fit(training, fitted, batches, None, [step])
     return step
 
 
