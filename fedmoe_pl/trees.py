@@ -229,7 +229,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
 
     A copy of such a function would copy the command line's parser and everything it configured, including the data.
     Parameters that are in a file in memory (see :mod:`fedmoe_pl.mapped`) are mapped again, and take memory only when
-    they are written to.
+    they are written to. Parameters keep the attributes that the user has given them, which ``copy.deepcopy`` drops.
 
     Args:
         module: the module.
@@ -250,6 +250,10 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
             if isinstance(value, partial) and value.func.__module__.startswith("jsonargparse"):
                 known[id(value)] = value
     copied = _deep_copy(module, known)
+    for parameter in module.parameters():
+        if vars(parameter) and (copy_of := known.get(id(parameter), parameter)) is not parameter:
+            given = {name: value for name, value in vars(parameter).items() if name not in (_BORROWED, _MAPPED)}
+            vars(copy_of).update(_deep_copy(given, known))
     own = [p for name, p in copied.named_parameters() if name not in borrowed and name not in mapped]
     _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
     return copied

@@ -253,6 +253,21 @@ def test_a_copy_is_what_python_makes():
         assert torch.equal(copied[0](torch.ones(1, 2)) + 1, parts[0](torch.ones(1, 2)))
 
 
+def test_the_copies_of_parameters_have_copies_of_their_attributes_and_marks_of_their_own():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False), KeepsItsLayer())
+    weight, frozen = module[0].weight, module[1].weight
+    weight._no_weight_decay, weight.groups, weight.layer = True, ["a"], module[0]
+    frozen._no_weight_decay = module[2].layer.weight.is_shared = True
+    trees.map_frozen(module)
+    first = copy_module(module)
+    copied = copy_module(first, {"0.weight"})
+    assert copied[0].weight._no_weight_decay and copied[0].weight.groups == ["a"] and copied[1].weight._no_weight_decay
+    assert copied[0].weight.groups is not first[0].weight.groups is not weight.groups
+    assert copied[0].weight.layer is copied[0] and not hasattr(copied[0].bias, "_no_weight_decay")
+    assert trees.is_borrowed(copied[0].weight) and not trees.is_borrowed(copy_module(copied)[0].weight)
+    assert trees.is_mapped(copied[1].weight) and copied[2].layer.weight is module[2].layer.weight
+
+
 def test_dead_copies_whose_parts_refer_to_each_other_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(trees, "_MOST_DEAD", 3000)
     module = nn.Linear(10, 25)  # 1100 bytes

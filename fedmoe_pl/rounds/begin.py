@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +43,7 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
             given = with_article(type(module).__name__)
             because = f"only a MixtureOfExperts lets a phase replace it, and the model is {given}"
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)
-        setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
+        setattr(module, part, copy_module(replacement).to(_dtype(model)) if part == "gate" else replacement)
         with naming(phase):
             module.check_parts()
     return module

@@ -38,8 +38,11 @@ def test_feature_gate_reads_the_global_experts_features():
 
 
 def test_without_a_local_expert_it_is_a_copy_of_the_global_one():
-    module = PersonalizedMoE(Expert())
+    expert = Expert()
+    expert.extractor[1].weight._no_weight_decay = True
+    module = PersonalizedMoE(expert)
     assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
+    assert module.local_expert.extractor[1].weight._no_weight_decay
     nn.init.zeros_(module.local_expert.extractor[1].weight)
     assert module.global_expert.extractor[1].weight.any()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.trees import copy_module
 
 
 class ClusteredMoE(MixtureOfExperts):
@@ -75,10 +75,10 @@ class ClusteredMoE(MixtureOfExperts):
         check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
         self.num_clusters = num_clusters
         self.clusters_share_fc = clusters_share_fc
-        self.global_experts = nn.ModuleList(copy.deepcopy(global_expert) for _ in range(num_clusters))
+        self.global_experts = nn.ModuleList(copy_module(global_expert) for _ in range(num_clusters))
         self.draw_clusters()
         if local_expert is None:
-            draw_anew(local_expert := copy.deepcopy(global_expert))
+            draw_anew(local_expert := copy_module(global_expert))
         self.local_expert = local_expert
         self.gate_width = num_clusters + 1  # the clusters' models and the local expert
         self.gate = EqualWeights() if gate is None else gate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.trees import copy_module
 
 
 class PersonalizedMoE(MixtureOfExperts):
@@ -55,7 +55,7 @@ class PersonalizedMoE(MixtureOfExperts):
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures(local_expert)
-        self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
+        self.local_expert = copy_module(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates import EqualWeights, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.trees import copy_module
 
 
 class PooledMoE(MixtureOfExperts):
@@ -53,7 +53,7 @@ class PooledMoE(MixtureOfExperts):
         self.top_k = top_k
         self.local_expert = local_expert
         classifier: nn.Module = local_expert.classifier  # pyright: ignore[reportAssignmentType]
-        self.pool = nn.ModuleList(copy.deepcopy(classifier) for _ in range(num_experts))
+        self.pool = nn.ModuleList(copy_module(classifier) for _ in range(num_experts))
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.trees import copy_module
 
 
 class Representations(NamedTuple):
@@ -75,7 +75,7 @@ class RepresentationMoE(MixtureOfExperts):
             raise InvalidArgumentError(self, "header", header, "given", "no local expert has a `classifier`")
         self.shared_extractor = _without_classifier(shared_extractor)
         self.local_experts = Architectures(_without_classifier(expert) for expert in local_experts)
-        self.header = copy.deepcopy(header)
+        self.header = copy_module(header)
         self.gate = EqualWeights() if gate is None else gate
         self.architectures = architectures
         self.check_parts()
@@ -125,7 +125,7 @@ class RepresentationMoE(MixtureOfExperts):
 
 def _without_classifier(expert: nn.Module) -> nn.Module:
     """A copy of an expert that returns its extractor's output; a module without a classifier is only copied."""
-    extractor = copy.deepcopy(expert)
+    extractor = copy_module(expert)
     if hasattr(extractor, "extractor") and hasattr(extractor, "classifier"):
         extractor.classifier = nn.Identity()
     return extractor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +17,7 @@ from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
+from fedmoe_pl.trees import copy_module
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -94,7 +94,7 @@ class SparseMoE(MixtureOfExperts):
         self.num_experts = num_experts
         self.load_balancing = load_balancing
         self.embedding = embedding
-        self.experts = nn.ModuleList([expert, *(copy.deepcopy(expert) for _ in range(max(numbers) - 1))])
+        self.experts = nn.ModuleList([expert, *(copy_module(expert) for _ in range(max(numbers) - 1))])
         draw_anew(self.experts[1:])
         self.gate_width = max(numbers)
         self.gate = ProxyGate(self.gate_width) if gate is None else gate
