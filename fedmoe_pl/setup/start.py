@@ -34,6 +34,7 @@ from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.mapped import return_freed_memory
+from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import freeze_shared, read_result, share_memory, sized
 from fedmoe_pl.rounds.run import Run
@@ -88,6 +89,9 @@ def _models(
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for name, module in given.items():
         _check_model("Federation" if name == INITIAL else f"Phase '{name}'", module)
+    for module in (*given.values(), *(phase.gate for phase in phases if phase.gate is not None)):
+        check_copies(module)
+    for module in given.values():
         map_frozen(module)
     return_freed_memory()
     models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
