@@ -6,8 +6,15 @@ tensors memory of their own, and keeps functions and weak references as they are
 
 from __future__ import annotations
 
+import dis
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import combinations
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +26,7 @@ def check_copies(module: nn.Module) -> None:
     """Refuses a module whose copies would not compute or train what the module does."""
     _check_hooks(module)
     _check_memory(module)
+    _check_functions(module)
 
 
 def _check_hooks(module: nn.Module) -> None:
@@ -59,3 +67,76 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
     """Where a tensor, which is not empty, begins and ends in memory."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _check_functions(module: nn.Module) -> None:
+    """Refuses functions and weak references that refer to parts of the module: they would not refer to the copy's."""
+    names = {id(part): name or type(module).__name__ for name, part in module.named_modules()}
+    names |= {id(tensor): name for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    for path, part in module.named_modules():
+        if hasattr(type(part), "__deepcopy__"):
+            continue
+        for attribute, value in _copied_attributes(part).items():
+            if (found := next(_kept(value, names, set()), None)) is None:
+                continue
+            kept, used = found
+            argument = f"{path}.{attribute}" if path else attribute
+            if attribute.endswith("_hooks"):
+                argument = f"a hook of {path or 'the module'}"
+            elif kept is not value:
+                argument = f"a value in {argument}"
+            allowed = "a method, a module, or a partial of one"
+            because = f"it uses the original {names[id(used)]}, and clients train copies"
+            raise InvalidArgumentError(module, argument, kept, allowed, because)
+
+
+def _copied_attributes(part: nn.Module) -> Mapping[str, Any]:
+    """The attributes that a copy of a part gets; a compiled part and a metric make some of theirs anew."""
+    state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
+    return state if isinstance(state, dict) else vars(part)
+
+
+def _kept(value: Any, parts: Collection[int], seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """What a copy of a value has in common with it although it uses a part, and the part.
+
+    ``seen`` has the addresses of what need not be looked at again.
+    """
+    if isinstance(value, FunctionType | ref):
+        yield from ((value, part) for part in _used(value, parts, set()))
+    elif isinstance(value, MethodType):
+        yield from _kept(value.__func__, parts, seen)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for item in _items(value):
+            yield from _kept(item, parts, seen)
+
+
+def _used(value: Any, parts: Collection[int], seen: set[int]) -> Iterator[Any]:
+    """The parts that a function or something in it uses."""
+    if id(value) in parts:
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for item in _items(value):
+            yield from _used(item, parts, seen)
+
+
+def _items(value: Any) -> Iterator[Any]:
+    """What a container has, or a function or method uses; of what a function finds in its file, the modules only."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | set):
+        yield from value
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, ref):
+        yield value()
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # of a name that has no value yet
+                yield cell.cell_contents
+        names = {each.argval for each in dis.get_instructions(value) if each.opname == "LOAD_GLOBAL"}
+        yield from (each for name in names if isinstance(each := value.__globals__.get(name), nn.Module | Tensor))

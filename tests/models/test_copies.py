@@ -1,11 +1,17 @@
 """What copies of a module would not carry over, which is refused before any training, and what they do."""
 
+from collections import OrderedDict
+from functools import partial
+from types import MethodType
+from weakref import ref
+
 import pytest
 import torch
 from helpers import Expert
 from helpers.runs import data, federation
 from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import MeanMetric
 
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
@@ -95,3 +101,95 @@ def test_phases_may_not_tie_a_gates_parameters_by_their_memory(tmp_path):
     gate = LinearGate(5)
     gate.register_buffer("first", gate.linear.weight.data)
     assert refusal(tmp_path, PersonalizedMoE(Expert()), gate=gate).owner == "LinearGate"
+
+
+def closure(module):
+    module.block = lambda x: module.body(x).tanh()
+
+
+def closure_of_a_closure(module):
+    def outer(x):
+        return inner["one"][0](x)
+
+    inner = {"one": [partial(lambda x: module.twice(x))]}
+    module.block = outer
+
+
+def default(module):
+    module.block = lambda x, *, weight=module.body.weight: x @ weight
+
+
+def in_a_list(module):
+    module.block = [len, partial(lambda: module.body.weight.abs().sum())]
+
+
+def replaced_forward(module):
+    forward = module.body.forward
+    module.body.forward = lambda x: 2 * forward(x)
+
+
+def replaced_method(module):
+    module.block = MethodType(lambda self, x: module.body(x), module)
+
+
+def in_a_layer(module):
+    module.head = nn.Sequential(module.head)
+    module.head.function = lambda x: module.body(x)
+
+
+of_this_file = None
+
+
+def in_its_file(module):
+    module.block = lambda x: of_this_file(x)
+
+
+def weak_reference(module):
+    vars(module)["block"] = ref(module.head)
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        (closure, "block"),
+        (closure_of_a_closure, "block"),
+        (default, "block"),
+        (in_a_list, "a value in block"),
+        (replaced_forward, "body.forward"),
+        (replaced_method, "a value in block"),
+        (in_a_layer, "head.function"),
+        (weak_reference, "block"),
+        (lambda module: module.body.register_forward_hook(lambda *_: module.twice(0)), "a hook of body"),
+        (lambda module: module.register_forward_pre_hook(lambda *_: module.twice(0)), "a hook of the module"),
+    ],
+)
+def test_functions_that_use_the_original_module_are_refused(tmp_path, change, argument):
+    refused = refusal(tmp_path, Own(change))
+    assert (refused.owner, refused.argument) == ("Own", argument)
+    assert refused.because.startswith("it uses the original ")
+
+
+def test_a_function_that_finds_the_module_in_its_file_is_refused(monkeypatch):
+    module = Own(in_its_file)
+    check_copies(module)
+    monkeypatch.setitem(globals(), "of_this_file", module.body)
+    sentence = "Own: block is a function, but must be a method, a module, or a partial of one, because it uses the orig"
+    with pytest.raises(InvalidArgumentError, match=f"^{sentence}inal body, and clients train copies"):
+        check_copies(module)
+
+
+def test_what_copies_carry_over_is_accepted():
+    module, criterion = Own(), nn.CrossEntropyLoss(weight=torch.ones(3))
+    module.method, module.partial, module.layers = module.twice, partial(module.twice, factor=3), [module.body]
+    module.replaced = MethodType(lambda self, x: self.weight * x, module.body)
+    module.called = {"other": lambda x, y: criterion(x, y), "later": lambda x: later(x)}
+    module.body.register_full_backward_hook(lambda layer, *gradients: None)
+    module.body.register_forward_hook(module.twice)
+    module.metric, module.compiled = MeanMetric(), torch.compile(nn.Linear(2, 2))
+    module.normalized = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    module.normalized.register_parameter("more", nn.Parameter(torch.ones(2)))
+    module.known = OrderedDict(itself=[])
+    module.known["itself"].append(module.known)
+    check_copies(module)
+    later = len
+    assert module.called["later"]("abc") == 3
