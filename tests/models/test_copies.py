@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import LinearGate
+from fedmoe_pl.models import ClusteredMoE, LinearGate, PooledMoE, RepresentationMoE, SparseMoE
 from fedmoe_pl.models.copies import check_copies
 
 
@@ -193,3 +193,21 @@ def test_what_copies_carry_over_is_accepted():
     check_copies(module)
     later = len
     assert module.called["later"]("abc") == 3
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        PersonalizedMoE,
+        partial(ClusteredMoE, num_clusters=2),
+        partial(PooledMoE, num_experts=2),
+        lambda expert: SparseMoE(nn.Linear(5, 5), expert, num_experts=2),
+        lambda expert: RepresentationMoE(Expert(), [expert]),
+    ],
+)
+def test_experts_that_a_mixture_copies_are_checked_when_it_is_made(mixture):
+    expert = Expert()
+    layer = expert.classifier[1]
+    expert.classifier[1].forward = lambda x: nn.functional.linear(x, layer.weight)
+    with pytest.raises(InvalidArgumentError, match=r"forward is a function, .* it uses the original"):
+        mixture(expert)

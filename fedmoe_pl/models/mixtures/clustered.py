@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
+from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
@@ -73,6 +74,7 @@ class ClusteredMoE(MixtureOfExperts):
             reason = "without convolutions, all clusters would start equal"
             raise InvalidArgumentError(self, "clusters_share_fc", True, "False", reason)
         check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
+        check_copies(global_expert)
         self.num_clusters = num_clusters
         self.clusters_share_fc = clusters_share_fc
         self.global_experts = nn.ModuleList(copy_module(global_expert) for _ in range(num_clusters))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
@@ -55,7 +56,10 @@ class PersonalizedMoE(MixtureOfExperts):
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures(local_expert)
-        self.local_expert = copy_module(global_expert) if local_expert is None else local_expert
+        elif local_expert is None:
+            check_copies(global_expert)
+            local_expert = copy_module(global_expert)
+        self.local_expert = local_expert
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 

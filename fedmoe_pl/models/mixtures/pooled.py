@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
+from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -53,6 +54,7 @@ class PooledMoE(MixtureOfExperts):
         self.top_k = top_k
         self.local_expert = local_expert
         classifier: nn.Module = local_expert.classifier  # pyright: ignore[reportAssignmentType]
+        check_copies(classifier)
         self.pool = nn.ModuleList(copy_module(classifier) for _ in range(num_experts))
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
@@ -75,6 +76,7 @@ class RepresentationMoE(MixtureOfExperts):
             raise InvalidArgumentError(self, "header", header, "given", "no local expert has a `classifier`")
         self.shared_extractor = _without_classifier(shared_extractor)
         self.local_experts = Architectures(_without_classifier(expert) for expert in local_experts)
+        check_copies(header)
         self.header = copy_module(header)
         self.gate = EqualWeights() if gate is None else gate
         self.architectures = architectures
@@ -125,6 +127,7 @@ class RepresentationMoE(MixtureOfExperts):
 
 def _without_classifier(expert: nn.Module) -> nn.Module:
     """A copy of an expert that returns its extractor's output; a module without a classifier is only copied."""
+    check_copies(expert)
     extractor = copy_module(expert)
     if hasattr(extractor, "extractor") and hasattr(extractor, "classifier"):
         extractor.classifier = nn.Identity()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number, with_article
+from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
@@ -94,6 +95,7 @@ class SparseMoE(MixtureOfExperts):
         self.num_experts = num_experts
         self.load_balancing = load_balancing
         self.embedding = embedding
+        check_copies(expert)
         self.experts = nn.ModuleList([expert, *(copy_module(expert) for _ in range(max(numbers) - 1))])
         draw_anew(self.experts[1:])
         self.gate_width = max(numbers)
