@@ -18,15 +18,25 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from fedmoe_pl.checks import InvalidArgumentError
 
 
 def check_copies(module: nn.Module) -> None:
     """Refuses a module whose copies would not compute or train what the module does."""
+    _check_scripts(module)
     _check_hooks(module)
     _check_memory(module)
     _check_functions(module)
+
+
+def _check_scripts(module: nn.Module) -> None:
+    """Refuses parts in TorchScript that are trained: no optimizer takes the parameters of their copies."""
+    for name, part in module.named_modules():
+        if isinstance(part, ScriptModule) and any(parameter.requires_grad for parameter in part.parameters()):
+            allowed = "a module that is not scripted or traced, or a frozen one"
+            raise InvalidArgumentError(module, name or "model", part, allowed, "TorchScript's copies cannot be trained")
 
 
 def _check_hooks(module: nn.Module) -> None:

@@ -49,6 +49,18 @@ def refusal(tmp_path, module, **arguments) -> InvalidArgumentError:
     return error.value
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_torchscript_may_be_in_a_module_if_it_is_frozen(tmp_path):
+    def scripted(module):
+        module.body = nn.Sequential(torch.jit.script(module.body))
+
+    module = Own(scripted)
+    refused = refusal(tmp_path, module)
+    assert refused.argument == "body.0" and "a frozen one" in refused.allowed
+    module.body.requires_grad_(False)
+    federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
+
+
 def hook(module):
     module.body.weight.register_hook(lambda gradient: 0 * gradient)
 
