@@ -300,7 +300,9 @@ class _ReusedModule:
         self.freezing = Freezing(training, self.module, round)
         self.is_trained = bool(trainable_names(training, self.module, round))
         self._tensors = self._of_module()
-        self._mapped = {name for name, tensor in self.module.state_dict(keep_vars=True).items() if is_mapped(tensor)}
+        parameters = self.module.named_parameters()
+        self._read_only = {name for name, parameter in parameters if is_mapped(parameter)}  # writing would take memory
+        self._read_only |= {name for name, tensor in self._tensors.items() if _is_expanded(tensor)}
         self._initial = {**dict(training.module.named_buffers()), **training.initial}
         self._modes = [(part, part.training) for part in self.module.modules()]
         self._contents = self._contents_now()
@@ -329,7 +331,7 @@ class _ReusedModule:
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 initial = self._initial[name]
-                if name not in replaced and not (name in self._mapped and same_bits(tensor, initial)):
+                if name not in replaced and not (name in self._read_only and same_bits(tensor, initial)):
                     tensor.copy_(initial)
 
     def _contents_now(self) -> Contents:
@@ -340,6 +342,11 @@ class _ReusedModule:
         """What a client may change."""
         tensors = {**dict(self.module.named_buffers()), **self.module.state_dict(keep_vars=True)}
         return {name: tensor.detach() for name, tensor in tensors.items() if not is_borrowed(tensor)}
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, in which case PyTorch refuses to write to it."""
+    return tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
 
 
 class _ClientAlone(Learner):

@@ -290,7 +290,7 @@ def explanation(condition: Condition) -> list[str]:
     """What the numbers are, in phrases without a final full stop."""
     baseline = condition.baseline
     lines = [meaning(condition)]
-    lines += [f"{words(metric)}: {description(metric)}" for metric in condition.metrics]
+    lines += [f"{words(name)}: {description(name, condition.lower_is_better(name))}" for name in condition.metrics]
     cells = (cell for method in condition.methods for metric in condition.metrics for cell in method.published(metric))
     lines += [f"Paper: {table}" for table in dict.fromkeys(cell.table for cell in cells)]
     if baseline is not None:

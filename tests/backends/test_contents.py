@@ -170,3 +170,17 @@ class Recurrent(Expert):
 def test_clients_use_one_copy_of_a_recurrent_network(copies):
     train(TrainerBackend(), local_training(mixture(LinearGate(5), Recurrent()), FedAvg(), blobs((4, 4, 4))))
     assert len(copies) == 1
+
+
+class Expanded(Expert):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 2.0).expand(5), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+def test_a_buffer_whose_elements_share_memory_needs_no_other_copy(copies):
+    update, _ = train(TrainerBackend(), local_training(mixture(LinearGate(5), Expanded()), FedAvg(), blobs((4, 4, 4))))
+    assert len(copies) == 1 and update.weight == 12
