@@ -24,7 +24,7 @@ from fedmoe_pl.evaluation.outputs import has_task, has_trained_gate, labelled_ba
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.inputs import inputs_of, rows_of
-from fedmoe_pl.models.mixtures.tasks import IGNORED, preds_and_target
+from fedmoe_pl.models.mixtures.tasks import IGNORED, preds_and_target, weight_of
 
 _MOST_VALUES = 2**26  # outputs at a time in a language model's evaluation: 256 MiB of float32
 
@@ -96,15 +96,15 @@ class Meter:
         while part < len(self.sizes) and not self.sizes[part]:
             part += 1
         self._part, self._left = part, self.sizes[part] if part < len(self.sizes) else 0
-        self._loss, self._counted = 0.0, 0
+        self._loss, self._weight = 0.0, 0.0
         for metric in self.metrics.values():
             metric.reset()
 
     def _update(self, outputs: Tensor, targets: Tensor) -> None:
         mixture = mixture_of(self.module)
-        if mixture is not None and self.with_loss and (counted := mixture.counted(targets)):
-            self._loss += mixture.loss_of(outputs, targets).item() * counted
-            self._counted += counted
+        if mixture is not None and self.with_loss and (weight := weight_of(mixture.task, mixture.criterion, targets)):
+            self._loss += mixture.loss_of(outputs, targets).item() * weight
+            self._weight += weight
         preds, target = preds_of(self.module, outputs, targets)
         for metric in self.metrics.values():
             metric.update(preds, target)
@@ -115,7 +115,7 @@ class Meter:
             for name, metric in self.metrics.items():
                 self.values[name][part] = _value(metric)
             if self.with_loss:
-                self.values[LOSS][part] = self._loss / self._counted if self._counted else math.nan
+                self.values[LOSS][part] = self._loss / self._weight if self._weight else math.nan
         self._begin(part + 1)
 
 

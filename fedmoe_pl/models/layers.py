@@ -68,7 +68,7 @@ def trying(module: nn.Module) -> Iterator[None]:
     buffers = [(part._buffers, {**part._buffers}) for part in module.modules()]
     copies = {buffer: buffer.clone() for buffer in module.buffers()}
     for own, saved in buffers:
-        own.update({name: copies.get(buffer) for name, buffer in saved.items()})
+        own.update({name: buffer if buffer is None else copies[buffer] for name, buffer in saved.items()})
     with torch.random.fork_rng({tensor.device for tensor in module.parameters() if tensor.is_cuda}):
         try:
             yield

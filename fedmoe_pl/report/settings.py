@@ -219,11 +219,11 @@ def _starts(phase: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> l
         return [INITIAL]
     for other in reversed(earlier):
         before = _algorithm(other)
-        is_known = algorithm is not None and before is not None
-        if not is_known or not algorithm.missing_start([before]):
+        if algorithm is None or before is None:
             possible.append(other["name"])
-            if is_known:
-                break
+        elif not algorithm.missing_start([before]):
+            possible.append(other["name"])
+            break
     return possible
 
 

@@ -107,7 +107,7 @@ def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(
     class Seen(Callback):
         def on_validation_end(self, trainer, pl_module):
             ((x, y),) = trainer.val_dataloaders
-            of_own_experts = loss_of_likelihood(pl_module.module, x, y, pl_module.constants["experts"])
+            of_own_experts = loss_of_likelihood(pl_module, x, y, pl_module.training_step.__self__.constants["experts"])
             seen.append((trainer.callback_metrics["validation_loss"].item(), of_own_experts))
 
     mix = phase(

@@ -16,7 +16,7 @@ from torch import nn
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks import ClientCheckpoint
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.cli import main
 from fedmoe_pl.commands.export import lightning_checkpoint
 from fedmoe_pl.models import Gate, NetworkGate
@@ -156,7 +156,7 @@ def test_a_part_that_cannot_be_described_must_be_given(name, value, tmp_path):
     path = written(module, tmp_path / "own.ckpt")
     with pytest.raises(InvalidArgumentError) as error:
         PersonalizedMoE.load_from_checkpoint(path)
-    assert (error.value.argument, error.value.allowed) == (name, f"a {type(value).__name__}")
+    assert (error.value.argument, error.value.allowed) == (name, with_article(type(value).__name__))
     loaded = PersonalizedMoE.load_from_checkpoint(path, **{name: value}).eval()
     x = torch.rand(4, 5)
     assert torch.equal(loaded(x), module.eval()(x))

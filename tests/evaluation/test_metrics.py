@@ -450,3 +450,22 @@ def test_methods_of_a_run_may_differ_in_their_metrics(tmp_path, capsys):
         plain, *_, mixture = rows(run, name)
         assert plain["global_test_loss_mean"] == "" and float(plain["global_test_rmse_mean"]) > 0
         assert float(mixture["global_test_loss_mean"]) == results["FedAvg"].spread("global_test_loss").mean
+
+
+LOSSES = {
+    "the usual one": None,
+    "with weights of classes": nn.CrossEntropyLoss(weight=torch.tensor([0.5, 3.0, 10.0], dtype=torch.float64)),
+    "with an ignored class": nn.CrossEntropyLoss(ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_a_client_does_not_depend_on_how_its_samples_are_divided_among_batches(name):
+    module = PersonalizedMoE(SmallFCN(5, 3), gate=GlobalOnly(), loss=LOSSES[name])
+    outputs = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 1, 2, 0, -100 if name == "the usual one" else 2, 1, 0, 2, 0])
+    meter = Meter(module, {}, [5, 4], with_loss=True)
+    for start, end in ((0, 2), (2, 7), (7, 9)):
+        meter.update(outputs[start:end], targets[start:end])
+    expected = [module.loss_of(outputs[part], targets[part]).item() for part in (slice(5), slice(5, 9))]
+    assert meter.values["loss"] == pytest.approx(expected, rel=1e-12)

@@ -102,5 +102,5 @@ def test_other_batches_are_refused(batch: object, message: str) -> None:
 
 
 def test_outputs_without_logits_are_refused() -> None:
-    with pytest.raises(TypeError, match="a Expert must return a tensor, or an output with a tensor as 'logits'"):
+    with pytest.raises(TypeError, match="an Expert must return a tensor, or an output with a tensor as 'logits'"):
         call(Expert(lambda **outputs: {"scores": outputs["logits"]}), X)

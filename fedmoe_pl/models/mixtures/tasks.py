@@ -88,6 +88,16 @@ def counted(task: Task, targets: Tensor) -> int:
     return len(targets) if task != "causal_lm" else int((targets[:, 1:] != IGNORED).sum())
 
 
+def weight_of(task: Task, criterion: Loss | None, targets: Tensor) -> float:
+    """What the mean loss of some samples counts in a mean over parts of them: also the weights of their classes."""
+    has_classes = task == "multiclass" and not targets.is_floating_point()
+    if not has_classes or not (criterion is None or isinstance(criterion, nn.CrossEntropyLoss)):
+        return counted(task, targets)
+    classes = targets[targets != ignored_class(criterion)].long()
+    weight = getattr(criterion, "weight", None)
+    return len(classes) if weight is None else weight.cpu()[classes.cpu()].sum().item()
+
+
 def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """What a metric of torchmetrics compares: probabilities and classes or labels, values, or logits and tokens."""
     if task == "multiclass":
