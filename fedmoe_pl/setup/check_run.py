@@ -92,6 +92,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         _check_secure_aggregation(run, phase, module, cohort)
         check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
         if trained[phase.name] and phase.ckpt_path is None:
+            _check_has_optimizer(phase, module)
             _check_monitored(phase, module, trainer, run.datamodule, run.seed)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
@@ -119,6 +120,19 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
     needed, because = run.failures.needed(phase.aggregation, phase.secure, cohort.size)
     if needed > cohort.size and phase.ckpt_path is None:
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"a cohort of at least {needed}", because)
+
+
+def _check_has_optimizer(phase: Phase, module: LightningModule) -> None:
+    """Refuses a module without an optimizer, with which Lightning trains nothing."""
+    if isinstance(module, MixtureOfExperts) or not module.automatic_optimization:
+        return
+    try:
+        configured = module.configure_optimizers()
+    except Exception:  # it may need its Trainer
+        return
+    if configured is None:
+        because = f"{phase} would train nothing"
+        raise InvalidArgumentError(module, "what configure_optimizers returns", None, "an optimizer", because)
 
 
 def _check_monitored(

@@ -284,6 +284,26 @@ def test_a_client_without_a_validation_sample_is_named_where_it_waits_for_its_lo
         federation(tmp_path, [Phase("p", FedAvg(), train=train)]).fit(model(), samples)
 
 
+class WithoutOptimizer(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return None
+
+
+def test_a_module_without_an_optimizer_is_refused_where_it_is_trained(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="an optimizer, because Phase 'p' would train nothing"):
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(WithoutOptimizer(), data())
+
+
 def test_every_need_is_checked_but_that_of_the_number_of_rounds():
     of_all_phases = {"whole_batches"}  # in backends/test_distributed.py
     assert {need for need, *_ in MISSING} == {*get_args(Need)} - {"fixed_rounds"} - of_all_phases
