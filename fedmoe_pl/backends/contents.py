@@ -25,6 +25,7 @@ _PLAIN = {bool, int, float, str}
 _NEVER_CHANGE = {type(None), *_PLAIN, type, FunctionType, BuiltinFunctionType, ModuleType, weakref.ReferenceType}
 _CONTAINERS = {dict, OrderedDict, list, set}
 _LEFT_OUT = (torch.jit.ScriptModule, Trainer, type, PurePath)
+_UNKNOWN = "something that cannot be compared"
 _SET_FOR_EACH_CLIENT = ("training", "configure_optimizers", "_device")  # by PyTorch, the round's rates and moves
 
 
@@ -153,9 +154,6 @@ class Contents:
         else:
             self._empty.append(value)
             self._labels[id(value)] = label
-
-
-_UNKNOWN = "something that cannot be compared"
 
 
 def _pairs(values: Mapping[Any, Any], originals: Mapping[Any, Any], label: str) -> Iterator[tuple[Any, Any, str]]:
