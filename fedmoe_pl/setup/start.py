@@ -30,7 +30,7 @@ from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
-from fedmoe_pl.checks import InvalidArgumentError, naming
+from fedmoe_pl.checks import InvalidArgumentError, naming, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.mapped import return_freed_memory
@@ -94,9 +94,12 @@ def _models(
     for module in given.values():
         map_frozen(module)
     return_freed_memory()
-    models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
-    for name, module in models.items():
-        load_tree(module, initial.get(name, {}))
+    models = dict[str, LightningModule]()
+    for name, module in given.items():
+        with tried(f"{type(module).__name__} cannot be copied for each client"):
+            copied = copy_module(module)
+        models[name] = sized(copied, datamodule, named_seed(seed, name))
+        load_tree(models[name], initial.get(name, {}))
     return models
 
 

@@ -1,5 +1,6 @@
 """What is refused before any training, by the argument that is wrong; what Lightning and torch say is passed on."""
 
+import threading
 from functools import partial
 from typing import get_args
 
@@ -282,6 +283,14 @@ def test_a_client_without_a_validation_sample_is_named_where_it_waits_for_its_lo
     samples = blobs((12, 1, 9), dtype=torch.float32, validation_fraction=0.3)
     with pytest.raises(InvalidArgumentError, match="client 1 has no sample for it"):
         federation(tmp_path, [Phase("p", FedAvg(), train=train)]).fit(model(), samples)
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), torch.ones(2, requires_grad=True) * 2])
+def test_a_module_that_python_cannot_copy_is_refused(value, tmp_path):
+    module = model()
+    module.value = value
+    with pytest.raises(MisconfigurationException, match="PersonalizedMoE cannot be copied for each client: "):
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
 
 
 class WithoutOptimizer(LightningModule):
