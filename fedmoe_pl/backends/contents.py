@@ -178,7 +178,9 @@ def _place_and_version(tensor: Tensor) -> tuple[int, int]:
 
 
 def _values(array: np.ndarray) -> Any:
-    return [*array.flat] if array.dtype.hasobject else zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
+    if array.dtype.hasobject:
+        return [*array.flat]
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _slots_of(value: Any) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Everything(nn.Module):
         self.register_buffer("graph", torch.eye(2).to_sparse(), persistent=False)
         self.calls, self.pair, self.weights, self.kept = 0, (1, [2]), [self.layer.weight], torch.zeros(2)
         self.queue, self.array, self.noted = deque([1]), np.zeros(2), {"calls": [0]}
+        self.scalar, self.objects = np.array(0.0), np.array([[1], None], dtype=object)
         self.own, self.slotted, self.listed, self.set = SimpleNamespace(calls=0), Slotted(), Listed(), {1}
         self.generators = torch.Generator(), random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
         self.bit_generator, self.raw = np.random.PCG64(0), bytearray(b"0")
@@ -69,6 +70,8 @@ CHANGES = {
     "'kept' of Everything": lambda it: it.kept.add_(1),
     "'queue' of Everything": lambda it: it.queue.append(1),
     "'array' of Everything": lambda it: it.array.put(0, 1),
+    "'scalar' of Everything": lambda it: it.scalar.fill(1),
+    "'objects' of Everything": lambda it: it.objects.put(1, 1),
     "'noted' of Everything": lambda it: it.noted["calls"].append(1),
     "'own' of Everything": lambda it: setattr(it.own, "calls", 1),
     "'slotted' of Everything": lambda it: setattr(it.slotted, "calls", 1),
