@@ -120,7 +120,9 @@ def _located(class_path: str) -> Any:
 
 def _no_class(module: str, name: str) -> str:
     """What is said of a class that a module of the package does not have."""
-    has = vars(pydoc.locate(module))["__all__"]
+    found = pydoc.locate(module)
+    own = [each for each, value in vars(found).items() if getattr(value, "__module__", None) == module]
+    has = getattr(found, "__all__", own)
     longer = [each for each in has if name.lower() in each.lower()]
     end = f"; similar ones are {', '.join(longer)}." if longer else did_you_mean(name, has)
     return f"{module} has no class {name}{end}"

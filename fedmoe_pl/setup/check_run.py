@@ -159,10 +159,12 @@ def _check_monitored(
     if not len(datamodule.validation_samples.indices):
         fraction = datamodule.validation_fraction
         raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", because)
+    if scheduler is None:
+        return  # early stopping leaves alone, or fails, only the clients that cannot validate
     opt_out = phase.algorithm.opt_out
     trained = opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes > 0
     validated = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True).sizes > 0
-    if scheduler is not None and len(without := (trained & ~validated).nonzero()):
+    if len(without := (trained & ~validated).nonzero()):
         because = f"{because}, and client {datamodule.client_names[int(without[0])]} has no sample for it"
         raise InvalidArgumentError(datamodule, "validation_fraction", datamodule.validation_fraction, "larger", because)
 
@@ -259,7 +261,7 @@ def _check_tensors(module: LightningModule) -> None:
 
 
 def _check_predictions(module: LightningModule) -> None:
-    """Refuses what would predict something else in an evaluation, whose batches are other ones."""
+    """Refuses hooks that evaluations do not call, and normalization by the samples that an evaluation has together."""
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         if getattr(type(module), name) is not getattr(LightningModule, name):
             because = "evaluations do not call it; change inputs in forward, or in the dataset"

@@ -48,6 +48,9 @@ REFUSED = {
     "data.class_path is 'Digitz', but must be FederatedDataModule or null; did you mean Digits?": (
         ["--data.class_path", "Digitz"]
     ),
+    "data: fedmoe_pl.federation has no class Federatio; similar ones are Federation.": (
+        ["--data.class_path", "fedmoe_pl.federation.Federatio"]
+    ),
     "data: fedmoe_pl.data has no class Digitz; did you mean Digits?": ["--data.class_path", "fedmoe_pl.data.Digitz"],
     "model.init_args.gate: fedmoe_pl.models has no class Constant; similar ones are ConstantGate.": [
         *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
