@@ -33,7 +33,7 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 
     Applied to one client after another, it gives the weighted mean of all of them with a single model in memory.
     Integers, such as ``num_batches_tracked`` of batch normalization, are not averaged: the larger one is taken, so that
-    the order of the clients does not matter.
+    the order of the clients does not matter. Means of half precision are in float32; see :func:`with_types_of`.
 
     Example:
         >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
@@ -49,9 +49,23 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 
 
 def _mean(a: Tensor, b: Tensor, share: float) -> Tensor:
-    if same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
+    if a.dtype == b.dtype and same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
         return a
-    return torch.lerp(a, b, share) if a.is_floating_point() or a.is_complex() else torch.maximum(a, b)
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.maximum(a, b)
+    # a hundredth of a change is often less than the smallest step of bfloat16, and would be rounded away
+    return torch.lerp(precise(a), precise(b), share)
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """A tensor in float32 if it is in half precision, otherwise the tensor."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def with_types_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Tree:
+    """The tensors of ``new``; those that are in half precision in ``old`` have that again."""
+    half = {name: old[name].dtype for name in new if name in old and old[name].dtype in (torch.float16, torch.bfloat16)}
+    return {name: tensor.to(half.get(name, tensor.dtype)) for name, tensor in new.items()}
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:

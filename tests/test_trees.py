@@ -18,6 +18,7 @@ from fedmoe_pl import trees
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends.backend import updated_server
 from fedmoe_pl.trees import (
     changed,
     copy_module,
@@ -71,6 +72,17 @@ def test_the_mean_leaves_its_inputs_alone_and_takes_the_larger_integers():
     assert mean["w"].item() == 2.0 and mean["complex"].item() == 2.0 + 3j
     assert mean["num_batches_tracked"].item() == 9 and mean["num_batches_tracked"].dtype == torch.int64
     assert a["w"].item() == 1.0 and b["w"].item() == 5.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mean_in_half_precision_counts_the_last_clients_as_much_as_the_first(dtype):
+    low, high = 100.0, 101.0  # a hundredth of their difference is a fraction of the last digit
+    combined = fold([Update({"w": torch.tensor([value], dtype=dtype)}, 1) for value in [low] * 100 + [high] * 100])
+    old = {"w": torch.zeros(1, dtype=dtype), "v": torch.zeros(1)}
+    server = updated_server(Algorithm(), old, combined)
+    assert {name: tensor.dtype for name, tensor in server.items()} == {"w": dtype, "v": torch.float32}
+    torch.testing.assert_close(server["w"], torch.tensor([100.5], dtype=dtype), rtol=0, atol=0)
+    torch.testing.assert_close(combined.sent["w"], torch.tensor([100.5]), rtol=1e-6, atol=0)
 
 
 def test_clients_that_send_different_tensors_are_refused():

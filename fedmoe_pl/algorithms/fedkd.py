@@ -42,6 +42,7 @@ from fedmoe_pl.trees import (
     difference,
     mean_of_two,
     of_module,
+    precise,
     problem_of_shapes,
     subtree,
     with_prefix,
@@ -244,7 +245,8 @@ def expanded(tree: Mapping[str, Tensor]) -> Tree:
 
 def _factors(matrix: Tensor, energy: float) -> Tree:
     """The truncated singular value decomposition of a matrix."""
-    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    u, s, v = torch.linalg.svd(precise(matrix), full_matrices=False)
     reached = s.double().square().cumsum(0)
     rank = min(int((reached < energy * reached[-1]).sum()) + 1, len(s))
-    return {"u": u[:, :rank].clone(), "s": s[:rank].clone(), "v": v[:rank].clone()}
+    factors = {"u": u[:, :rank], "s": s[:rank], "v": v[:rank]}
+    return {name: factor.clone().to(matrix.dtype) for name, factor in factors.items()}

@@ -39,7 +39,7 @@ from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, precise
 
 Prediction = Literal["head", "prototype"]
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
@@ -114,7 +114,7 @@ class FedProto(Algorithm):
             return module
 
         def predict(x: Tensor) -> Tensor:
-            scores = -torch.cdist(self._features(module, x).flatten(1), prototypes.to(x.device))
+            scores = -torch.cdist(precise(self._features(module, x).flatten(1)), precise(prototypes.to(x.device)))
             own_classes = usable.to(x.device)
             highest = scores.masked_fill(~own_classes, -torch.inf).amax(1, keepdim=True)
             return torch.where(own_classes, scores, highest - _PENALTY)

@@ -28,7 +28,7 @@ from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pairs_of, split_expert
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, precise
 
 Kernel = Literal["squared", "euclidean"]
 _WEIGHT = "knn/weight"  # a client's lambda
@@ -142,10 +142,10 @@ class KNNPer(Algorithm):
         """The expert's probabilities (B, C) and those of the neighbors."""
         extractor, classifier = split_expert(module, self.expert)
         features = call(extractor, x)
-        probabilities, features = classifier(features).softmax(1), features.flatten(1)
+        probabilities, features = precise(classifier(features)).softmax(1), features.flatten(1)
         stored, labels = neighbors
         # without matrix products, so that a stored sample has the distance 0 from itself
-        distances = torch.cdist(features, stored, compute_mode="donot_use_mm_for_euclid_dist")
+        distances = torch.cdist(precise(features), precise(stored), compute_mode="donot_use_mm_for_euclid_dist")
         nearest = distances.topk(min(self.k, len(stored)), dim=1, largest=False)
         squared, width = self.kernel == "squared", features.shape[1]
         exponents = nearest.values.square() / width if squared else nearest.values

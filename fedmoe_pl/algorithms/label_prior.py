@@ -138,7 +138,8 @@ def check_shifts(algorithm: Algorithm, module: LightningModule, expert: str, x: 
     module(x)
     for name, shift in shifts.items():
         before, after = outputs[name] or (torch.zeros_like(shift[None]), shift[None])
-        if before.shape[1:] != shift.shape or not torch.allclose(after, before + shift, atol=0.01):
+        rounding = 4 * torch.finfo(after.dtype).eps
+        if before.shape[1:] != shift.shape or not torch.allclose(after, before + shift, rtol=rounding, atol=0.01):
             raise _no_bias(algorithm, expert)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.trees import Tree, with_prefix
+from fedmoe_pl.trees import Tree, with_prefix, with_types_of
 
 Chunk = list[list[int]]
 """Groups of clients that are trained in one call, in order."""
@@ -199,6 +199,12 @@ def fold(algorithm: Algorithm | Aggregation | SecureAggregation, updates: Sequen
         for update in updates[1:]:
             combined = algorithm.combine(combined, update)
     return combined
+
+
+def updated_server(algorithm: Algorithm, server: Tree, combined: Update) -> Tree:
+    """The server's next state from the folded updates, in the data types that it has."""
+    combined = replace(combined, sent=with_types_of(server, combined.sent))
+    return with_types_of(server, algorithm.server_update(server, combined))
 
 
 def group_updates(

@@ -18,7 +18,7 @@ from fedmoe_pl.backends import (
     Plan,
     one_thread,
 )
-from fedmoe_pl.backends.backend import fold, group_updates
+from fedmoe_pl.backends.backend import fold, group_updates, updated_server
 from fedmoe_pl.deployment.answers import cannot_be_used, out_of_proportion, problem_of, update_of
 from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
@@ -231,7 +231,7 @@ class ClientsPlan(Plan):
             combined = fold(aggregation or algorithm, updates)
             if aggregation is None:
                 with one_thread():
-                    algorithm.server_update(server, combined)
+                    updated_server(algorithm, server, combined)
         except Exception as error:  # whatever a client has sent
             return cannot_be_used("update", error)
         return None

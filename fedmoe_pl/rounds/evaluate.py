@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
-from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.backends.backend import fold, updated_server
 from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
@@ -134,7 +134,7 @@ def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
     server = state.server
     if updates:
         with one_thread():
-            server = phase.algorithm.server_update(server, fold(phase.algorithm, updates))
+            server = updated_server(phase.algorithm, server, fold(phase.algorithm, updates))
     return replace(
         state, server=server, clients={client: tree for client, tree in client_states.items() if tree}, round=1
     )

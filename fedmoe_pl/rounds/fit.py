@@ -23,6 +23,7 @@ from fedmoe_pl.backends import (
     check_finite,
     one_thread,
 )
+from fedmoe_pl.backends.backend import updated_server
 from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state, with_strides_of
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
@@ -132,7 +133,7 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
         combined = aggregated(run, phase, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"
     with one_thread():  # a sum or a decomposition with several threads may have other bits
-        new = phase.algorithm.server_update(state.server, combined)
+        new = updated_server(phase.algorithm, state.server, combined)
     if phase.server_optimizer is not None:
         old, optimizer = state.server, state.server_optimizer
         new, state.server_optimizer = server_step(phase.server_optimizer, training.module, old, new, optimizer)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, precise
 
 _NAME_OF_A = re.compile(r"(.+)\.lora_(embedding_)?A(\.weight)?")
 
@@ -53,7 +53,7 @@ def mean_of_products(
 
 def _matrix(factor: Tensor) -> Tensor:
     """A factor as a matrix, of which sums are not computed in half precision."""
-    return factor.flatten(1).to(torch.promote_types(factor.dtype, torch.float32))
+    return precise(factor.flatten(1))
 
 
 def set_corner(target: Tensor, values: Tensor) -> Tensor:
