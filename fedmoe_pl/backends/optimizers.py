@@ -17,6 +17,8 @@ from fedmoe_pl.trees import Tree, subtree
 
 OPTIMIZER = "optimizer/"
 """Prefix of a tensor's name: ``optimizer/<parameter>/<state>``, such as ``optimizer/fc.bias/exp_avg``."""
+_GROUP = "param_groups."  # followed by a group's index, in place of a parameter's name
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum")  # begin anew
 NamedParameters = Iterable[tuple[str, Tensor]]
 _REPLACED = "replaced"  # attribute of the function that takes the place of the module's own
 
@@ -83,6 +85,12 @@ def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimize
                     "to be kept from round to round, as in SGD and Adam."
                 )
             kept[f"{OPTIMIZER}{names[parameter]}/{key}"] = value.detach().cpu().clone()
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():  # some optimizers count their steps here
+            is_number = isinstance(value, (int, float)) and key not in _SCHEDULED
+            if is_number and value != optimizer.defaults.get(key):
+                dtype = torch.float64 if isinstance(value, float) else None
+                kept[f"{OPTIMIZER}{_GROUP}{index}/{key}"] = torch.tensor(value, dtype=dtype)
     return kept
 
 
@@ -97,6 +105,8 @@ def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Opt
         if state := subtree(of_optimizer, f"{names[parameter]}/"):
             # copies, because the optimizer changes its state in place
             loaded[index] = {key: with_strides_of(parameter, value.clone()) for key, value in state.items()}
+    for index, group in enumerate(groups):
+        group |= {key: value.item() for key, value in subtree(of_optimizer, f"{_GROUP}{index}/").items()}
     optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 

@@ -108,6 +108,50 @@ def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batc
         )
 
 
+class Averaging(torch.optim.Optimizer):
+    """Divides its rate by the number of its steps, which it counts in the parameter group."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr, "k": 0, "share": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["k"] += 1
+            group["share"] = 1 / group["k"]
+            for parameter in group["params"]:
+                parameter -= group["lr"] * group["share"] * parameter.grad
+        return loss
+
+
+class WithAveraging(PureOneWeight):
+    def configure_optimizers(self):
+        return Averaging(self.parameters(), self.lr)
+
+
+@pytest.mark.parametrize("every_batch", [True, False])
+def test_a_client_keeps_the_numbers_of_parameter_groups_that_are_not_a_schedule_s(tmp_path, every_batch):
+    train = Train(keep_optimizer=True, round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5))
+    it = phase("it", FedAvg(), rounds=3, train=train)
+    federation = run([it], WithAveraging(lr=RATE), two_quadratics(), tmp_path, EPOCHS, every_batch=every_batch)
+    x, steps = 0.0, 0
+    for round in range(3):
+        ends = []
+        for a, b in LOSSES:
+            y = x
+            for k in range(steps, steps + EPOCHS):
+                y -= RATE * 0.5**round / (k + 1) * a * (y - b)
+            ends.append(y)
+        x, steps = sum(ends) / 2, steps + EPOCHS
+    assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
+    kept = {
+        "optimizer/param_groups.0/k": torch.tensor(30),
+        "optimizer/param_groups.0/share": torch.tensor(1 / 30).double(),
+    }
+    torch.testing.assert_close(dict(federation.run.states["it"].clients[0]), kept, check_dtype=False)
+
+
 def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_the_other(tmp_path):
     """Interleaved PFL-MoE in rounds of one epoch is then plain Adam over the epochs of each part, also after a kill."""
     adam = partial(torch.optim.Adam, lr=0.01)
