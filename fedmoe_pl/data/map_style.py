@@ -24,6 +24,7 @@ from fedmoe_pl.seeds import seeded
 
 _MOST = 2**62  # seeds of batches are below it
 _TRIED = 2  # samples of the batches that are tried
+_MOST_COMPARED = 20  # samples whose targets are compared with their classes
 _MOST_CHECKED = 16  # samples whose values are compared when a run is continued
 _MOST_BYTES = 2**26  # of a batch for evaluation
 
@@ -206,7 +207,7 @@ class SampleReader:
         indices = [*range(min(_TRIED, data.sizes[0]))]
         with tried(f"{type(owner).__name__}: collate_fn makes no batch of the first samples"):
             batch, of_training = self.evaluation[indices, 0], self.training[indices, 0]
-        self._check_classes(owner, batch, indices)
+        self._check_classes(owner)
         self.has_pairs = is_pair(of_training)
         self.has_targets = isinstance(self.targets_of(batch), Tensor)
         size = sum(tensor.nbytes for tensor in tensors_of(batch)) // _TRIED
@@ -228,13 +229,19 @@ class SampleReader:
             for leaf in leaves_of(batch)
         ]
 
-    def _check_classes(self, owner: object, batch: Any, indices: list[int]) -> None:
-        labels, classes = self.targets_of(batch), self.data.classes
-        if classes is not None and isinstance(labels, Tensor) and not labels.is_floating_point():
-            expected = classes[: len(indices)]
-            if not torch.equal(labels, expected.to(labels.dtype)):
-                allowed = f"the targets of batches, {labels.tolist()} for the first samples"
-                raise InvalidArgumentError(owner, "targets", expected.tolist(), allowed)
+    def _check_classes(self, owner: object) -> None:
+        """Refuses classes that are not the targets of batches, by a sample of each class."""
+        if self.data.classes is None:
+            return
+        is_test = np.arange(len(self.data.classes)) >= self.data.sizes[0]
+        first = np.unique(np.stack([is_test, self.data.classes]), axis=1, return_index=True)[1]
+        for index in first[:: -(-len(first) // _MOST_COMPARED)].tolist():
+            labels, known = self.targets_of(self.evaluation[[index], 0]), self.data.classes[[index]]
+            if not isinstance(labels, Tensor) or labels.is_floating_point():
+                return
+            if not torch.equal(labels, known.to(labels.dtype)):
+                name, allowed = f"targets[{index}]", f"{labels.tolist()[0]}, as in the batch of sample {index}"
+                raise InvalidArgumentError(owner, name, int(known), allowed)
 
 
 class DatasetBatches(SampleBatches):

@@ -197,7 +197,8 @@ class OnDevice(DictData):
         ("eval_dataset", of_noise(eval_dataset=Noisy(5))),
         ("targets", of_noise(targets=lambda dataset: [0])),
         ("targets", of_noise(targets=lambda dataset: [0.5] * 4)),
-        ("targets", of_noise(targets=lambda dataset: [1] * 4)),  # the batches have others
+        ("targets[0]", of_noise(targets=lambda dataset: [1] * 4)),  # the batches have others
+        ("targets[2]", of_noise(targets=lambda dataset: [0, 1, 3, 0])),
         ("targets", of_noise(targets=lambda dataset: [-1, 0, 1, 2])),
         ("targets", of_dicts(targets="lable")),
         ("groups", of_dicts(groups="users")),
