@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
-from fedmoe_pl.checks import InvalidArgumentError, tried
+from fedmoe_pl.checks import InvalidArgumentError, reason_of, tried
 from fedmoe_pl.data.arrays import are_classes, check_labels
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, SampleBatches
 from fedmoe_pl.seeds import seeded
@@ -142,7 +142,14 @@ class _BatchDataset:
         read_many = getattr(self.first, "__getitems__", None)
         if read_many is not None and max(indices) < n:
             return read_many(list(indices))
-        return [self.first[index] if index < n else self.second[index - n] for index in indices]
+        return [_sample(self.first, index) if index < n else _sample(self.second, index - n) for index in indices]
+
+
+def _sample(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # such as a damaged image, of which the library does not say which one it is
+        raise RuntimeError(f"sample {index} of {type(dataset).__name__}: {reason_of(error)}.") from error
 
 
 class _Reader:

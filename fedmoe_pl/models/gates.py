@@ -361,8 +361,13 @@ class SwitchNormGate(Gate):
 
 
 def _flattened(gate: Gate, x: Inputs) -> Tensor:
-    """The values of each sample, (B, F); refuses a dict, which has arguments and not values."""
-    if not isinstance(x, Tensor):
-        allowed = "NetworkGate, one of your own that reads a dict, or a fixed one"
-        raise InvalidArgumentError("MixtureOfExperts", "gate", gate, allowed, "batches are dicts")
-    return x.flatten(1)
+    """The values of each sample, (B, F); refuses what a linear layer cannot read."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        reason = "inputs are integers" if isinstance(x, Tensor) else "batches are dicts"
+        allowed = "FeatureGate, NetworkGate, one of your own that reads them, or a fixed one"
+        raise InvalidArgumentError("MixtureOfExperts", "gate", gate, allowed, reason)
+    x = x.flatten(1)
+    if gate.in_features not in (None, x.shape[1]):
+        what = "features" if gate.reads_features else "values of an input"
+        raise InvalidArgumentError(gate, "in_features", gate.in_features, f"{x.shape[1]}, the number of {what}")
+    return x

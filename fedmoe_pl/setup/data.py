@@ -16,6 +16,7 @@ from fedmoe_pl.checkpoints.checkpoint import is_of_run
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried, with_article
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.map_style import leaves_of
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
@@ -184,6 +185,11 @@ def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) ->
         if source is reader.evaluation and datamodule.num_classes:
             continue  # the classes are known
         _, y = inputs_and_targets(batch, key)
+        if texts := [leaf for leaf in leaves_of(y) if isinstance(leaf, str)]:
+            raise MisconfigurationException(
+                f"{type(datamodule).__name__}: the targets of a batch are {texts}, but must be numbers; let the "
+                "dataset or collate_fn make them."
+            )
         expected = datamodule.y[indices]
         are_classes = datamodule.num_classes and isinstance(y, Tensor) and not y.is_floating_point()
         if are_classes and not torch.equal(y, expected.to(y.dtype)):

@@ -56,6 +56,19 @@ def test_random_transforms_follow_from_the_seed_of_a_batch_alone():
     assert torch.equal(*x), "what is evaluated does not change"
 
 
+class Damaged(Noisy):
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_named():
+    data = set_up(FromDatasets(Noisy(12), Damaged(5), num_clients=1, batch_size=2))
+    with pytest.raises(RuntimeError, match=r"^sample 3 of Damaged: image file is truncated\.$"):
+        epochs(data, samples=data.global_test)
+
+
 def test_an_iteration_that_is_broken_off_leaves_the_workers_usable():
     data = set_up(FromDatasets(Noisy(12), Noisy(3), num_clients=1, batch_size=2, num_workers=1))
     expected = [y.tolist() for _, y in epochs(data, number=1)]

@@ -118,6 +118,12 @@ def test_classes_count_that_the_data_know_and_not_those_in_batches() -> None:
             model,
             r"target_key is 'labels', but must be a key of the batches \(label",
         ),
+        (
+            lambda samples: {"values": default_collate([x for x, _ in samples]), "labels": ["cat", "dog"]},
+            None,
+            model,
+            r"targets of a batch are \['cat', 'dog'\], but must be numbers; let the dataset",
+        ),
         (three, None, model, "A batch is a tuple, but mixtures need pairs of inputs and targets, or dicts"),
         (
             others,
@@ -129,7 +135,7 @@ def test_classes_count_that_the_data_know_and_not_those_in_batches() -> None:
             dicts,
             None,
             partial(model, gate=LinearGate(5)),
-            "reads a dict, or a fixed one, because batches are dicts",
+            "reads them, or a fixed one, because batches are dicts",
         ),
     ],
 )

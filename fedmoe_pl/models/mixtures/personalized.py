@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import with_article
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import Inputs, call
@@ -67,6 +68,12 @@ class PersonalizedMoE(MixtureOfExperts):
     def weighed_parts(self) -> tuple[str, str]:
         """The two experts."""
         return "global_expert", "local_expert"
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together."""
+        if self.gate.reads_features:
+            self.check_split("global_expert", f"{with_article(type(self.gate).__name__)} reads the features in between")
+        super().check_parts()
 
     def client_architecture(self, client_id: int) -> int:
         """Index of the client's local expert; 0 if all clients have the same one."""

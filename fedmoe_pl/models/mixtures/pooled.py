@@ -53,6 +53,7 @@ class PooledMoE(MixtureOfExperts):
         self.num_experts = self.gate_width = num_experts
         self.top_k = top_k
         self.local_expert = local_expert
+        self.check_split("local_expert", "clients share their classifiers")
         classifier: nn.Module = local_expert.classifier  # pyright: ignore[reportAssignmentType]
         check_copies(classifier)
         self.pool = nn.ModuleList(copy_module(classifier) for _ in range(num_experts))
