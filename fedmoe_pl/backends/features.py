@@ -127,8 +127,8 @@ class _Tracing:
             for reads_input in (False, True):
                 try:
                     actual = self._loss_and_gradients(x if reads_input else no_input(x, y.shape), y)
-                except (RuntimeError, IndexError, ValueError, TypeError):
-                    continue  # another part needs the samples
+                except Exception:  # whatever another part says to samples without values, which it needs
+                    continue
                 if len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
         return None

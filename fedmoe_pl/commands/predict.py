@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,15 +53,20 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
             mixture = mixture_of(module)
             targets = torch.cat([y.cpu() for _, y in labelled_batches(datamodule, samples, mixture)])
             if predicts_classes(module, datamodule) or (mixture is not None and mixture.task == "multiclass"):
-                columns = _values(logits.argmax(1), targets)
+                columns, names = _values(logits.argmax(1), targets), dict(enumerate(datamodule.classes or ()))
             else:
-                columns = _values(*preds_of(module, logits, targets))
-            names = ("sample", *columns, "gate_weight")
-            of_gate = [math.nan] * len(samples) if weights is None else weights[:, :-1].sum(dim=1).tolist()
+                columns, names = _values(*preds_of(module, logits, targets)), {}
+            values: dict[str, list[Any]] = {"sample": samples.tolist()}
+            values |= {} if datamodule.files is None else {"file": [datamodule.files[sample] for sample in samples]}
+            for name, column in columns.items():  # a model may have more outputs than there are classes
+                values[name] = [names.get(each, each) for each in column.tolist()]
+            values["gate_weight"] = (
+                [math.nan] * len(samples) if weights is None else weights[:, :-1].sum(dim=1).tolist()
+            )
             of_all = {"method": evaluation.method, "evaluation_point": evaluation.evaluation_point, "client": client}
             of_all |= {"name": name} if (name := datamodule.client_names.given_name(client)) else {}
-            for values in zip(samples.tolist(), *map(Tensor.tolist, columns.values()), of_gate, strict=True):
-                yield of_all | dict(zip(names, values, strict=True))
+            for of_sample in zip(*values.values(), strict=True):
+                yield of_all | dict(zip(values, of_sample, strict=True))
 
 
 def _values(predictions: Tensor, targets: Tensor) -> dict[str, Tensor]:

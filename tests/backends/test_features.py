@@ -11,7 +11,7 @@ from fedmoe_pl.backends import StackedBackend, TrainerBackend, features
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.data import RandomCrop
-from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, NetworkGate, PersonalizedMoE
 
 FROZEN = FineTuning("local_expert.classifier.*")
 
@@ -71,9 +71,18 @@ def test_a_frozen_extractor_sees_every_sample_once(backend):
     assert seen(50) == seen(5) < 5 * sum(FEW)
 
 
-def test_features_give_what_computing_them_in_every_step_gives():
+class Careful(nn.Linear):
+    """Refuses inputs of another width with an exception of its own."""
+
+    def forward(self, x):
+        assert x.shape[1] == self.in_features
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5), NetworkGate(Careful(5, 1))])
+def test_features_give_what_computing_them_in_every_step_gives(gate):
     data, algorithm = blobs(FEW), PFLMoE()
-    module = mixture(FeatureGate(6))
+    module = mixture(gate)
     looked_up = train(TrainerBackend(), local_training(module, algorithm, data, 5))[1]
     computed = train(TrainerBackend(), local_training(module, algorithm, data, 5, callbacks=[EveryBatch()]))[1]
     for client in computed:

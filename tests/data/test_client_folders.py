@@ -2,15 +2,22 @@
 
 import csv
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.reports import csv_rows
+from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
+from torch import nn
 
+from fedmoe_pl import PersonalizedMoE, Phase, Train
+from fedmoe_pl.algorithms import Local
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import ClientFolders, CsvFile, NpzFile, partition_rows, partition_table
+from fedmoe_pl.models import SmallMLP
 
 HOSPITALS = {  # the number of images of each class
     "hospital_B": {"healthy": 4, "tumour": 2},
@@ -57,6 +64,22 @@ def test_every_image_is_its_client_s_with_its_class(folders):
     assert [row["name"] for row in partition_rows(data)] == data.client_names
     table = partition_table(data)
     assert "Klinikum Süd" in table and "class cyst  class healthy  class tumour" in table
+
+
+def test_predictions_name_the_file_and_the_classes_of_each_image(folders, tmp_path):
+    data = ClientFolders(str(folders), test_fraction=0.5)
+    model = PersonalizedMoE(SmallMLP(3 * 4 * 4, num_classes=4))  # one output more than there are classes
+    for expert in (model.global_expert, model.local_expert):
+        nn.init.constant_(expert.classifier[-1].bias, -9.0)
+        nn.init.constant_(expert.classifier[-1].bias[3:], 9.0)
+    run = federation(tmp_path / "run", [Phase("it", Local(), train=Train(max_epochs=0))])
+    run.fit(model, data)
+    run.predict(model, data)
+    rows = csv_rows(run.run_dir / "predictions.csv")
+    assert len(rows) == len(data.test_samples.indices)
+    for row in rows:
+        *_, hospital, of_class, _ = Path(row["file"]).parts
+        assert (row["name"], row["label"], row["prediction"]) == (hospital, of_class, "3")
 
 
 def test_a_client_s_test_images_are_its_own(folders, tmp_path):

@@ -60,6 +60,7 @@ class ClientFolders(FederatedDataModule):
         if self.test_root is not None:
             samples += self._samples("test_root", self.test_root)
         clients, classes, paths = zip(*samples, strict=True)
+        self.files = [*paths]
         x, y = read_images(self, paths, self.image_size), numbered_classes(self, classes, clients)
         ids = np.array(clients)
         return Arrays(

@@ -47,6 +47,7 @@ class ImageFolder(FederatedDataModule):
         """Reads all images."""
         train, test = VisibleImages(self.train_dir), VisibleImages(self.test_dir)
         self.classes = train.classes
+        self.files = [path for path, _ in (*train.samples, *test.samples)]
         # by name, because a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
         return Arrays(
