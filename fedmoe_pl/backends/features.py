@@ -121,7 +121,9 @@ class _Tracing:
             expected = self._loss_and_gradients(x, y)  # cuDNN's LSTM has no gradients in eval mode
             # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
             rows = self.rows(samples, names, batch_size=1)
-        except (RuntimeError, ValueError):
+        except _TooLargeError:
+            raise
+        except Exception:  # also of the user's code, which may refuse a single sample
             return None
         with looked_up(self.module, names, rows):
             for reads_input in (False, True):

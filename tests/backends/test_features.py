@@ -72,14 +72,18 @@ def test_a_frozen_extractor_sees_every_sample_once(backend):
 
 
 class Careful(nn.Linear):
-    """Refuses inputs of another width with an exception of its own."""
+    """Refuses inputs of another width, and perhaps a single one, with an exception of its own."""
+
+    def __init__(self, fewest=1):
+        super().__init__(5, 1)
+        self.fewest = fewest
 
     def forward(self, x):
-        assert x.shape[1] == self.in_features
+        assert x.shape[1] == self.in_features and len(x) >= self.fewest
         return super().forward(x)
 
 
-@pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5), NetworkGate(Careful(5, 1))])
+@pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5), NetworkGate(Careful()), NetworkGate(Careful(2))])
 def test_features_give_what_computing_them_in_every_step_gives(gate):
     data, algorithm = blobs(FEW), PFLMoE()
     module = mixture(gate)
