@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of, with_article
 from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.layers import plant
+from fedmoe_pl.trees import copy_module
 
 _ADAPTER = "adapter"  # the name under which peft makes adapters
 
@@ -239,7 +240,7 @@ class AdaptedBase:
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
         for path in self._saved:
             for root in [self.head] if has_one_head else self.experts:
-                plant(root, path, copy.deepcopy(base.get_submodule(path)).requires_grad_(True))
+                plant(root, path, copy_module(base.get_submodule(path)).requires_grad_(True))
         self._heads = [self.head if has_one_head else expert for expert in self.experts]
         for index, expert in enumerate(self.experts):
             expert._computes.append(_OneExpert(self, index))

@@ -127,6 +127,14 @@ def test_before_a_nonlinearity_they_differ(kind, expected):
     torch.testing.assert_close(module(X), torch.tensor([expected], dtype=torch.float64))
 
 
+def test_trained_layers_keep_the_attributes_of_their_parameters():
+    base = Tokens()
+    base.classifier.linear.weight.decays = False
+    module = LayerwiseAdapterMoE(base, LoRA(["mlp.0"], r=1, modules_to_save=["classifier"]), GlobalOnly())
+    trained = [weight for name, weight in module.named_parameters() if name.endswith("classifier.linear.weight")]
+    assert [weight.decays for weight in trained if weight.requires_grad] == [False], "the head is one"
+
+
 def test_a_new_mixture_computes_what_its_base_does():
     x = torch.randn(5, 2, dtype=torch.float64)
     base = Identity()
