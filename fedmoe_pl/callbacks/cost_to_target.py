@@ -15,6 +15,8 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.setup.data import check_metric
 
+_ROUNDING = 1e-9  # of a mean over clients
+
 
 class CostToTarget(FederationCallback):
     """Writes ``target.csv``: rounds, parameters, bytes and operations until the clients' mean first reached a target.
@@ -73,7 +75,7 @@ def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, targe
     columns: dict[str, Any] = {"method": method, "evaluation_point": rounds[0]["evaluation_point"]}
     columns |= {"metric": metric, "target": target}
     measured = [row for row in rounds if not math.isnan(row.get(column, math.nan))]  # a method may lack the metric
-    reached = next((row for row in measured if sign * row[column] >= sign * target), None)
+    reached = next((row for row in measured if sign * (row[column] - target) >= -_ROUNDING), None)
     if reached is None:
         columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     else:

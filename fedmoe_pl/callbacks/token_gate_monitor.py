@@ -116,7 +116,8 @@ def _without_common_start(paths: Sequence[str]) -> tuple[str, list[str]]:
 @styled
 def token_figure(weights: np.ndarray, words: list[list[str]] | None, title: str) -> Figure:
     """The weight of the global expert by sample (row) and token (column), with the words if they are known."""
-    shown = weights[:, : int((~np.isnan(weights)).sum(1).max(initial=1))]
+    columns = np.flatnonzero(~np.isnan(weights).all(0))  # padding may be on the left
+    shown = weights[:, columns]
     figure = new_figure(1.2 + (0.5 if words else 0.2) * len(shown))
     figure.suptitle(title)
     axes = figure.subplots()
@@ -125,6 +126,6 @@ def token_figure(weights: np.ndarray, words: list[list[str]] | None, title: str)
     for row, column in np.argwhere(~np.isnan(shown)) if words else ():
         color = "white" if shown[row, column] < 0.5 else "black"
         look = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 4, "color": color, "clip_on": True}
-        axes.text(column, row, words[row][column][:12] if words else "", **look)
+        axes.text(column, row, words[row][columns[column]][:12] if words else "", **look)
     add_colorbar(figure, image, [axes], _LABEL)
     return figure

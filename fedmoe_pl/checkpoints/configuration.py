@@ -30,13 +30,16 @@ from fedmoe_pl.data import FederatedDataModule
 
 _HARMLESS = re.compile(
     r"seed_everything|seed|"  # compared by itself
-    r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
-    r"failures\.(action|min_clients|timeout|max_change))|"
+    r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend)|"
     r"(.+\.)?evaluate\.every_n_epochs|"
     r"(.+\.)?trainer\.(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
     r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)"
 )
-_PLACES = re.compile(r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)")
+# what a run that goes on may change, but two runs do not have in common
+_OWN = re.compile(
+    r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)|"
+    r"(federation\.)?failures\.(action|min_clients|timeout|max_change)"
+)
 _MISSING = "not set"
 _LONGEST = 60  # characters of a value in a message
 _DEEPEST = 8  # an object in an object ...; deeper ones may lead back
@@ -125,21 +128,22 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-def relevant(tree: Any, places: bool = False, key: str = "") -> Any:
-    """The tree without keys that have no influence on the result, such as the logger and, unless asked for, ``places``.
+def relevant(tree: Any, of_two_runs: bool = False, key: str = "") -> Any:
+    """The tree without keys that have no influence on the result, such as the logger.
 
-    The places of data have none where the data themselves are compared.
+    Where it is not of two runs, but of one that goes on, the places of data have none, because the data themselves are
+    compared, nor does what happens to clients that fail from now on.
     """
     if isinstance(tree, list):
-        return [relevant(item, places, f"{key}[{index}]") for index, item in enumerate(tree)]
+        return [relevant(item, of_two_runs, f"{key}[{index}]") for index, item in enumerate(tree)]
     if not isinstance(tree, Mapping):
         return tree
-    children = {name: _child(key, name) for name in tree if not _is_harmless(_child(key, name), places)}
-    return {name: relevant(tree[name], places, child) for name, child in children.items()}
+    children = {name: _child(key, name) for name in tree if not _is_harmless(_child(key, name), of_two_runs)}
+    return {name: relevant(tree[name], of_two_runs, child) for name, child in children.items()}
 
 
-def _is_harmless(key: str, places: bool = False) -> bool:
-    return bool(_HARMLESS.fullmatch(key) or (not places and _PLACES.fullmatch(key)))
+def _is_harmless(key: str, of_two_runs: bool = False) -> bool:
+    return bool(_HARMLESS.fullmatch(key) or (not of_two_runs and _OWN.fullmatch(key)))
 
 
 def _described(value: Any, name: str = "", depth: int = 0) -> Any:

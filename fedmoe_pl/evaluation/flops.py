@@ -27,6 +27,7 @@ from fedmoe_pl.backends import (
 from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import Tree
 
+_ENDS_TRAINING = ("max_steps", "max_time", "fast_dev_run")  # arguments of a Trainer
 _TRIED = 3  # clients whose batch is tried, before the module is held to run in its Trainer only
 
 
@@ -40,7 +41,7 @@ class FlopCounter:
     Matrix products, convolutions and attention count, with a multiplication and an addition as two operations;
     activations, normalization and optimizers do not. Frozen parts have no backward pass. Their forward pass counts
     in every step, even if a backend looks the outputs up. A client's work before its training does not count, and
-    early stopping is ignored.
+    early stopping is ignored. Where ``max_steps``, ``max_time`` or ``fast_dev_run`` ends training, they are not known.
     """
 
     def __init__(self, training: LocalTraining) -> None:
@@ -49,6 +50,8 @@ class FlopCounter:
 
     def of_round(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
         """Operations of a round: an integer, or nan for a module that only runs in its Trainer."""
+        if any(self.training.trainer.get(name) not in (None, -1, False) for name in _ENDS_TRAINING):
+            return math.nan
         groups = self.training.by_architecture(cohort)
         return sum(self._of_architecture(server, clients, kept, round) for clients in groups)
 
@@ -97,7 +100,12 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
     """Number of samples that a client trains on in an epoch, without a dropped last one."""
     samples = training.algorithm.client_samples(client_of(training, training.module, client_id, {}, round))
     drops = training.has_batch_norm
-    return training.datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops).length
+    batches = training.datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops)
+    limit = training.trainer.get("limit_train_batches")
+    if limit is None:
+        return batches.length
+    most = int(limit * len(batches)) if isinstance(limit, float) else limit
+    return min(batches.length, most * batches.batch_size)
 
 
 def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> str:

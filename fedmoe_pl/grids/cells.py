@@ -215,7 +215,7 @@ def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
 
 
 def _compared(configuration: dict[str, Any]) -> dict[str, Any]:
-    compared = relevant(configuration, places=True)
+    compared = relevant(configuration, of_two_runs=True)
     federation = {name: value for name, value in compared["federation"].items() if name != "phases"}
     return {**compared, "federation": federation, SEED: configuration[SEED]}  # a run compares the seed by itself
 

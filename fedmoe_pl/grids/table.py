@@ -13,19 +13,19 @@ from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown
 from fedmoe_pl.report.runs import read_run
-from fedmoe_pl.report.settings import conditions, settings_of
+from fedmoe_pl.report.settings import conditions, left_out_notes, settings_of
 from fedmoe_pl.report.tables import Choices, Condition, Published, condition_of, difference
 
 
 def write_tables(grid: Grid, runs: Sequence[tuple[Cell, Path]]) -> str:
     """Writes ``table.csv``, ``table.md`` and ``table.tex`` of finished cells, and returns the table as Markdown."""
     phases = dict.fromkeys(phase for cell, _ in runs for phase in cell.phases)
-    settings, _ = settings_of(read_run(folder) for _, folder in runs)
+    settings, left_out = settings_of(read_run(folder) for _, folder in runs)
     choices, folder = Choices(baseline=grid.baseline), Path(grid.folder)
     found = [condition_of(name, group, choices) for name, group in conditions(settings).items()]
     shown = [[method for method in each.methods if any(is_row_of(method.name, p) for p in phases)] for each in found]
     found = [replace(each, methods=methods) for each, methods in zip(found, shown, strict=True)]
-    text = markdown(found)
+    text = "\n\n".join([markdown(found), *left_out_notes(left_out)])
     write_csv(folder / "table.csv", [row for each in found for row in _csv_rows(each)])
     (folder / "table.md").write_text(f"{text}\n", encoding="utf-8")
     (folder / "table.tex").write_text("\n".join(map(latex, found)), encoding="utf-8")
@@ -51,6 +51,7 @@ def _csv_rows(condition: Condition) -> Iterator[dict[str, object]]:
                 **{column: row[column] for column in ("model", "evaluation_point", "selection")},
                 "metric": metric,
                 "seeds": " ".join(str(run.seed) for run in method.runs),
+                "partition_seeds": " ".join(str(run.seeds[1]) for run in method.runs),
                 "mean": spread.mean,
                 "std": spread.std,
                 "paper": paper.mean / 100,

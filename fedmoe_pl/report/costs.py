@@ -66,7 +66,7 @@ def default_target(condition: Condition, metric: str) -> float:
     bests = sorted((cost.best for cost in costs(condition, metric, 1.0) if not math.isnan(cost.best)), reverse=lower)
     middle = bests[len(bests) // 2] if bests else math.nan
     if metric in METRICS:
-        return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle) / 100
+        return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle + 1e-6) / 100
     if not middle or not math.isfinite(middle):
         return middle if middle == 0 else math.nan
     unit = 10.0 ** (math.floor(math.log10(abs(middle))) - 1)

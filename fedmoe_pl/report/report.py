@@ -19,7 +19,7 @@ from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of
 from fedmoe_pl.report.runs import RunFiles, find_runs
-from fedmoe_pl.report.settings import conditions, flat_name, settings_of
+from fedmoe_pl.report.settings import conditions, flat_name, left_out_notes, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of
 from fedmoe_pl.report.trials import divided
 
@@ -110,14 +110,15 @@ def _check(choices: Choices, runs: Sequence[RunFiles]) -> None:
     for name, names in known.items():
         if (chosen := getattr(choices, name)) is not None and chosen not in names:
             raise InvalidArgumentError("report", f"--{name}", chosen, f"one that the runs have: {', '.join(names)}")
+    of_accuracy = choices.metric in METRICS if choices.metric else any(name in METRICS for name in known["metric"])
+    if choices.target is not None and of_accuracy and not 0 < choices.target <= 1:
+        raise InvalidArgumentError("report", "--target", choices.target, "a fraction above 0 and at most 1")
 
 
 def _notes(runs: Sequence[RunFiles], left_out: Sequence[RunFiles]) -> list[str]:
     unfinished = ", ".join(run.name for run in runs if not run.is_finished)
     notes = [f"Not finished, with the results so far: {unfinished}."] if unfinished else []
-    names = ", ".join(str(run.folder) for run in left_out)
-    others = [f"Left out, because another run has the same configuration and seed: {names}."] if names else []
-    return notes + others
+    return notes + left_out_notes(left_out)
 
 
 def origin(runs: Sequence[RunFiles]) -> str:

@@ -15,7 +15,9 @@ from fedmoe_pl.checkpoints.configuration import relevant
 from fedmoe_pl.phases.phase import INITIAL
 from fedmoe_pl.report.runs import RunFiles
 
-_NOT_COMPARED = re.compile(r"data/(partition_seed|root|download)|(.*/)?evaluate(/(after|every_n_epochs))?")
+_NOT_COMPARED = re.compile(r"data/(partition_seed|download)|(.*/)?evaluate(/every_n_epochs)?")
+_DOWNLOADED = "data/download", "data/root"  # the latter says what the data are unless they can be downloaded
+_MOMENT = "/evaluate/after"  # of training at which a phase is evaluated
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
 _PHASES = "federation/phases/"
 _FEW = 3  # keys that a label may name
@@ -63,6 +65,12 @@ def settings_of(runs: Iterable[RunFiles], method: str = "") -> tuple[list[Settin
     return [Setting(group, values[key]) for key, group in zip(groups, seeds, strict=True)], left_out
 
 
+def left_out_notes(left_out: Sequence[RunFiles]) -> list[str]:
+    """A sentence that names the runs that do not count; none if all count."""
+    names = ", ".join(str(run.folder) for run in left_out)
+    return [f"Left out, because another run has the same configuration and seed: {names}."] if names else []
+
+
 def _is_done(run: RunFiles, method: str) -> bool:
     return any(row["method"] == method for row in run.summary) if method else run.is_finished
 
@@ -71,13 +79,18 @@ def _values_of(run: RunFiles, method: str) -> Mapping[str, Any]:
     """What the results of a run, or of one of its methods, depend on: flat names of the configuration, and values."""
     if not run.config:
         return {"run": str(run.folder)}
+    of_run = _flat(relevant(run.config, of_two_runs=True))
     values = {
         key: value if isinstance(value, int | float | str) else str(value)
-        for key, value in _flat(relevant(run.config, places=True)).items()
-        if not _NOT_COMPARED.fullmatch(key)
+        for key, value in of_run.items()
+        if not _NOT_COMPARED.fullmatch(key) and not (key in _DOWNLOADED and _DOWNLOADED[0] in of_run)
     }
-    phases = {None, *_phases_behind(method, run.config)} if method else set[str | None]()
-    return {key: value for key, value in values.items() if not method or _phase_of(key) in phases}
+    if not method:
+        return values
+    phases = {None, *_phases_behind(method, run.config)}
+    of_method = {key: value for key, value in values.items() if _phase_of(key) in phases}
+    of_others = [key for key in of_method if key.endswith(_MOMENT) and not method.startswith(_phase_of(key) or "")]
+    return {key: value for key, value in of_method.items() if key not in of_others}
 
 
 def _flat(value: object, name: str = "") -> dict[str, object]:

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.stats import wilcoxon
 
 SIGNIFICANCE = 0.05
+_DIGITS = 6  # to which differences are compared: 0.7 - 0.6 and 0.6 - 0.5 differ in rounding only
 
 
 class Spread(NamedTuple):
@@ -38,15 +39,18 @@ def paired_difference(method: Sequence[Mapping[int, float]], baseline: Sequence[
 
     Where the difference is the same for all clients of a seed, as between two global models, it counts as one pair.
     """
-    pairs, means = list[float](), list[float]()
+    of_seeds = list[list[float]]()
     for ours, theirs in zip(method, baseline, strict=True):
         differences = [ours[client] - theirs[client] for client in ours if client in theirs]
-        differences = [difference for difference in differences if not math.isnan(difference)]
-        if differences:
-            pairs += differences[:1] if len(set(differences)) == 1 else differences
-            means.append(float(np.mean(differences)))
-    if not pairs:
+        of_seeds.append([difference for difference in differences if not math.isnan(difference)])
+    means = [float(np.mean(differences)) for differences in of_seeds if differences]
+    if not means:
         return Difference(math.nan, math.nan, 0, False)
+    largest = max(abs(difference) for differences in of_seeds for difference in differences) or 1.0
+    pairs = list[float]()
+    for differences in of_seeds:
+        equal = [round(difference / largest, _DIGITS) for difference in differences]  # ranks are of values in any unit
+        pairs += equal[:1] if len({*equal}) == 1 else equal
     p_value = float(np.asarray(wilcoxon(pairs))[1]) if any(pairs) else 1.0
     same_sign = all(mean > 0 for mean in means) or all(mean < 0 for mean in means)
     is_more_than_noise = p_value < SIGNIFICANCE and same_sign and len(means) > 1

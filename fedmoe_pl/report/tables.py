@@ -118,9 +118,11 @@ class Condition:
 
     @property
     def metrics(self) -> list[str]:
-        """The accuracies and other metrics on test samples that some method has."""
+        """The accuracies and other metrics on test samples that some method has, and the chosen one."""
         names = dict.fromkeys(metric for run in self.runs for metric in run.metrics)
-        return on_test_samples(sorted(names, key=[*METRICS, *names].index))
+        shown = on_test_samples(sorted(names, key=[*METRICS, *names].index))
+        chosen = self.choices.metric
+        return [*shown, chosen] if chosen in names and chosen not in shown else shown
 
     @property
     def metric(self) -> str:
@@ -175,8 +177,8 @@ def condition_of(name: str, settings: Sequence[Setting], choices: Choices) -> Co
 
 def difference(method: Method, baseline: Method, metric: str) -> Difference:
     """The difference of two methods, paired over the clients of the seeds that both have."""
-    of_baseline = {run.seed: run for run in baseline.runs}
-    both = [(run, of_baseline[run.seed]) for run in method.runs if run.seed in of_baseline]
+    of_baseline = {run.seeds: run for run in baseline.runs}
+    both = [(run, of_baseline[run.seeds]) for run in method.runs if run.seeds in of_baseline]
 
     def values(run: RunFiles) -> dict[int, float]:
         return {int(row["client"]): row.get(metric, math.nan) for row in run.clients}
@@ -290,7 +292,8 @@ def explanation(condition: Condition) -> list[str]:
     """What the numbers are, in phrases without a final full stop."""
     baseline = condition.baseline
     lines = [meaning(condition)]
-    lines += [f"{words(name)}: {description(name, condition.lower_is_better(name))}" for name in condition.metrics]
+    for name in condition.metrics:
+        lines.append(f"{words(name)}: {description(name, condition.lower_is_better(name))}{_having(condition, name)}")
     cells = (cell for method in condition.methods for metric in condition.metrics for cell in method.published(metric))
     lines += [f"Paper: {table}" for table in dict.fromkeys(cell.table for cell in cells)]
     if baseline is not None:
@@ -300,6 +303,14 @@ def explanation(condition: Condition) -> list[str]:
         )
         lines.append(_INDEPENDENCE)
     return lines
+
+
+def _having(condition: Condition, metric: str) -> str:
+    """How many clients have a metric, if some have none, such as those without held-out samples."""
+    rows = [row for run in condition.methods[0].runs for row in run.clients]
+    some = sum(not math.isnan(row.get(metric, math.nan)) for row in rows)
+    several = "" if len(condition.methods[0].runs) == 1 else " of all seeds"
+    return f"; {some} of the {len(rows)} clients{several} have it" if 0 < some < len(rows) else ""
 
 
 def evaluated(methods: Iterable[Method]) -> list[str]:

@@ -109,6 +109,7 @@ def run_round(
         _exchange(run, phase, plan, trained.failed, round, log)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
+    state.stopped = phase.select is None and is_over(run, phase, state)  # otherwise its evaluation says so
     evaluations: list[Evaluation] = []
     if is_evaluated_after(run, phase, state.round):
         if cohort is None:

@@ -239,6 +239,7 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_
         3 if number else 0 for number in active[:-1]
     ]
     assert federation.results["IFCA"].spread("validation").mean > 0.6
+    assert federation.results["IFCA"].selection == "last round"
 
 
 def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):

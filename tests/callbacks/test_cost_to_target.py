@@ -48,6 +48,11 @@ def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_bes
     assert_same(found[2], {"method": "C", **common, **never, "best": math.nan, "best_round": math.nan})
 
 
+def test_a_target_that_is_met_but_for_rounding_is_reached():
+    (found,) = target_rows(rows("A", [0.1, 0.7 + 0.2]), "reweighted_test", 0.9)
+    assert found["rounds"] == 4 + 7
+
+
 def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
     phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
     callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "reweighted_test")]

@@ -67,6 +67,9 @@ def test_maps_have_a_cell_for_each_weight_and_words_where_they_are_known():
     figure = token_figure(weights, [["oil", "prices", ""], ["sport", "", ""]], "title")
     assert [text.get_text() for text in figure.axes[0].texts] == ["oil", "prices", "sport"]
     assert figure.axes[0].images[0].get_array().shape == (2, 2)
+    figure = token_figure(weights[:, ::-1], [["", "prices", "oil"], ["", "", "sport"]], "padded on the left")
+    assert sorted(text.get_text() for text in figure.axes[0].texts) == ["oil", "prices", "sport"]
+    assert figure.axes[0].images[0].get_array().shape == (2, 2)
 
 
 def test_names_of_layers_have_their_place_above_the_colour_bar():

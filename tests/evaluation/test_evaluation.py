@@ -32,6 +32,15 @@ def training(model, datamodule, algorithm=None) -> LocalTraining:
     return LocalTraining(model, initial, algorithm or Local(), datamodule, trainer, None, seed=0)
 
 
+def test_accuracies_are_fractions_in_float64(tmp_path):
+    it = phase("FedAvg", FedAvg(), evaluate=True)
+    federation = run([it], mixture(), blobs(test_fraction=0.3), tmp_path)
+    data = federation.run.datamodule
+    for client, found in enumerate(federation.results["FedAvg"].clients):
+        for value, samples in ((found.global_test, data.global_test), (found.local_test, data.test_samples[client])):
+            assert value == round(value * len(samples)) / len(samples)
+
+
 def another_model(seed, model) -> dict[str, torch.Tensor]:
     """The tensors of a model of the same architecture."""
     generator = torch.Generator().manual_seed(seed)

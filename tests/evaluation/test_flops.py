@@ -39,6 +39,15 @@ def test_a_linear_model_takes_two_passes_and_no_gradient_of_its_input():
     assert of_round(training, cohort=[1]) == 3 * 8 * linear(5, 3, passes=2)
 
 
+@pytest.mark.parametrize(("limit", "samples"), [(1, 4 * 4), (0.5, 8 + 4 + 4 + 4), (1.0, sum(SIZES)), (9, sum(SIZES))])
+def test_only_the_batches_of_a_limit_are_counted(limit, samples):
+    """Batches of 4: clients have 4, 2, 3 and 3 of them."""
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
+    training = local_training(module, FedAvg("global_expert.*"), blobs(SIZES), 3, limit_train_batches=limit)
+    assert of_round(training) == 3 * samples * linear(5, 3, passes=2)
+    assert math.isnan(of_round(local_training(module, FedAvg(), blobs(SIZES), max_steps=2)))
+
+
 def test_a_frozen_expert_has_a_forward_pass_alone():
     """PFL-MF trains the gate, on a quarter of the samples; the two frozen experts are Linear(5, 6), Linear(6, 3)."""
     training = local_training(mixture(LinearGate(5)), PFLMoE(), blobs((16, 8)), max_epochs=5)

@@ -63,7 +63,8 @@ tables = {"clients": [], "rounds": []}
 for index, phase in enumerate(federation["phases"]):
     of_all = 0.5 + index / 10 + seed / 1000
     common = {"method": phase["name"], "round": 1, **texts}
-    of_clients = [("", of_all + client / 100, of_all, "") for client in range(10)]
+    differs = [index * (client - 4.5) / 1000 for client in range(10)]  # between methods, by 0 in the mean
+    of_clients = [("", of_all + client / 100 + differs[client], of_all, "") for client in range(10)]
     tables["clients"] += [
         {**common, "client": client, "mean_gate_weight": "", **dict(zip(metrics, values))}
         for client, values in enumerate(of_clients)

@@ -10,6 +10,7 @@ from helpers.reports import Page, csv_rows, markdown_tables
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.pictures import Picture
 from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import find_runs
@@ -288,9 +289,20 @@ def test_accuracies_after_some_rounds_are_a_table(finished, written):
     assert [header, *lines] in parsed.tables.values()
 
 
+def test_a_metric_on_validation_samples_is_shown_if_it_is_chosen(copied, written):
+    folder = copied("a")
+    for name in ("summary", "rounds"):
+        rows = [row | {"validation_mean": 0.25} for row in rows_of(folder, name)]
+        write_csv(folder / f"{name}.csv", rows)
+    first, *_ = markdown_tables(written(folder)[1])
+    assert "validation" not in first[0]
+    first, *_ = markdown_tables(written(folder, "--metric", "validation")[1])
+    assert [line[first[0].index("validation")] for line in first[1:]] == ["25.00"] * 4
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x")],
+    [("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x"), ("--target", "90")],
 )
 def test_a_choice_that_the_runs_do_not_have_is_refused(argument, value, finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,13 @@
 """Which runs are seeds of one another, which have the same data, and in which a method is the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.settings import conditions, differences, labels, settings_of
+from fedmoe_pl.report.tables import Method, difference
 
 ALPHA = "data__init_args__partitioner__init_args__alpha"
 FEDAVG, LONGER = ({"name": "FedAvg", "algorithm": "FedAvg", "rounds": rounds} for rounds in (3, 5))
@@ -54,9 +56,37 @@ def test_runs_that_differ_only_in_the_seed_are_one_setting(change):
 
 
 def test_runs_that_differ_in_more_are_not():
-    changes = [{}, {ALPHA: 0.1}, {"trainer__max_epochs": 2}]
+    changes = [{}, {ALPHA: 0.1}, {"trainer__max_epochs": 2}, {"federation__failures": {"min_clients": 4}}]
     settings, _ = settings_of([*(run(seed=seed, **change) for seed, change in enumerate(changes)), run("a", LONGER)])
-    assert len(settings) == 4
+    assert len(settings) == 5
+
+
+def test_a_folder_is_the_data_unless_they_can_be_downloaded():
+    roots = [{"data__init_args__root": folder} for folder in ("a", "b")]
+    assert len(settings_of([run(**root) for root in roots])[0]) == 2
+    assert len(conditions(settings_of([run(**root) for root in roots])[0])) == 2
+    downloaded = [run(seed=seed, data__init_args__download=True, **root) for seed, root in enumerate(roots)]
+    assert len(settings_of(downloaded)[0]) == 1
+
+
+def test_a_method_that_is_evaluated_at_another_moment_is_another_row():
+    before, after = (FEDAVG | {"evaluate": {"after": moment}} for moment in ("aggregation", "local_training"))
+    runs = [run("a", before, OF_FEDAVG), run("b", after, OF_FEDAVG, seed=1)]
+    assert [len(settings_of(runs, method)[0]) for method in ("FedAvg", "PFL-FB")] == [2, 1]
+    assert len(settings_of([runs[0], run("b", after, OF_FEDAVG)])[0]) == 2, "neither is left out"
+
+
+def test_runs_of_one_seed_and_several_partitions_are_paired_by_both():
+    ours, theirs = (
+        Method(
+            name, name, [replace(run(data__init_args__partition_seed=seed), clients=rows) for seed, rows in pairs], True
+        )
+        for name, pairs in (
+            ("ours", [(0, [{"client": 0, "m": 0.5}]), (1, [{"client": 0, "m": 0.75}])]),
+            ("theirs", [(0, [{"client": 0, "m": 0.25}]), (1, [{"client": 0, "m": 0.5}])]),
+        )
+    )
+    assert difference(ours, theirs, "m").mean == 0.25
 
 
 def test_conditions_are_named_by_what_is_needed_to_tell_them_apart():
