@@ -209,7 +209,7 @@ def beside_samples(
     rows = rows[:: -(-len(rows) // _MOST_NAMED)]
     first.set_yticks(rows, [(names or {}).get(ids[row], str(ids[row])) for row in rows])
     first.set(
-        ylabel=f"{clients} clients, sorted by {sorted_by}" if sorted_by else "client", ylim=(len(ids) - 0.5, -0.5)
+        ylabel=f"{clients} clients,\nsorted by {sorted_by}" if sorted_by else "client", ylim=(len(ids) - 0.5, -0.5)
     )
     return figure, others if has_samples else [*all_axes]
 

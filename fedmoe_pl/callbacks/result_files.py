@@ -70,6 +70,13 @@ class ResultFiles(FederationCallback):
                 path.unlink()
 
     def on_fit_end(self, run: Run) -> None:
-        """Prints the table."""
-        if run.results:
-            print(f"\n{format_table(run.results.values())}\n\nFiles: {run.folder}", flush=True)
+        """Prints the table, and how often clients failed."""
+        if not run.results:
+            return
+        lines = [format_table(run.results.values())]
+        if failed := {name: state.failed for name, state in run.states.items() if state.failed}:
+            times = ", ".join(f"{name} {number}" for name, number in failed.items())
+            lines.append(f"Clients that failed or dropped out, counted over all rounds: {times}.")
+            lines.append("One that never trained is evaluated with the model that it began with.")
+        lines.append(f"\nFiles: {run.folder}")
+        print("", *lines, sep="\n", flush=True)

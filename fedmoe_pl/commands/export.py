@@ -84,8 +84,9 @@ def export_clients(
     and, if it has a trained gate, ``gate_weights`` (B, experts). Its outputs are compared with the module's on the
     client's own samples: on a batch of at most 256, and on the first sample alone. The file has none of them. It says
     what the numbers mean in ``data.json``, an extra file of ``torch.export.load`` and an entry of the metadata of ONNX:
-    ``classes``, their names in the order of the scores, and ``mean`` and ``std``, by which images in [0, 1] were
-    normalized; what the data do not know is left out.
+    ``classes``, their names in the order of the scores, ``mean`` and ``std``, by which images in [0, 1] were
+    normalized, and ``image_size``, to which the shorter side was resized (bilinear, with antialiasing) before the
+    square centre was cut out; what the data do not know is left out.
 
     Args:
         run: a run from a checkpoint.
@@ -140,10 +141,11 @@ def _export(run: Run, method: str, client: int, format: Format, path: Path) -> s
     )
 
 
-def _about(datamodule: FederatedDataModule) -> dict[str, list[Any]]:
+def _about(datamodule: FederatedDataModule) -> dict[str, Any]:
     """What somebody who has only the model needs to know of its data."""
     mean, std = datamodule.normalization or (None, None)
-    known = {"classes": datamodule.classes, "mean": mean, "std": std}
+    size = getattr(datamodule, "image_size", None)
+    known = {"classes": datamodule.classes, "mean": mean, "std": std, "image_size": size}
     return {name: value for name, value in known.items() if value is not None}
 
 

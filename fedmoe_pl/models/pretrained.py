@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
@@ -36,7 +37,10 @@ def pretrained(
     kind: Any = getattr(transformers, auto_class, None)
     if kind is None:
         raise InvalidArgumentError("pretrained", "auto_class", auto_class, "a class of transformers")
-    has_weights = not os.path.isdir(path) or any(
+    is_folder = os.path.isdir(path)
+    if not is_folder:
+        rank_zero_info(f"pretrained: '{path}' is no folder here, so that it is looked for on Hugging Face's hub.")
+    has_weights = not is_folder or any(
         name.endswith((".safetensors", ".bin", ".index.json")) for name in os.listdir(path)
     )
     try:
@@ -44,6 +48,10 @@ def pretrained(
             return kind.from_pretrained(path, **(arguments or {}))
         config = transformers.AutoConfig.from_pretrained(path, **(arguments or {}))
     except Exception as error:  # whatever transformers and the hub raise
+        reason = f"that says: {reason_of(error)}"
+        if arguments and not isinstance(error, OSError):  # which is raised for a model that cannot be found
+            allowed = f"those with which transformers makes a model of '{path}'"
+            raise InvalidArgumentError("pretrained", "arguments", arguments, allowed, reason) from error
         allowed = "a folder or name of which transformers makes a model"
-        raise InvalidArgumentError("pretrained", "path", path, allowed, f"that says: {reason_of(error)}") from error
+        raise InvalidArgumentError("pretrained", "path", path, allowed, reason) from error
     return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)

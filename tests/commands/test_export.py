@@ -68,7 +68,7 @@ def test_a_file_has_what_its_numbers_mean_and_no_sample(format, tmp_path):
         path = tmp_path / f"data/site_{index % 2}/{('oak', 'ash')[index // 20]}/{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(path)
-    folders = ClientFolders(str(tmp_path / "data"), test_fraction=0.5)
+    folders = ClientFolders(str(tmp_path / "data"), image_size=4, test_fraction=0.5)
     phase = Phase("A", Local(), gate=LocalOnly())
     mixture = PersonalizedMoE(SmallMLP(48, 4, 2), optimizer=SGD)
     finished = run([phase], mixture, folders, tmp_path, enable_checkpointing=True)
@@ -83,7 +83,8 @@ def test_a_file_has_what_its_numbers_mean_and_no_sample(format, tmp_path):
         session, content = onnxruntime.InferenceSession(path), path.read_bytes()
         about = session.get_modelmeta().custom_metadata_map
     about = json.loads(about[export.ABOUT])
-    assert about == {"classes": ["ash", "oak"], "mean": folders.normalization[0], "std": folders.normalization[1]}
+    mean, std = folders.normalization
+    assert about == {"classes": ["ash", "oak"], "mean": mean, "std": std, "image_size": 4}
     weight = finished.client_module("A", 1).state_dict()["local_expert.extractor.1.weight"]
     assert weight.numpy().tobytes() in content, "tensors are found by their bytes"
     assert not any(row.numpy().tobytes() in content for row in folders.x[:, 0, 0]), "a row of an image's pixels"

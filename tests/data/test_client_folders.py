@@ -138,7 +138,7 @@ def test_a_class_is_one_however_its_umlaut_is_written(folders):
 
 def test_a_folder_that_has_hidden_folders_only_is_refused(tmp_path):
     write_image(tmp_path / ".a" / "b" / "0.png", 7)
-    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder in"):
+    with pytest.raises(InvalidArgumentError, match=r"root is .*, because Couldn't find any class folder in"):
         ClientFolders(str(tmp_path), test_fraction=0.5).setup()
 
 

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.command_line import configured
 from fedmoe_pl.models import pretrained
 
@@ -48,6 +49,13 @@ def test_an_unknown_class_is_refused(tmp_path, config):
     config.save_pretrained(tmp_path)
     with pytest.raises(MisconfigurationException, match="auto_class is 'AutoModelForTexts'"):
         pretrained(str(tmp_path), "AutoModelForTexts")
+
+
+def test_arguments_that_do_not_fit_the_weights_are_refused(tmp_path, config):
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError) as error:
+        pretrained(str(tmp_path), arguments={"num_labels": 5})
+    assert error.value.argument == "arguments"
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/at/all"])

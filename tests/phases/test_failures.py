@@ -77,11 +77,12 @@ def healthy(tmp_path_factory):
 
 @pytest.mark.parametrize("how", REASONS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, healthy, tmp_path):
+def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, healthy, tmp_path, capsys):
     run = unlucky(tmp_path, how, {1: [2], 2: [2, 3]}, backend=BACKENDS[backend]())
     one, two = "Phase 'FedAvg', round 2: client 2 is", "Phase 'FedAvg', round 3: clients 2, 3 are"
     state = fit(run, [f"{who} left out: {REASONS[how]}" for who in (one, two)]).run.states["FedAvg"]
     assert failed(run) == ["0", "1", "3"]
+    assert "failed or dropped out, counted over all rounds: FedAvg 3." in capsys.readouterr().out
     assert all(tensor.isfinite().all() for tensor in state.server.values())
     torch.testing.assert_close(state.clients[2], healthy.clients[2], msg="as after the first round")
     assert all(not torch.equal(state.clients[1][name], healthy.clients[1][name]) for name in healthy.clients[1])

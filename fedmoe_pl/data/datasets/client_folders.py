@@ -70,7 +70,7 @@ class ClientFolders(FederatedDataModule):
     def _samples(self, argument: str, root: str) -> list[tuple[str, str, str]]:
         """Client, class and path of each image in a folder."""
         # of all folders below root, torchvision's reader takes the first for a class: here, it is the client
-        folders = VisibleImages(root, allow_empty=True)
+        folders = VisibleImages(self, argument, root, allow_empty=True)
         parts = [(client, path, Path(path).relative_to(root).parts) for path, client in folders.samples]
         for _, path, (_, *below) in parts:
             if len(below) < 2:

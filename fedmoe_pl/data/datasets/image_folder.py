@@ -45,7 +45,8 @@ class ImageFolder(FederatedDataModule):
 
     def load(self) -> Arrays:
         """Reads all images."""
-        train, test = VisibleImages(self.train_dir), VisibleImages(self.test_dir)
+        train = VisibleImages(self, "train_dir", self.train_dir)
+        test = VisibleImages(self, "test_dir", self.test_dir)
         self.classes = train.classes
         self.files = [path for path, _ in (*train.samples, *test.samples)]
         # by name, because a test folder without some of the classes numbers the others differently

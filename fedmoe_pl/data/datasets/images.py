@@ -14,7 +14,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import is_image_file
 from torchvision.transforms.v2 import functional
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of
 
 _IMAGES_AT_ONCE = 4096
 
@@ -33,10 +33,21 @@ def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Ten
 
 
 class VisibleImages(ImageFolder):
-    """Images in folders, without what Jupyter and macOS hide: names that begin with a dot, and ``__MACOSX``."""
+    """Images in folders, without what Jupyter and macOS hide: names that begin with a dot, and ``__MACOSX``.
 
-    def __init__(self, root: str, allow_empty: bool = False) -> None:
-        super().__init__(root, is_valid_file=self._is_visible_image, allow_empty=allow_empty)
+    Args:
+        owner: the data module that a refusal names.
+        argument: its argument with the folder.
+        root: the folder.
+        allow_empty: whether a folder in it may have no images.
+    """
+
+    def __init__(self, owner: object, argument: str, root: str, allow_empty: bool = False) -> None:
+        try:
+            super().__init__(root, is_valid_file=self._is_visible_image, allow_empty=allow_empty)
+        except FileNotFoundError as error:
+            reason = reason_of(error)
+            raise InvalidArgumentError(owner, argument, root, "a folder with folders of images", reason) from error
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """The names of the visible folders, and their numbers."""
