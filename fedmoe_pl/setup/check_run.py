@@ -567,6 +567,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     if arguments["max_epochs"] is None:
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
+    check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
         accelerator, cores = trainer.accelerator, len(cores_of_process())

@@ -51,6 +51,7 @@ REFUSED = [
     ("train.trainer", {"train": Train(trainer={"strategy": "ddp"})}),
     ("train.trainer.limit_val_batchs", {"train": Train(trainer={"limit_val_batchs": 1.0})}),
     ("train.trainer.precision", {"train": Train(trainer={"precision": "64-true"})}),
+    ("train.trainer.accumulate_grad_batches", {"train": Train(trainer={"accumulate_grad_batches": 2.5})}),
     ("train", {"train": {"max_epochs": 3}}),
     ("select", {"select": "global_test"}),
     ("evaluate", {"evaluate": None}),
@@ -327,6 +328,7 @@ TRAINERS = [
     ("strategy", {"strategy": "ddp_spawn"}),
     ("num_nodes", {"num_nodes": 2}),
     ("precision", {"precision": "bf16-true"}),
+    *(("accumulate_grad_batches", {"accumulate_grad_batches": value}) for value in (-1, 0, 2.5)),
     ("max_epoch is 3, but must be left out, because it is not an argument of Trainer .max_epochs is", {"max_epoch": 3}),
 ]
 
