@@ -568,6 +568,9 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
     check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
+    if overfit := arguments.get("overfit_batches"):
+        because = "every epoch would draw other batches; limit_train_batches limits their number"
+        raise InvalidArgumentError(owner, f"{key}.overfit_batches", overfit, "left out", because)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
         accelerator, cores = trainer.accelerator, len(cores_of_process())

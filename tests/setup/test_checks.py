@@ -329,6 +329,7 @@ TRAINERS = [
     ("num_nodes", {"num_nodes": 2}),
     ("precision", {"precision": "bf16-true"}),
     *(("accumulate_grad_batches", {"accumulate_grad_batches": value}) for value in (-1, 0, 2.5)),
+    *(("overfit_batches.*limit_train_batches", {"overfit_batches": value}) for value in (1, 0.5)),
     ("max_epoch is 3, but must be left out, because it is not an argument of Trainer .max_epochs is", {"max_epoch": 3}),
 ]
 
@@ -337,6 +338,11 @@ TRAINERS = [
 def test_a_trainer_that_no_client_can_have_is_refused(argument, arguments):
     with pytest.raises(MisconfigurationException, match=rf"[t ]rainer\b.*\b{argument}\b"):
         check_trainer({**LEAN_TRAINER, "accelerator": "cpu", "max_epochs": 1, **arguments})
+
+
+@pytest.mark.parametrize("off", [0, 0.0])
+def test_a_trainer_that_overfits_no_batches_is_allowed(off):
+    assert check_trainer({**LEAN_TRAINER, "accelerator": "cpu", "devices": 1, "overfit_batches": off})
 
 
 @pytest.mark.parametrize("strategy", ["single_device", SingleDeviceStrategy("cpu")], ids=["its name", "a strategy"])
