@@ -54,9 +54,10 @@ class Federation:
 
     Args:
         phases: the phases, in order; see :class:`Phase`.
-        trainer: arguments of every client's ``Trainer``; those left out come from ``LEAN_TRAINER``. With several
-            ``devices``, as many clients are trained at the same time, in one process per device; with ``strategy``
-            ``ddp``, they train one client together, each process a share of every batch.
+        trainer: arguments of every client's ``Trainer``; those left out come from ``LEAN_TRAINER``, or are
+            Lightning's defaults whatever ``PL_TRAINER_...`` in the environment says. With several ``devices``, as many
+            clients are trained at the same time, in one process per device; with ``strategy`` ``ddp``, they train one
+            client together, each process a share of every batch.
         backend: how clients are trained; ``auto`` takes the fastest one that gives the right result.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         callbacks: beside those for progress bar, result files and pictures; one of a default's class replaces it.

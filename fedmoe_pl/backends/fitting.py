@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -32,6 +33,10 @@ LEAN_TRAINER: dict[str, Any] = {
     "limit_val_batches": 0,
 }
 """Defaults of a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
+TRAINER_DEFAULTS: dict[str, Any] = {
+    name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()
+}
+"""Lightning's, given to each Trainer, which takes what is missing from the environment (``PL_TRAINER_MAX_STEPS``)."""
 _entry_points = cache(entry_points)
 _MOST_GARBAGE = 2**28  # bytes of the models that Trainers have trained; a collection takes about a tenth of a second
 
@@ -48,7 +53,7 @@ def fit(
     """Fits a module with a new Trainer, which takes a few milliseconds to make."""
     # a copy of WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
-    settings: dict[str, Any] = {**copied, "logger": False, **arguments}
+    settings: dict[str, Any] = {**TRAINER_DEFAULTS, **copied, "logger": False, **arguments}
     own = settings.pop("callbacks", None) or []
     callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
     devices = training.devices or [training.device]

@@ -25,7 +25,7 @@ from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm, Need, averages, overrides, sends_more
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed, overridden_hooks, packages_read_once, quiet
-from fedmoe_pl.backends.fitting import cores_of_process
+from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.backends.workers.fork_server import FORKS
@@ -599,11 +599,12 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
     # it changes a strategy that it is given; a copy of WandbLogger would open its run
     copied = {name: value if name == "logger" else copy.deepcopy(value) for name, value in arguments.items()}
     try:
-        return Trainer(**{**copied, "devices": 1})
+        return Trainer(**{**TRAINER_DEFAULTS, **copied, "devices": 1})
     except Exception:
         for name, value in copied.items():
             try:
-                Trainer(**{"accelerator": copied.get("accelerator", "auto"), name: value, "devices": 1})
+                accelerator = copied.get("accelerator", "auto")
+                Trainer(**{**TRAINER_DEFAULTS, "accelerator": accelerator, name: value, "devices": 1})
             except Exception as error:
                 because = reason_of(error)
                 raise InvalidArgumentError(owner, f"{key}.{name}", value, "what a Trainer accepts", because) from error

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedmoe_pl.algorithms import FedAvg, FedProx, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, fitting, on_device
+from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, StackedBackend, TrainerBackend, fitting, on_device
 from fedmoe_pl.backends import trainer as trainers
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.features import FeatureCache
@@ -30,6 +30,7 @@ from fedmoe_pl.backends.workers.pickling import dumps
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
+from fedmoe_pl.setup.check_run import check_trainer
 
 
 def test_fold_is_the_weighted_mean():
@@ -180,6 +181,16 @@ def test_a_client_has_a_trainer_of_its_own_where_something_looks_at_it(arguments
     data = blobs(UNEQUAL, validation_fraction=0.2)
     assert TrainerBackend().plan(local_training(mixture(), FedAvg(), data)).shares_trainer
     assert not TrainerBackend().plan(local_training(mixture(), FedAvg(), data, **arguments)).shares_trainer
+
+
+def test_the_environment_has_no_influence_on_the_trainers_of_clients(monkeypatch):
+    training = local_training(mixture(), FedAvg(), blobs(), callbacks=[EveryBatch()])
+    expected = train(TrainerBackend(), training)[0].sent
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "1")
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "0")
+    assert_same_bits(train(TrainerBackend(), training)[0].sent, expected)
+    monkeypatch.setenv("PL_TRAINER_ACCELERATOR", "no accelerator")
+    assert check_trainer({**LEAN_TRAINER, "devices": 1})
 
 
 def test_a_callback_ends_the_training_and_reads_the_parts_of_the_client_s_mixture():
