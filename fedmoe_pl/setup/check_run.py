@@ -32,6 +32,7 @@ from fedmoe_pl.backends.workers.fork_server import FORKS
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -93,6 +94,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
         if trained[phase.name] and phase.ckpt_path is None:
             _check_has_optimizer(phase, module)
+            _check_batches(phase, module, trainer, run.datamodule, run.seed)
             _check_monitored(phase, module, trainer, run.datamodule, run.seed)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
@@ -133,6 +135,47 @@ def _check_has_optimizer(phase: Phase, module: LightningModule) -> None:
     if configured is None:
         because = f"{phase} would train nothing"
         raise InvalidArgumentError(module, "what configure_optimizers returns", None, "an optimizer", because)
+
+
+def _check_batches(
+    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
+) -> None:
+    """Refuses shares of batches that leave none to a client."""
+    if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
+        return  # Lightning or the algorithm chooses the batches
+    opt_out, drop_single = phase.algorithm.opt_out, has_batch_norm(module)
+    train = opt_out.opted_in_of_all(datamodule.train_samples, seed)
+    held_out = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True)
+    fewest = {
+        "limit_train_batches": _fewest_batches(datamodule, train, train, phase.train.batch_size, drop_single),
+        "limit_val_batches": _fewest_batches(datamodule, train, held_out, datamodule.evaluated_at_once),
+    }
+    for name, (number, client) in fewest.items():
+        limit = trainer.get(name)
+        if isinstance(limit, float) and limit and number and not int(number * limit):
+            allowed, because = "a larger share of batches, or their number", f"{client} has {number}, and none is left"
+            raise InvalidArgumentError(str(phase), _key_of(phase, name), limit, allowed, because)
+
+
+def _fewest_batches(
+    datamodule: FederatedDataModule,
+    train: ClientSamples,
+    samples: ClientSamples,
+    batch_size: int | None,
+    drop_single: bool = False,
+) -> tuple[int, str]:
+    """Batches of the client with the fewest samples, of those that train and have any, and its name."""
+    clients = ((train.sizes > 0) & (samples.sizes > 0)).nonzero().flatten().tolist()
+    if not clients:
+        return 0, ""
+    client = min(clients, key=samples.sizes.tolist().__getitem__)
+    number = len(datamodule.batches(samples[client], batch_size, drop_single=drop_single))
+    return number, f"client {datamodule.client_names[client]}"
+
+
+def _key_of(phase: Phase, name: str) -> str:
+    """Where an argument of a phase's Trainers stands."""
+    return f"{'train.' if name in (phase.train.trainer or {}) else ''}trainer.{name}"
 
 
 def _check_monitored(
@@ -187,7 +230,6 @@ def check_needs(
     has_classes = (datamodule.has_pairs or is_mixture) and predicts_classes(module, datamodule)
     another = owner, "algorithm", algorithm, "another for these data and this model"
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
-    of_phase = "train." if "gradient_clip_val" in (phase.train.trainer or {}) else ""
     accumulated = trainer.get("accumulate_grad_batches", 1)
     step = "server_optimizer" if phase.server_optimizer is not None else "aggregation"
     replaced, gate = getattr(phase, step), getattr(module, "gate", None)
@@ -204,7 +246,7 @@ def check_needs(
         ),
         "classes": (not has_classes, another),
         "loss_of_outputs": (not (has_classes or is_mixture), another),
-        "plain_steps": (bool(clip), (owner, f"{of_phase}trainer.gradient_clip_val", clip, "left out")),
+        "plain_steps": (bool(clip), (owner, _key_of(phase, "gradient_clip_val"), clip, "left out")),
         "fresh_optimizers": (phase.train.keep_optimizer, (owner, "train.keep_optimizer", True, "False")),
         "fixed_gate": (trains_gate, (owner, "gate", gate, "EqualWeights, GlobalOnly or another fixed one")),
         "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),

@@ -286,6 +286,28 @@ def test_a_client_without_a_validation_sample_is_named_where_it_waits_for_its_lo
         federation(tmp_path, [Phase("p", FedAvg(), train=train)]).fit(model(), samples)
 
 
+SIZES = (13, 2, 30)  # without validation samples, 3, 1 and 6 batches of them; these have one
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [
+        ({"limit_train_batches": 0.5}, "limit_train_batches is 0.5, .* because client 1 has 1, and none is left"),
+        ({"limit_val_batches": 0.9}, "limit_val_batches is 0.9, .* because client 0 has 1, and none is left"),
+    ],
+)
+def test_a_client_with_few_batches_is_named_where_a_trainer_s_argument_asks_for_more(trainer, sentence, tmp_path):
+    samples = blobs(SIZES, dtype=torch.float32, validation_fraction=0.2)
+    for setting in ({"train": Train(trainer=trainer)}, {}):
+        key = "train.trainer" if setting else "trainer"
+        with pytest.raises(InvalidArgumentError, match=rf"^Phase 'p': {key}\.{sentence}"):
+            common = {"accelerator": "cpu"} | ({} if setting else trainer)
+            federation(tmp_path, [Phase("p", FedAvg(), **setting)], trainer=common).fit(model(), samples)
+    assert not list(tmp_path.rglob("version_*"))
+    phase = Phase("p", FedAvg(), train=Train(trainer={**trainer, "fast_dev_run": True}))
+    federation(tmp_path, [phase]).fit(model(), samples)  # with one batch of each
+
+
 @pytest.mark.parametrize("value", [threading.Lock(), torch.ones(2, requires_grad=True) * 2])
 def test_a_module_that_python_cannot_copy_is_refused(value, tmp_path):
     module = model()
