@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,7 @@ def _check_has_optimizer(phase: Phase, module: LightningModule) -> None:
 def _check_batches(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
-    """Refuses shares of batches that leave none to a client."""
+    """Refuses shares of batches that leave none to a client, and validations that its epochs never reach."""
     if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
         return  # Lightning or the algorithm chooses the batches
     opt_out, drop_single = phase.algorithm.opt_out, has_batch_norm(module)
@@ -155,6 +156,18 @@ def _check_batches(
         if isinstance(limit, float) and limit and number and not int(number * limit):
             allowed, because = "a larger share of batches, or their number", f"{client} has {number}, and none is left"
             raise InvalidArgumentError(str(phase), _key_of(phase, name), limit, allowed, because)
+    if not (trainer["limit_val_batches"] and len(datamodule.validation_samples.indices)):
+        return
+    epochs, name, (most, client) = "check_val_every_n_epoch", "val_check_interval", fewest["limit_train_batches"]
+    check_at_least(str(phase), _key_of(phase, epochs), trainer.get(epochs), 1)
+    interval, limit = trainer.get(name), trainer.get("limit_train_batches")
+    if limit is not None:
+        most = int(most * limit) if isinstance(limit, float) else min(most, limit)
+    is_share = isinstance(interval, float) and interval <= 1
+    highest = math.inf if trainer.get(epochs, 1) is None else most  # else an epoch must reach it
+    if most and isinstance(interval, int | float) and not is_share and not 1 <= interval <= highest:
+        allowed, because = f"a share, or from 1 to {most}", f"{client} has that many batches in an epoch"
+        raise InvalidArgumentError(str(phase), _key_of(phase, name), interval, allowed, because)
 
 
 def _fewest_batches(

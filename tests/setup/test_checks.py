@@ -294,6 +294,9 @@ SIZES = (13, 2, 30)  # without validation samples, 3, 1 and 6 batches of them; t
     [
         ({"limit_train_batches": 0.5}, "limit_train_batches is 0.5, .* because client 1 has 1, and none is left"),
         ({"limit_val_batches": 0.9}, "limit_val_batches is 0.9, .* because client 0 has 1, and none is left"),
+        ({"limit_val_batches": 1.0, "val_check_interval": 2}, "val_check_interval is 2, .* from 1 to 1, .*client 1 "),
+        ({"limit_val_batches": 1.0, "val_check_interval": 0}, "val_check_interval is 0, .* from 1 to 1"),
+        ({"limit_val_batches": 1.0, "check_val_every_n_epoch": 0}, "check_val_every_n_epoch is 0, "),
     ],
 )
 def test_a_client_with_few_batches_is_named_where_a_trainer_s_argument_asks_for_more(trainer, sentence, tmp_path):
@@ -306,6 +309,21 @@ def test_a_client_with_few_batches_is_named_where_a_trainer_s_argument_asks_for_
     assert not list(tmp_path.rglob("version_*"))
     phase = Phase("p", FedAvg(), train=Train(trainer={**trainer, "fast_dev_run": True}))
     federation(tmp_path, [phase]).fit(model(), samples)  # with one batch of each
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"val_check_interval": 1},
+        {"val_check_interval": 0.5},
+        {"val_check_interval": 2, "check_val_every_n_epoch": None},
+        {"val_check_interval": 2, "check_val_every_n_epoch": 0, "limit_val_batches": 0},
+    ],
+)
+def test_clients_validate_as_often_as_their_batches_allow(trainer, tmp_path):
+    samples = blobs(SIZES, dtype=torch.float32, validation_fraction=0.2)
+    phase = Phase("p", FedAvg(), train=Train(trainer={"limit_val_batches": 1.0, **trainer}, max_epochs=2))
+    assert federation(tmp_path, [phase], failures=ClientFailures("raise")).fit(model(), samples)
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), torch.ones(2, requires_grad=True) * 2])
