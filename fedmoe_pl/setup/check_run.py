@@ -191,6 +191,9 @@ def _key_of(phase: Phase, name: str) -> str:
     return f"{'train.' if name in (phase.train.trainer or {}) else ''}trainer.{name}"
 
 
+_KNOWN = ("fedmoe_pl.", "lightning.")  # what is not in these packages may log any metric
+
+
 def _check_monitored(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
@@ -198,6 +201,12 @@ def _check_monitored(
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
+    is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
+    if is_known and trainer["max_epochs"] and isinstance(module, MixtureOfExperts) and not overridden_hooks(module):
+        logged = ["validation_loss", *(["train_loss", "train_loss_step", "train_loss_epoch"] * bool(trainer["logger"]))]
+        for each in (each for each in stopping if each.monitor not in logged):
+            argument, because = f"{type(each).__name__}.monitor", "the training of clients logs no other metric"
+            raise InvalidArgumentError(str(phase), argument, each.monitor, " or ".join(logged), because)
     names = [type(each).__name__ for each in stopping if each.monitor.startswith("validation")]
     if (scheduler := _plateau(module)) is not None:
         if getattr(scheduler, "monitor", None) != "validation_loss":

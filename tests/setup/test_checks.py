@@ -10,6 +10,7 @@ from helpers import TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -57,6 +58,9 @@ REFUSED = [
     ("evaluate", {"evaluate": None}),
     ("trainer.limit_val_batches", {"train": Train(callbacks=[BestEpoch()])}),
     ("validation_fraction", {"train": Train(callbacks=[BestEpoch()], trainer={"limit_val_batches": 1.0})}),
+    ("EarlyStopping.monitor", {"train": Train(callbacks=[EarlyStopping("val_loss")])}),
+    ("EarlyStopping.monitor", {"train": Train(callbacks=[EarlyStopping("train_loss")])}),
+    ("BestEpoch.monitor", {"train": Train(callbacks=[BestEpoch("validation_accuracy")])}),
     ("train.lr_scheduler", {"train": Train(lr_scheduler=ReduceLROnPlateau)}),
     ("train.lr_scheduler", {"train": Train(lr_scheduler=partial(MonitoredPlateau, monitor="train_loss"))}),
     ("trainer.limit_val_batches", {"train": Train(lr_scheduler=BY_VALIDATION)}),
@@ -284,6 +288,32 @@ def test_a_client_without_a_validation_sample_is_named_where_it_waits_for_its_lo
     samples = blobs((12, 1, 9), dtype=torch.float32, validation_fraction=0.3)
     with pytest.raises(InvalidArgumentError, match="client 1 has no sample for it"):
         federation(tmp_path, [Phase("p", FedAvg(), train=train)]).fit(model(), samples)
+
+
+class Logging(Callback):
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("own", 1.0)
+
+
+class LogsItself(PersonalizedMoE):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch)[0])
+
+
+OWN = {
+    "a callback's metric": (PersonalizedMoE, [Logging(), EarlyStopping("own")], {}),
+    "a module's metric": (LogsItself, [EarlyStopping("val_loss")], {"limit_val_batches": 1.0}),
+    "a logger's metric": (PersonalizedMoE, [EarlyStopping("train_loss")], {"logger": True}),
+    "none that must exist": (PersonalizedMoE, [EarlyStopping("val_loss", strict=False)], {}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_early_stopping_may_wait_for_whatever_is_logged(name, tmp_path):
+    kind, callbacks, trainer = OWN[name]
+    phase = Phase("p", FedAvg(), train=Train(callbacks=callbacks, trainer=trainer))
+    module, samples = kind(WithDropout(), optimizer=sgd), data(validation_fraction=0.3)
+    federation(tmp_path, [phase], failures=ClientFailures("raise")).fit(module, samples)
 
 
 SIZES = (13, 2, 30)  # without validation samples, 3, 1 and 6 batches of them; these have one
