@@ -6,6 +6,7 @@ import copy
 import difflib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         check_needs(phase, module, run.datamodule, trainer)
-        check_phase(phase, module, run.datamodule, run.seed, run.metrics)
+        check_phase(phase, module, run.datamodule, run.seed, run.metrics, trainer["max_epochs"])
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
         _check_gate(run, trained, phase, module)
         _warn_of_lost(run, trained, phase, module)
@@ -297,6 +298,7 @@ def check_phase(
     datamodule: FederatedDataModule,
     seed: int,
     metrics: Mapping[str, Metric] | None = None,
+    max_epochs: int = 0,
 ) -> None:
     """Refuses a phase that does not fit its module or the data."""
     _check_tensors(module)
@@ -312,7 +314,7 @@ def check_phase(
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate and phase.algorithm.predicts_with_local_expert:
         warn_of_mixture(phase.algorithm, module)
-    check_optimizer(phase, module)
+    check_optimizer(phase, module, max_epochs)
 
 
 def _check_tensors(module: LightningModule) -> None:
@@ -393,13 +395,21 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
         )
 
 
-def check_optimizer(phase: Phase, module: LightningModule) -> None:
-    """Refuses optimizers and schedulers that cannot be made, and options that would be overlooked."""
+_MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
+
+
+def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) -> None:
+    """Refuses optimizers and schedulers that cannot be made or stepped, and options that would be overlooked."""
     if isinstance(module, MixtureOfExperts):
         own = "train.optimizer" if phase.train.optimizer is not None else "the model's optimizer"
-        scheduler = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "its lr_scheduler"
+        scheduler = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
         with tried(f"{phase}: {own} or {scheduler} cannot be made"):
-            MixtureOfExperts.configure_optimizers(module)
+            _, stepped = optimizer_and_scheduler(MixtureOfExperts.configure_optimizers(module))
+        if stepped is not None:
+            with tried(f"{phase}: {scheduler} cannot be stepped once per epoch"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer makes no step
+                for _ in range(min(max_epochs, _MOST_STEPS)):
+                    stepped.step()
     if phase.server_optimizer is not None:
         server = phase.algorithm.server_init(module)
         parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
@@ -417,7 +427,7 @@ def check_optimizer(phase: Phase, module: LightningModule) -> None:
         raise InvalidArgumentError(str(phase), option, "given", "left out", because)
     if phase.train.round_lr_scheduler is not None:
         with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
-            learning_rates(module, phase.train.round_lr_scheduler, min(1, phase.rounds - 1))
+            learning_rates(module, phase.train.round_lr_scheduler, min(_MOST_STEPS, phase.rounds - 1))
 
 
 def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase]) -> None:

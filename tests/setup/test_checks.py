@@ -83,7 +83,7 @@ def test_a_phase_that_cannot_run_is_refused_before_any_training(tmp_path, argume
 
 TRIED = [
     (
-        "train.optimizer or its lr_scheduler cannot be made: Invalid learning rate: -1",
+        "train.optimizer or the model's lr_scheduler cannot be made: Invalid learning rate: -1",
         {"train": Train(optimizer=partial(SGD, lr=-1))},
     ),
     ("server_optimizer cannot be made: Invalid momentum", {"server_optimizer": partial(SGD, lr=1, momentum=-1)}),
@@ -98,6 +98,18 @@ TRIED = [
     (
         "round_lr_scheduler cannot be stepped once per round: list index",
         {"train": Train(round_lr_scheduler=partial(LambdaLR, lr_lambda=lambda round: [1.0][round])), "rounds": 2},
+    ),
+    (
+        "train.lr_scheduler cannot be stepped once per epoch: integer modulo by zero",
+        {"train": Train(lr_scheduler=partial(StepLR, step_size=0), max_epochs=1)},
+    ),
+    (
+        "train.lr_scheduler cannot be stepped once per epoch: Tried to step 3 times",
+        {"train": Train(lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2), max_epochs=3)},
+    ),
+    (
+        "round_lr_scheduler cannot be stepped once per round: Tried to step 3 times",
+        {"train": Train(round_lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2)), "rounds": 4},
     ),
     (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
     ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": LinearGate(4)}),
