@@ -404,7 +404,9 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         own = "train.optimizer" if phase.train.optimizer is not None else "the model's optimizer"
         scheduler = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
         with tried(f"{phase}: {own} or {scheduler} cannot be made"):
-            _, stepped = optimizer_and_scheduler(MixtureOfExperts.configure_optimizers(module))
+            configured = MixtureOfExperts.configure_optimizers(module)
+        _check_rates(phase, own, configured["optimizer"] if isinstance(configured, dict) else configured)
+        _, stepped = optimizer_and_scheduler(configured)
         if stepped is not None:
             with tried(f"{phase}: {scheduler} cannot be stepped once per epoch"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the optimizer makes no step
@@ -414,7 +416,8 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         server = phase.algorithm.server_init(module)
         parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
         with tried(f"{phase}: server_optimizer cannot be made"):
-            phase.server_optimizer(parameters)
+            server_optimizer = phase.server_optimizer(parameters)
+        _check_rates(phase, "server_optimizer", server_optimizer)
     if phase.train.round_lr_scheduler is None and not phase.train.keep_optimizer:
         return
     optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
@@ -428,6 +431,13 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
     if phase.train.round_lr_scheduler is not None:
         with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
             learning_rates(module, phase.train.round_lr_scheduler, min(_MOST_STEPS, phase.rounds - 1))
+
+
+def _check_rates(phase: Phase, key: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a learning rate that is infinite or no number, which torch does not."""
+    for rate in (float(group.get("lr") or 0) for group in optimizer.param_groups):
+        if not math.isfinite(rate):
+            raise InvalidArgumentError(str(phase), f"lr of {key}", rate, "a finite number")
 
 
 def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase]) -> None:

@@ -58,6 +58,8 @@ REFUSED = [
     ("evaluate", {"evaluate": None}),
     ("trainer.limit_val_batches", {"train": Train(callbacks=[BestEpoch()])}),
     ("validation_fraction", {"train": Train(callbacks=[BestEpoch()], trainer={"limit_val_batches": 1.0})}),
+    ("lr of train.optimizer", {"train": Train(optimizer=partial(SGD, lr=float("inf")))}),
+    ("lr of server_optimizer", {"server_optimizer": partial(SGD, lr=float("inf"))}),
     ("EarlyStopping.monitor", {"train": Train(callbacks=[EarlyStopping("val_loss")])}),
     ("EarlyStopping.monitor", {"train": Train(callbacks=[EarlyStopping("train_loss")])}),
     ("BestEpoch.monitor", {"train": Train(callbacks=[BestEpoch("validation_accuracy")])}),
