@@ -58,7 +58,8 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     """The reason why each client's Trainer must see its batches; None if a bare loop may train it."""
     defaults = inspect.signature(Trainer).parameters
     for name, value in training.trainer.items():
-        if name not in _ANY_VALUE and value not in _SOME_VALUES.get(name, (defaults[name].default,)):
+        is_all = name == "limit_train_batches" and isinstance(value, float) and value == 1  # the integer is one batch
+        if not (is_all or name in _ANY_VALUE or value in _SOME_VALUES.get(name, (defaults[name].default,))):
             return f"trainer.{name} is set"
     if training.trainer.get("callbacks"):
         return "each client needs its own copy of trainer.callbacks"

@@ -158,6 +158,7 @@ LEAN = {
     "clipping": {"gradient_clip_val": 0.1},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "half precision": {"precision": "bf16-mixed"},
+    "all batches": {"limit_train_batches": 1.0},
 }
 
 
@@ -170,6 +171,7 @@ def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
     lean = local_training(module, FedAvg(), data, 3, **LEAN[name])
     ordinary = local_training(module, FedAvg(), data, 3, **LEAN[name], callbacks=[EveryBatch()])
     assert needs_every_batch(lean) is None
+    assert needs_every_batch(local_training(module, FedAvg(), data, limit_train_batches=1)), "one batch, and not all"
     assert needs_every_batch(ordinary)
     assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
 
