@@ -97,9 +97,10 @@ class OneStep(LightningModule):
 
 def in_one_step(training: LocalTraining, models: int, function: Callable[[OneStep], None]) -> None:
     """Calls a function that trains some clients, with so many models at once, inside one training step of a Trainer."""
-    # manual optimization refuses to clip
-    no_clipping: dict[str, Any] = {"gradient_clip_val": None, "gradient_clip_algorithm": None}
-    discard(fit(training, OneStep(training, function), range(1), None, [], models=models, max_epochs=1, **no_clipping))
+    # manual optimization refuses to clip, and a summary would be that of the step
+    changed: dict[str, Any] = {"gradient_clip_val": None, "gradient_clip_algorithm": None}
+    changed |= {"max_epochs": 1, "enable_model_summary": False}
+    discard(fit(training, OneStep(training, function), range(1), None, [], models=models, **changed))
 
 
 class Learner(ABC):

@@ -176,6 +176,16 @@ def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
     assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
 
 
+def test_a_summary_is_that_of_a_client_s_module(caplog, capsys):
+    summaries = []
+    for callbacks in ([], [EveryBatch()]):
+        arguments = {"enable_model_summary": True, "callbacks": callbacks}
+        train(TrainerBackend(), local_training(mixture(), FedAvg(), blobs((4,)), **arguments))
+        summaries.append(capsys.readouterr().out + caplog.text)
+    assert "params" not in summaries[0], "a shared Trainer has no module of a client"
+    assert "global_expert" in summaries[1]
+
+
 @pytest.mark.parametrize(
     "arguments", [{"callbacks": [EveryBatch()]}, {"limit_val_batches": 1.0}], ids=["callback", "validation"]
 )
