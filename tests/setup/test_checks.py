@@ -25,7 +25,7 @@ from fedmoe_pl.algorithms.algorithm import Need
 from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import LinearGate
+from fedmoe_pl.models import LinearGate, NetworkGate
 from fedmoe_pl.setup.check_run import check_trainer
 
 sgd = partial(SGD, lr=0.1)
@@ -114,7 +114,7 @@ TRIED = [
         {"train": Train(round_lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2)), "rounds": 4},
     ),
     (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
-    ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": LinearGate(4)}),
+    ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": NetworkGate(nn.Linear(4, 1))}),
 ]
 
 
