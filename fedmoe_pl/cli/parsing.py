@@ -213,14 +213,19 @@ def check_values(class_type: type, arguments: Mapping[str, Any]) -> None:
 
 @cache
 def _not_optional(class_type: type) -> dict[str, Any]:
-    """The types of a class's arguments that cannot be None."""
-    parameters = inspect.signature(class_type).parameters
-    try:
-        hints = get_type_hints(class_type.__init__)
-    except NameError:  # of a type that is only imported where types are checked
-        return {}
-    hints = {name: hint for name, hint in hints.items() if name in parameters and parameters[name].default is not None}
-    return {name: hint for name, hint in hints.items() if hint is not Any and type(None) not in get_args(hint)}
+    """The types of a class's arguments that cannot be None, also of those that it passes on to a base by its kwargs."""
+    found = dict[str, Any]()
+    for init in (vars(each)["__init__"] for each in class_type.__mro__ if "__init__" in vars(each)):
+        parameters = inspect.signature(init).parameters
+        try:
+            hints = get_type_hints(init)
+        except NameError:  # of a type that is only imported where types are checked
+            break
+        for name, parameter in parameters.items():
+            found.setdefault(name, Any if parameter.default is None else hints.get(name, Any))
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            break
+    return {name: hint for name, hint in found.items() if hint is not Any and type(None) not in get_args(hint)}
 
 
 def check_groups(config: Namespace) -> None:

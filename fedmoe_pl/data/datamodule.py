@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, is_finite
 from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
@@ -124,11 +124,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         super().__init__()
         check_at_least(self, "batch_size", batch_size, 1)
         check_at_least(self, "partition_seed", partition_seed, 0, highest=None)
+        for name, value in (("batch_size", batch_size), ("partition_seed", partition_seed)):
+            if value is None:  # NumPy would draw another partition in every run
+                raise InvalidArgumentError(self, name, value, "an integer")
         for name, fraction, most in (
             ("test_fraction", test_fraction, 1.0),
-            ("validation_fraction", validation_fraction, 1 - test_fraction),
+            ("validation_fraction", validation_fraction, 1 - (test_fraction or 0)),
         ):
-            if not 0 <= fraction < most:
+            if not (is_finite(fraction) and 0 <= fraction < most):
                 raise InvalidArgumentError(self, name, fraction, f"at least 0 and below {most:g}", "clients must train")
         check_kind(type(self).__name__, "partitioner", partitioner, Partitioner, ", such as IID()")
         check_rotations(self, rotations, partitioner)

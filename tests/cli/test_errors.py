@@ -36,6 +36,8 @@ REFUSED = {
     "data.init_args.partitioner.init_args.alpha is nan, but must be a finite number.": [
         *("--data.init_args.partitioner.init_args.alpha", ".nan")
     ],
+    "data.init_args.partition_seed is None, but must be int.": ["--data.init_args.partition_seed=null"],  # by kwargs
+    "model.init_args.optimizer is None, but must be Optimizer.": ["--model.init_args.optimizer=null"],
     f"{OPTIMIZER}.lr is 'abc', but must be float or Tensor.": [f"--{OPTIMIZER}.lr", "abc"],
     f"{OPTIMIZER}.lrr is not an argument of SGD; did you mean lr?": [f"--{OPTIMIZER}.lrr", "0.1"],
     "federation.backend is 'Stacked', but must be Backend or 'auto'; did you mean StackedBackend?": (

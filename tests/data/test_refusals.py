@@ -1,6 +1,7 @@
 """What would give wrong data is refused by its argument, in one line: arguments, arrays, files and data sets."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from fedmoe_pl.data import (
 )
 
 NAN = float("nan")
+NOT_OPTIONAL = ("batch_size", "partition_seed", "test_fraction", "validation_fraction")
 TEN = np.arange(100) % 10
 
 
@@ -55,6 +57,7 @@ def of_ten(partitioner, num_clients, labels=TEN):
         ("balance", lambda: TwoClasses(500, 1.0)),
         ("shards_per_client", of_ten(Shards(10**9), 50)),
         ("batch_size", lambda: Digits(batch_size=0)),
+        *((name, partial(Digits, **{name: None})) for name in NOT_OPTIONAL),
         ("partitioner", lambda: Digits(partitioner=IID)),  # pyright: ignore[reportArgumentType]
         ("the number of classes of a client", of_ten(Pathological(2), 2, TEN % 1)),
         ("concentration", lambda: Pathological(concentration=2.0)),
