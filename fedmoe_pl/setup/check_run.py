@@ -663,7 +663,11 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
             devices = 1
         elif devices == "auto":
             devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
-        parsed = accelerator.parse_devices(devices)
+        try:
+            parsed = accelerator.parse_devices(devices)
+        except Exception as error:  # whatever Lightning or a library of accelerators raises
+            because = reason_of(error)
+            raise InvalidArgumentError(owner, f"{key}.devices", devices, "what a Trainer accepts", because) from error
     if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
         because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
         raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
@@ -685,7 +689,8 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
     try:
         return Trainer(**{**TRAINER_DEFAULTS, **copied, "devices": 1})
     except Exception:
-        for name, value in copied.items():
+        # the accelerator first, because every other argument is tried with it
+        for name, value in sorted(copied.items(), key=lambda argument: argument[0] != "accelerator"):
             try:
                 accelerator = copied.get("accelerator", "auto")
                 Trainer(**{**TRAINER_DEFAULTS, "accelerator": accelerator, name: value, "devices": 1})

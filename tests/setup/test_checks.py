@@ -405,7 +405,8 @@ def test_every_need_is_checked_but_that_of_the_number_of_rounds():
 
 TRAINERS = [
     ("accelerator", {"accelerator": "gpuu"}),
-    ("devices", {"devices": 0}),
+    ("accelerator is 'tpu', but must be", {"accelerator": "tpu"}),
+    (r"devices is \[0\], but must be", {"devices": [0]}),
     ("devices", {"devices": 10**9}),
     ("max_epochs", {"max_epochs": None}),
     ("max_epochs", {"max_epochs": 10**9 + 1}),
