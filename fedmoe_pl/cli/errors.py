@@ -107,7 +107,7 @@ def _messages(error: BaseException) -> list[str]:
     """The messages of an exception and its causes, each once: parsers of commands repeat those of their arguments."""
     messages, cause = dict[str, None](), error
     while cause is not None:
-        messages[str(cause)], cause = None, cause.__cause__
+        messages[str(cause) or type(cause).__name__], cause = None, cause.__cause__
     return [*messages]
 
 

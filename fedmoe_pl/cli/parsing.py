@@ -127,7 +127,7 @@ class ListAction(ActionTypeHint):
         """Parses a list, or what is appended to it; an error names the item."""
         try:
             return super()._check_type(value, append, cfg, mode)
-        except TypeError:
+        except Exception:  # a module of the user's may raise anything while it is imported
             items = items if isinstance(items, list) else [items] if append else []
             of_item: Any = ActionTypeHint(typehint=_type_of_items(self._typehint))(option_strings=[], dest="item")
             for index, item in enumerate(items):
@@ -141,8 +141,8 @@ def _naming(key: str) -> Iterator[None]:
     """In this context, an error names this key, and not that of the whole list."""
     try:
         yield
-    except TypeError as error:
-        raise TypeError(f'Parser key "{key}":') from error.__cause__
+    except Exception as error:
+        raise TypeError(f'Parser key "{key}":') from (error.__cause__ if isinstance(error, TypeError) else error)
 
 
 def _type_of_items(hint: Any) -> Any:

@@ -108,6 +108,25 @@ def test_an_argument_that_cannot_be_parsed_is_named(sentence):
 
 
 @pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("1 +", "invalid syntax"), ("raise RuntimeError('of mine')", "of mine."), ("assert False", "AssertionError.")],
+)
+def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault, reason, tmp_path, monkeypatch):
+    (tmp_path / "faulty.py").write_text(fault)
+    monkeypatch.syspath_prepend(tmp_path)
+    places = {
+        "trainer.callbacks[1]": ["--trainer.callbacks", "[Timer, faulty.X]"],
+        "federation.callbacks[0]": ["--federation.callbacks+=faulty.X"],
+        "federation.phases.FedAvg": ["--federation.phases.FedAvg.algorithm", "faulty.X"],
+        "federation.phases.A": ["--federation.phases", "[{name: A, algorithm: faulty.X}]"],
+        "federation.phases.FedAvg.gate": ["--federation.phases.FedAvg.gate", "faulty.X"],
+    }
+    for key, arguments in places.items():
+        message = refusal("--config", QUICKSTART, *arguments)
+        assert message.startswith(key) and f": {reason}" in message
+
+
+@pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
         (
