@@ -52,7 +52,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
             is_whole = not key or f"{match[1]}.".startswith(f"{key}.")
             is_again = text.startswith("Unable to load", match.end()) and key.endswith(f".{match[1]}")
             key = match[1] if is_whole else key if is_again else f"{key}.{match[1]}"
-            types, value, text = "", "", text[match.end() :]
+            of_item = re.match(r"of type (.*)", text[match.end() :])  # as ListAction says it
+            types, value, text = of_item[1] if of_item else "", "", text[match.end() :]
         elif match := re.match(r"Does not validate .*\nSubtypes: \[(.*)\]", text):
             types, value = match[1], text.rpartition("Given value: ")[2]
         elif match := re.match(r"(?s)Problem with given class_path '(.+?)'|Type .*class_path='(.+?)'", text):
@@ -88,10 +89,20 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
         place, found = f"{place}.class_path", nested[1]
     found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
     quoted = found if re.match(r"[\[{\d-]|None$|nan$|True$|False$", found) else repr(found)
-    allowed = words_of(types or (expected and (expected[1] or expected[2])) or "a class or its import path")
+    types = types or (expected and (expected[1] or expected[2])) or _type_of(place.rpartition(".")[2], class_type)
+    allowed = words_of(types or "a class")
+    if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
+        allowed += " or its import path"
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
     end = did_you_mean(found, _KNOWN) if is_name and (nested or not expected) else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
+
+
+def _type_of(argument: str, class_type: Any) -> str:
+    """The type of a class's argument, as far as it is known."""
+    with contextlib.suppress(NameError, AttributeError, KeyError):  # imported for type checks only, no class, of a base
+        return repr(get_type_hints(class_type.__init__)[argument])
+    return ""
 
 
 def _beside_class_path(value: str) -> list[str]:

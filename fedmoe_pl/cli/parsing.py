@@ -129,20 +129,22 @@ class ListAction(ActionTypeHint):
             return super()._check_type(value, append, cfg, mode)
         except Exception:  # a module of the user's may raise anything while it is imported
             items = items if isinstance(items, list) else [items] if append else []
-            of_item: Any = ActionTypeHint(typehint=_type_of_items(self._typehint))(option_strings=[], dest="item")
+            kind = _type_of_items(self._typehint)
+            of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
             for index, item in enumerate(items):
-                with _naming(f"{self.dest}{place_in(items, index, self.dest)}"):
+                with _naming(f"{self.dest}{place_in(items, index, self.dest)}", kind):
                     of_item._check_type(item)
             raise
 
 
 @contextlib.contextmanager
-def _naming(key: str) -> Iterator[None]:
-    """In this context, an error names this key, and not that of the whole list."""
+def _naming(key: str, kind: Any = None) -> Iterator[None]:
+    """In this context, an error names this key, and not that of the whole list, and the type that belongs there."""
     try:
         yield
     except Exception as error:
-        raise TypeError(f'Parser key "{key}":') from (error.__cause__ if isinstance(error, TypeError) else error)
+        message = f'Parser key "{key}":{f" of type {kind!r}" if kind else ""}'
+        raise TypeError(message) from (error.__cause__ if isinstance(error, TypeError) else error)
 
 
 def _type_of_items(hint: Any) -> Any:

@@ -58,7 +58,7 @@ REFUSED = {
         *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
     ],
     "federation.logger: No module named 'nothing'.": ["--federation.logger", "nothing.X"],
-    "federation.callbacks[1] is 'EarlyStopping', but must be": [
+    "federation.callbacks[1] is 'EarlyStopping', but must be FederationCallback or its import path.": [
         "--federation.callbacks",
         "[TrafficLedger, EarlyStopping]",
     ],
@@ -69,6 +69,11 @@ REFUSED = {
         "--federation.metrics",
         "{e: {class_path: torchmetrics.MeanSquaredError, init_args: {squard: false}}}",
     ],
+    "trainer.callbacks[0] is 'GateMonitor', but must be Callback.": ["--trainer.callbacks", "[GateMonitor]"],
+    "federation.phases.FedAvg.algorithm is 'SmallMLP', but must be Algorithm.": [
+        *("--federation.phases.FedAvg.algorithm", "SmallMLP")
+    ],
+    "federation.phases[0] is 'FedAvg', but must be Phase.": ["--federation.phases", "[FedAvg]"],
     "federation.phases[0] is 3, but must be Phase.": ["--federation.phases", "[3]"],
     "model.init_args.gate.iinit_args is not a key beside class_path; did you mean init_args?": [
         *("--model.init_args.gate", "{class_path: LinearGate, iinit_args: {in_features: 64}}")
@@ -142,7 +147,7 @@ def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault
         (
             "class_path: FedAvg",
             "class_path: FedAvgg",
-            "federation.phases.FedAvg.algorithm is 'FedAvgg', but must be a class or its import path; did you mean Fed",
+            "federation.phases.FedAvg.algorithm is 'FedAvgg', but must be Algorithm or its import path; did you mean",
         ),
         ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha must be given."),
         ("torch.optim.SGD", "torch.optim.SGDD", "model.init_args.optimizer: module 'torch.optim' has no attribute"),
