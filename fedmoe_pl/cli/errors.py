@@ -91,6 +91,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     quoted = found if re.match(r"[\[{\d-]|None$|nan$|True$|False$", found) else repr(found)
     types = types or (expected and (expected[1] or expected[2])) or _type_of(place.rpartition(".")[2], class_type)
     allowed = words_of(types or "a class")
+    if place.removesuffix(".class_path") in ("model", "data"):  # Lightning lets them be null, but they must be given
+        allowed = allowed.removesuffix(" or null")
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
@@ -151,8 +153,9 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
     optional = _of_optional(class_type)
     end = did_you_mean(name, names) if section in sections else did_you_mean(section, [*sections, *optional])
     inside = [each for each in (*names, *optional) if each.endswith(f".{section}")]
-    if inside and class_type is not None:  # as with max_epochs, which is train.max_epochs of a phase
-        end = f"; did you mean {inside[0]}?"
+    inside += [each for each in sections if each.startswith(f"{name}_")]  # seed_everything
+    if inside and section not in sections:  # as with max_epochs, which is train.max_epochs of a phase
+        end = f"; did you mean {' or '.join(inside)}?"
     if class_type in (LightningModule, FederatedDataModule, Optimizer):
         end = f"; a class_path must be given. {_OVERLAY}"
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
@@ -208,7 +211,7 @@ def place_in(items: Sequence[Any], index: int, key: str) -> str:
     """The place of an item in the list of this key, as it is in keys: ``.FedAvg`` for a phase, else ``[1]``."""
     settings = [item.get("init_args", item) if isinstance(item, Mapping | Namespace) else None for item in items]
     names = [each.get("name") if isinstance(each, Mapping | Namespace) else None for each in settings]
-    is_named = key == PHASES and isinstance(names[index], str) and names.count(names[index]) == 1
+    is_named = key == PHASES and names[index] != "" and isinstance(names[index], str) and names.count(names[index]) == 1
     return f".{names[index]}" if is_named else f"[{index}]"
 
 

@@ -45,6 +45,8 @@ class ConfigFile(ActionConfigFile):
             content = load(values if "{" in values else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
                 raise ValueError("it has no keys")
+            if numbers := [name for name in content if not isinstance(name, str)]:
+                raise ValueError(f"its key {numbers[0]} must be a text")
         except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
             raise MisconfigurationException(f"config is '{values}', but it cannot be read: {reason}.") from error

@@ -46,8 +46,14 @@ REFUSED = {
     "federation.backend: Expected an instantiatable class, but Backend is abstract.": (
         ["--federation.backend", "Backend"]
     ),
-    "model is 'Digits', but must be LightningModule or null.": ["--model", "Digits"],
-    "data.class_path is 'Digitz', but must be FederatedDataModule or null; did you mean Digits?": (
+    "seed is not an argument; did you mean seed_everything?": ["--seed", "3"],
+    "max_epochs is not an argument; did you mean trainer.max_epochs?": ["--max_epochs", "3"],
+    "logger is not an argument; did you mean trainer.logger or federation.logger?": ["--logger", "false"],
+    "federation.phases[0].rounds is 'x', but must be int.": [
+        *("--federation.phases", "[{name: '', algorithm: Local, rounds: x}]")
+    ],
+    "model is 'Digits', but must be LightningModule.": ["--model", "Digits"],
+    "data.class_path is 'Digitz', but must be FederatedDataModule or its import path; did you mean Digits?": (
         ["--data.class_path", "Digitz"]
     ),
     "data: fedmoe_pl.federation has no class Federatio; similar ones are Federation.": (
