@@ -97,7 +97,7 @@ class Patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
                 raise MisconfigurationException(
-                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops}."
+                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops or 'none'}."
                 )
 
 

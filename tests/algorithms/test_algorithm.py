@@ -27,6 +27,7 @@ from fedmoe_pl.algorithms import (
     Local,
     PFLMoE,
 )
+from fedmoe_pl.algorithms.algorithm import Patterns
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 
@@ -216,6 +217,11 @@ def test_a_misspelt_pattern_is_refused_before_training_with_what_the_model_has(a
         f"Phase 'A': {type(algorithm).__name__}: {key} is '{pattern}', which matches no parameter of the model; it has "
         "gate.*, global_expert.*, local_expert.*."
     )
+
+
+def test_a_pattern_for_a_model_without_parameters_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"no parameter of the model; it has none\.$"):
+        Patterns("*").check([], "shared")
 
 
 # A client's result depends on the seed, the client and the round alone
