@@ -14,7 +14,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_schedule
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.backends.workers.fork_server import FORKS
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, reason_of, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_finite, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.metrics import predicts_classes
@@ -648,6 +650,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         similar = difflib.get_close_matches(name, known, n=1)
         because = f"it is not an argument of Trainer{f' ({similar[0]} is)' if similar else ''}"
         raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "left out", because)
+    _check_values(arguments, owner, key)
     if arguments["max_epochs"] is None:
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
@@ -680,6 +683,26 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
         raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
     return devices
+
+
+_OF_KIND = {
+    "callbacks": (Callback, "Callbacks"),
+    "logger": (Logger | bool, "Loggers, true or false"),
+    "profiler": (Profiler | str, "a Profiler or the name of one"),
+}
+
+
+def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
+    """Refuses what a Trainer would take, but not train with; ``train.trainer`` of a file may be anything."""
+    for name, value in arguments.items():
+        kind, allowed = _OF_KIND.get(name, (object, "an object"))
+        for each in value if isinstance(value, list | tuple) else [value]:
+            is_unmade = isinstance(each, Mapping) and "class_path" in each
+            if is_unmade or not isinstance(each, kind | None):
+                because = "its class_path is no whole import path of a class" if is_unmade else ""
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, because)
+            if isinstance(each, float) and not is_finite(each):
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "a finite number")
 
 
 def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:

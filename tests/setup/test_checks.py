@@ -32,6 +32,7 @@ sgd = partial(SGD, lr=0.1)
 STEP = partial(StepLR, step_size=1)
 BY_VALIDATION = partial(MonitoredPlateau, monitor="validation_loss", patience=0)
 BOTH = Evaluate(after="both")
+UNMADE = {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}
 NO_FILES = ("..", "a\0b", "ä" * 150)
 REFUSED = [
     ("clients_per_round", {"clients_per_round": 4}),
@@ -53,6 +54,12 @@ REFUSED = [
     ("train.trainer.limit_val_batchs", {"train": Train(trainer={"limit_val_batchs": 1.0})}),
     ("train.trainer.precision", {"train": Train(trainer={"precision": "64-true"})}),
     ("train.trainer.accumulate_grad_batches", {"train": Train(trainer={"accumulate_grad_batches": 2.5})}),
+    ("train.trainer.callbacks", {"train": Train(trainer={"callbacks": [UNMADE]})}),
+    ("train.trainer.callbacks", {"train": Train(trainer={"callbacks": "Timer"})}),
+    ("train.trainer.logger", {"train": Train(trainer={"logger": UNMADE})}),
+    ("train.trainer.profiler", {"train": Train(trainer={"profiler": UNMADE})}),
+    ("train.trainer.plugins", {"train": Train(trainer={"plugins": [UNMADE]})}),
+    ("train.trainer.gradient_clip_val", {"train": Train(trainer={"gradient_clip_val": float("nan")})}),
     ("train", {"train": {"max_epochs": 3}}),
     ("select", {"select": "global_test"}),
     ("evaluate", {"evaluate": None}),
