@@ -22,6 +22,7 @@ from fedmoe_pl.report.tables import (
     Condition,
     Table,
     client_columns,
+    clients_table,
     curve_table,
     evaluated,
     explanation,
@@ -155,7 +156,9 @@ def _distribution_block(condition: Condition, styles: Mapping[str, Style]) -> Bl
         for metric in condition.metrics
         if (figure := distribution_figure(condition.methods, metric, styles))
     ]
-    return Block("Distribution over clients", pictures=pictures)
+    table = clients_table(condition)
+    text = f"{axis_label(condition.metric)} of each client{', mean over seeds' if len(condition.runs) > 1 else ''}."
+    return Block("Distribution over clients", text if table else "", table, pictures)
 
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:

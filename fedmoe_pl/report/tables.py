@@ -17,6 +17,7 @@ _INDEPENDENCE = (
     "Clients of one seed share a global model, a partition and the order of training, so only seeds are independent: a "
     "small p alone says that a difference holds in these runs. p is not corrected for the number of methods"
 )
+_MOST_CLIENTS = 50  # rows of a table of clients
 
 
 class Table(NamedTuple):
@@ -217,6 +218,21 @@ def methods_table(condition: Condition) -> Table:
         columns += main_columns(condition, metric, words(metric))
     rows = zip(*(column.cells for column in columns), strict=True)
     return Table([column.title for column in columns], [[*row] for row in rows])
+
+
+def clients_table(condition: Condition) -> Table | None:
+    """The metric of each client by method, means over seeds; None if the data have no names or very many clients."""
+    metric, methods = condition.metric, condition.methods
+    names = {row["client"]: row["name"] for run in condition.runs for row in run.clients if row.get("name")}
+    if not 0 < len(names) <= _MOST_CLIENTS:
+        return None
+
+    def cell(method: Method, client: float) -> str:
+        rows = [row for run in method.runs for row in run.clients if row["client"] == client]
+        return value_text(metric, over_seeds([row.get(metric, math.nan) for row in rows]).mean if rows else math.nan)
+
+    rows = [[names[client], *(cell(method, client) for method in methods)] for client in sorted(names)]
+    return Table(["client", *(method.label for method in methods)], rows)
 
 
 def curve_table(condition: Condition) -> Table:

@@ -289,6 +289,26 @@ def test_accuracies_after_some_rounds_are_a_table(finished, written):
     assert [header, *lines] in parsed.tables.values()
 
 
+def test_clients_that_have_names_have_a_table(copied, written):
+    folders = [copied(f"seed_{seed}", seed, better=seed / 100) for seed in (0, 1)]
+    parsed, _ = written(*folders)
+    assert not any(table[0][:1] == ["client"] for table in parsed.tables.values())
+    for folder in folders:
+        rows = [row | {"name": f"site {row['client']}"} for row in rows_of(folder, "clients")]
+        write_csv(folder / "clients.csv", rows)
+    parsed, _ = written(*folders)
+    (table,) = (table for table in parsed.tables.values() if table[0][0] == "client")
+    assert [line[0] for line in table] == ["client", "site 0", "site 1", "site 2"]
+    method = table[0][1]
+    values = [
+        float(row["reweighted_test"])
+        for folder in folders
+        for row in rows_of(folder, "clients")
+        if (row["method"], row["client"]) == (method, "0")
+    ]
+    assert table[1][1] == f"{100 * sum(values) / 2:.2f}"
+
+
 def test_a_metric_on_validation_samples_is_shown_if_it_is_chosen(copied, written):
     folder = copied("a")
     for name in ("summary", "rounds"):
