@@ -157,14 +157,15 @@ def check_task(
     only_shape = has_classes and not metrics
     number = 1 if has_task(module, "causal_lm") else _TRIED_SAMPLES  # whose outputs are large
     samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
-    with tried(
-        f"{phase}: {with_article(type(module).__name__)} does not accept the samples of {type(datamodule).__name__}"
-    ):
+    who, whose = with_article(type(module).__name__), type(datamodule).__name__
+    with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}"):
         outputs = predict(module.eval(), datamodule, samples)[0]
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
         allowed = f"one that gives a score for each of {datamodule.num_classes} classes"
         because = f"its outputs have shape {tuple(outputs.shape[1:])} for a sample"
+        if not (datamodule.y == 0).any():
+            because += ", and no sample has class 0, with which labels begin"
         kind = TooManyClassesError if outputs.ndim == 2 else InvalidArgumentError
         raise kind(str(phase), "model", module, allowed, because)
     if not has_classes and isinstance(module, MixtureOfExperts):

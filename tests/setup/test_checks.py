@@ -121,7 +121,7 @@ TRIED = [
         {"train": Train(round_lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2)), "rounds": 4},
     ),
     (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
-    ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": NetworkGate(nn.Linear(4, 1))}),
+    (r"accept the samples of shape \(5,\) of TensorData: .*1x5 and 4x1", {"gate": NetworkGate(nn.Linear(4, 1))}),
 ]
 
 
@@ -196,6 +196,12 @@ class TooFew(WithDropout):
 def test_a_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
     with pytest.raises(MisconfigurationException, match=sentence):
         federation(tmp_path, [Phase("p", FedAvg())]).fit(own(), data())
+
+
+def test_labels_that_begin_at_1_are_said_to_be_the_reason_why_there_are_too_few_scores(tmp_path):
+    labelled = TensorData(torch.randn(8, 5), torch.arange(8) % 3 + 1, torch.arange(8).split(4))
+    with pytest.raises(MisconfigurationException, match=r"4 classes, .* and no sample has class 0, with which labels"):
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(model(), labelled)
 
 
 def test_a_backend_that_cannot_train_a_phase_names_it(tmp_path):

@@ -171,7 +171,7 @@ class Scores(WordModel):
             "label",
             "target_key is 'labels', but must be 'label', because it is the key of the targets of",
         ),
-        (Scores, FedAvg(), "label", "a Scores does not accept the samples of FromDataModule"),
+        (Scores, FedAvg(), "label", "a Scores does not accept the batches of dict of FromDataModule"),
         (WordLoss, FedALA("embedding", 1), "label", "FedALA needs a class for each sample|FedALA needs the loss"),
         (WordModel, FedAvg(), "user", "evaluate is True, but must be False, because the data have batches of dict"),
     ],
