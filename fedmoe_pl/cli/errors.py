@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -79,8 +80,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
         return f"{place}{names[0]} is not a key beside class_path{did_you_mean(names[0], _BESIDE)}"
     place = key.removesuffix(".init_args")
     expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
-    if match := re.search(r"module '(fedmoe_pl\.\w+)' has no attribute '(\w+)'", text):
-        return f"{place}: {_no_class(match[1], match[2])}"
+    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
+        return f"{place}: {_no_attribute(match[1], match[2])}"
     if not expected and "mport path" not in text:
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
@@ -96,7 +97,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
-    end = did_you_mean(found, _KNOWN) if is_name and (nested or not expected) else "."
+    known = dir(torch.optim) if place.endswith("optimizer") else _KNOWN
+    end = did_you_mean(found, known) if is_name and (nested or not expected) else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 
 
@@ -131,9 +133,11 @@ def _located(class_path: str) -> Any:
         return None
 
 
-def _no_class(module: str, name: str) -> str:
-    """What is said of a class that a module of the package does not have."""
-    found = pydoc.locate(module)
+def _no_attribute(module: str, name: str) -> str:
+    """What is said of a class that a module does not have."""
+    found = _located(module)
+    if not module.startswith("fedmoe_pl."):
+        return f"{module} has no {name}{did_you_mean(name, dir(found))}"
     own = [each for each, value in vars(found).items() if getattr(value, "__module__", None) == module]
     has = getattr(found, "__all__", own)
     longer = [each for each in has if name.lower() in each.lower()]

@@ -64,6 +64,12 @@ REFUSED = {
         *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
     ],
     "federation.logger: No module named 'nothing'.": ["--federation.logger", "nothing.X"],
+    "model.init_args.optimizer is 'Adamm', but must be a class or its import path; did you mean Adam?": (
+        ["--model.init_args.optimizer", "Adamm"]
+    ),
+    "model.init_args.optimizer: torch.optim has no AdamWW; did you mean AdamW?": (
+        ["--model.init_args.optimizer", "torch.optim.AdamWW"]
+    ),
     "federation.callbacks[1] is 'EarlyStopping', but must be FederationCallback or its import path.": [
         "--federation.callbacks",
         "[TrafficLedger, EarlyStopping]",
@@ -101,7 +107,7 @@ REFUSED = {
     "federation.phases.FedAvg.max_epochs is not an argument of Phase; did you mean train.max_epochs?": [
         *("--federation.phases.FedAvg.max_epochs", "3")
     ],
-    "federation.phases.FedAvg.train.optimizer is 'SGDD', but must be Optimizer or null.": [
+    "federation.phases.FedAvg.train.optimizer is 'SGDD', but must be Optimizer or null; did you mean SGD?": [
         *("--federation.phases.FedAvg.train.optimizer", "SGDD")
     ],
     "federation.phases.Local.train.optimizer.init_args.lr is not an argument of Optimizer; "
@@ -156,7 +162,11 @@ def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault
             "federation.phases.FedAvg.algorithm is 'FedAvgg', but must be Algorithm or its import path; did you mean",
         ),
         ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha must be given."),
-        ("torch.optim.SGD", "torch.optim.SGDD", "model.init_args.optimizer: module 'torch.optim' has no attribute"),
+        (
+            "torch.optim.SGD",
+            "torch.optim.SGDD",
+            "model.init_args.optimizer: torch.optim has no SGDD; did you mean SGD?",
+        ),
         ("rounds: 20", "rounds: null", "federation.phases.FedAvg.rounds is None, but must be int."),
         ("rounds: 20", "rounds: x", "federation.phases.FedAvg.rounds is 'x', but must be int."),
         (
