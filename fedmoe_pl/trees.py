@@ -49,7 +49,7 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 
 
 def _mean(a: Tensor, b: Tensor, share: float) -> Tensor:
-    if a.dtype == b.dtype and same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
+    if same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
         return a
     if not (a.is_floating_point() or a.is_complex()):
         return torch.maximum(a, b)

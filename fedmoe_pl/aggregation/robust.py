@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, precise
 
 
 @dataclass
@@ -110,8 +110,8 @@ class RobustAggregation(CollectingAggregation, ABC):
 
 
 def _flat(tree: Tree, names: Sequence[str]) -> Tensor:
-    """The tensors as one vector."""
-    return torch.cat([tree[name].flatten() for name in names])
+    """The tensors as one vector, at least in float32."""
+    return torch.cat([precise(tree[name]).flatten() for name in names])
 
 
 def _unflat(vector: Tensor, like: Tree, names: Sequence[str]) -> Tree:

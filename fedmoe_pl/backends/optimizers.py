@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -87,7 +88,7 @@ def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimize
             kept[f"{OPTIMIZER}{names[parameter]}/{key}"] = value.detach().cpu().clone()
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():  # some optimizers count their steps here
-            is_number = isinstance(value, (int, float)) and key not in _SCHEDULED
+            is_number = isinstance(value, (int, float)) and math.isfinite(value) and key not in _SCHEDULED
             if is_number and value != optimizer.defaults.get(key):
                 dtype = torch.float64 if isinstance(value, float) else None
                 kept[f"{OPTIMIZER}{_GROUP}{index}/{key}"] = torch.tensor(value, dtype=dtype)

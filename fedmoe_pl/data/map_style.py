@@ -243,7 +243,8 @@ class SampleReader:
         is_test = np.arange(len(self.data.classes)) >= self.data.sizes[0]
         first = np.unique(np.stack([is_test, self.data.classes]), axis=1, return_index=True)[1]
         for index in first[:: -(-len(first) // _MOST_COMPARED)].tolist():
-            labels, known = self.targets_of(self.evaluation[[index], 0]), self.data.classes[[index]]
+            with tried(f"{type(owner).__name__}: a sample cannot be read"):
+                labels, known = self.targets_of(self.evaluation[[index], 0]), self.data.classes[[index]]
             if not isinstance(labels, Tensor) or labels.is_floating_point():
                 return
             if not torch.equal(labels, known.to(labels.dtype)):

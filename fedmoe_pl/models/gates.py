@@ -364,7 +364,7 @@ def _flattened(gate: Gate, x: Inputs) -> Tensor:
     """The values of each sample, (B, F); refuses what a linear layer cannot read."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         reason = "inputs are integers" if isinstance(x, Tensor) else "batches are dicts"
-        allowed = "FeatureGate, NetworkGate, one of your own that reads them, or a fixed one"
+        allowed = "NetworkGate, one of your own that reads them, or a fixed one"
         raise InvalidArgumentError("MixtureOfExperts", "gate", gate, allowed, reason)
     x = x.flatten(1)
     if gate.in_features not in (None, x.shape[1]):

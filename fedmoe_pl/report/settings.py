@@ -16,7 +16,6 @@ from fedmoe_pl.phases.phase import INITIAL
 from fedmoe_pl.report.runs import RunFiles
 
 _NOT_COMPARED = re.compile(r"data/(partition_seed|download)|(.*/)?evaluate(/every_n_epochs)?")
-_DOWNLOADED = "data/download", "data/root"  # the latter says what the data are unless they can be downloaded
 _MOMENT = "/evaluate/after"  # of training at which a phase is evaluated
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
 _PHASES = "federation/phases/"
@@ -83,14 +82,15 @@ def _values_of(run: RunFiles, method: str) -> Mapping[str, Any]:
     values = {
         key: value if isinstance(value, int | float | str) else str(value)
         for key, value in of_run.items()
-        if not _NOT_COMPARED.fullmatch(key) and not (key in _DOWNLOADED and _DOWNLOADED[0] in of_run)
+        # a folder says what the data are, unless they can be downloaded to it
+        if not _NOT_COMPARED.fullmatch(key) and not (key == "data/root" and "data/download" in of_run)
     }
     if not method:
         return values
     phases = {None, *_phases_behind(method, run.config)}
-    of_method = {key: value for key, value in values.items() if _phase_of(key) in phases}
-    of_others = [key for key in of_method if key.endswith(_MOMENT) and not method.startswith(_phase_of(key) or "")]
-    return {key: value for key, value in of_method.items() if key not in of_others}
+    of_phases = {key: value for key, value in values.items() if _phase_of(key) in phases and not key.endswith(_MOMENT)}
+    points = {row.get("evaluation_point", "") for row in (*run.rounds, *run.summary) if row["method"] == method}
+    return of_phases | {"evaluation_point": ", ".join(sorted(points))}
 
 
 def _flat(value: object, name: str = "") -> dict[str, object]:

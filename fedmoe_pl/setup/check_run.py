@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -27,6 +27,7 @@ from torchmetrics import Metric
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm, Need, averages, overrides, sends_more
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed, overridden_hooks, packages_read_once, quiet
 from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process
@@ -34,7 +35,7 @@ from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_schedule
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.backends.workers.fork_server import FORKS
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_finite, naming, reason_of, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.metrics import predicts_classes
@@ -87,7 +88,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         check_needs(phase, module, run.datamodule, trainer)
-        check_phase(phase, module, run.datamodule, run.seed, run.metrics, trainer["max_epochs"])
+        check_phase(phase, module, run.datamodule, run.seed, run.metrics, _epochs_of_all(trainer))
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
         _check_gate(run, trained, phase, module)
         _warn_of_lost(run, trained, phase, module)
@@ -141,15 +142,31 @@ def _check_has_optimizer(phase: Phase, module: LightningModule) -> None:
         raise InvalidArgumentError(module, "what configure_optimizers returns", None, "an optimizer", because)
 
 
+def _epochs_of_all(trainer: Mapping[str, Any]) -> int:
+    """How many epochs all clients train at least; not more than one where something may end training early."""
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    may_end = any(trainer.get(name) not in (None, -1, False) for name in ("max_steps", "max_time", "fast_dev_run"))
+    may_end |= any(isinstance(each, EarlyStopping | Timer) for each in callbacks)
+    return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
+
+
 def _check_batches(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
     """Refuses shares of batches that leave none to a client, and validations that its epochs never reach."""
     if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
         return  # Lightning or the algorithm chooses the batches
-    opt_out, drop_single = phase.algorithm.opt_out, has_batch_norm(module)
-    train = opt_out.opted_in_of_all(datamodule.train_samples, seed)
-    held_out = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True)
+    limits = [trainer.get(name) for name in ("limit_train_batches", "limit_val_batches")]
+    of_validation = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")
+    if not any(isinstance(limit, float) for limit in limits) and {*of_validation} <= {None, 1}:
+        return
+    train = {
+        client: phase.algorithm.client_samples(Client(client, 0, seed, module, samples, {}, datamodule))
+        for client, samples in enumerate(datamodule.train_samples)
+    }
+    held_out = phase.algorithm.opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True)
+    drop_single = has_batch_norm(module)
     fewest = {
         "limit_train_batches": _fewest_batches(datamodule, train, train, phase.train.batch_size, drop_single),
         "limit_val_batches": _fewest_batches(datamodule, train, held_out, datamodule.evaluated_at_once),
@@ -175,16 +192,16 @@ def _check_batches(
 
 def _fewest_batches(
     datamodule: FederatedDataModule,
-    train: ClientSamples,
-    samples: ClientSamples,
+    train: Mapping[int, Tensor],
+    samples: Mapping[int, Tensor] | ClientSamples,
     batch_size: int | None,
     drop_single: bool = False,
 ) -> tuple[int, str]:
     """Batches of the client with the fewest samples, of those that train and have any, and its name."""
-    clients = ((train.sizes > 0) & (samples.sizes > 0)).nonzero().flatten().tolist()
+    clients = [client for client, trained in train.items() if len(trained) and len(samples[client])]
     if not clients:
         return 0, ""
-    client = min(clients, key=samples.sizes.tolist().__getitem__)
+    client = min(clients, key=lambda client: len(samples[client]))
     number = len(datamodule.batches(samples[client], batch_size, drop_single=drop_single))
     return number, f"client {datamodule.client_names[client]}"
 
@@ -205,6 +222,7 @@ def _check_monitored(
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
+    is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions
     if is_known and trainer["max_epochs"] and isinstance(module, MixtureOfExperts) and not overridden_hooks(module):
         logged = ["validation_loss", *(["train_loss", "train_loss_step", "train_loss_epoch"] * bool(trainer["logger"]))]
         for each in (each for each in stopping if each.monitor not in logged):
@@ -432,7 +450,8 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         raise InvalidArgumentError(str(phase), option, "given", "left out", because)
     if phase.train.round_lr_scheduler is not None:
         with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
-            learning_rates(module, phase.train.round_lr_scheduler, min(_MOST_STEPS, phase.rounds - 1))
+            may_end = phase.select is not None or overrides(phase.algorithm, "server_final")  # before its last round
+            learning_rates(module, phase.train.round_lr_scheduler, min(1 if may_end else _MOST_STEPS, phase.rounds - 1))
 
 
 def _check_rates(phase: Phase, key: str, optimizer: torch.optim.Optimizer) -> None:
@@ -701,8 +720,8 @@ def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
             if is_unmade or not isinstance(each, kind | None):
                 because = "its class_path is no whole import path of a class" if is_unmade else ""
                 raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, because)
-            if isinstance(each, float) and not is_finite(each):
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, "a finite number")
+            if isinstance(each, float) and math.isnan(each):
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "a number")
 
 
 def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:

@@ -119,7 +119,7 @@ class Averaging(torch.optim.Optimizer):
         loss = torch.enable_grad()(closure)()
         for group in self.param_groups:
             group["k"] += 1
-            group["share"] = 1 / group["k"]
+            group["share"], group["best"] = 1 / group["k"], float("inf")
             for parameter in group["params"]:
                 parameter -= group["lr"] * group["share"] * parameter.grad
         return loss

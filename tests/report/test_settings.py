@@ -70,10 +70,17 @@ def test_a_folder_is_the_data_unless_they_can_be_downloaded():
 
 
 def test_a_method_that_is_evaluated_at_another_moment_is_another_row():
-    before, after = (FEDAVG | {"evaluate": {"after": moment}} for moment in ("aggregation", "local_training"))
-    runs = [run("a", before, OF_FEDAVG), run("b", after, OF_FEDAVG, seed=1)]
-    assert [len(settings_of(runs, method)[0]) for method in ("FedAvg", "PFL-FB")] == [2, 1]
-    assert len(settings_of([runs[0], run("b", after, OF_FEDAVG)])[0]) == 2, "neither is left out"
+    def evaluated(seed, after, point):
+        tuned = OF_FEDAVG | {"name": "FedAvg + FT"}
+        rows = [{"method": name, "evaluation_point": at} for name, at in (("FedAvg", point), (tuned["name"], "after"))]
+        return replace(run("a", FEDAVG | {"evaluate": after}, tuned, seed=seed), rounds=rows, summary=rows)
+
+    before = evaluated(0, {"after": "aggregation"}, "after aggregation")
+    after = evaluated(1, {"after": "local_training"}, "after local training")
+    assert [len(settings_of([before, after], method)[0]) for method in ("FedAvg", "FedAvg + FT")] == [2, 1]
+    for the_same in (True, {"after": "both"}):  # the row of this name is then after aggregation, too
+        assert len(settings_of([before, evaluated(1, the_same, "after aggregation")], "FedAvg")[0]) == 1
+    assert len(settings_of([before, evaluated(0, {"after": "local_training"}, "x")])[0]) == 2, "neither is left out"
 
 
 def test_runs_of_one_seed_and_several_partitions_are_paired_by_both():

@@ -10,7 +10,7 @@ from helpers import TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 
 from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.aggregation import CoordinateMedian
-from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PFLMoE
+from fedmoe_pl.algorithms import Ditto, FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Need
 from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import LinearGate, NetworkGate
+from fedmoe_pl.models import LinearGate, LocalOnly, NetworkGate
 from fedmoe_pl.setup.check_run import check_trainer
 
 sgd = partial(SGD, lr=0.1)
@@ -329,6 +329,11 @@ class LogsItself(PersonalizedMoE):
 
 OWN = {
     "a callback's metric": (PersonalizedMoE, [Logging(), EarlyStopping("own")], {}),
+    "a function's metric": (
+        PersonalizedMoE,
+        [LambdaCallback(on_train_epoch_end=lambda trainer, module: module.log("own", 1.0)), EarlyStopping("own")],
+        {},
+    ),
     "a module's metric": (LogsItself, [EarlyStopping("val_loss")], {"limit_val_batches": 1.0}),
     "a logger's metric": (PersonalizedMoE, [EarlyStopping("train_loss")], {"logger": True}),
     "none that must exist": (PersonalizedMoE, [EarlyStopping("val_loss", strict=False)], {}),
@@ -381,6 +386,28 @@ def test_clients_validate_as_often_as_their_batches_allow(trainer, tmp_path):
     samples = blobs(SIZES, dtype=torch.float32, validation_fraction=0.2)
     phase = Phase("p", FedAvg(), train=Train(trainer={"limit_val_batches": 1.0, **trainer}, max_epochs=2))
     assert federation(tmp_path, [phase], failures=ClientFailures("raise")).fit(model(), samples)
+
+
+def test_batches_are_those_of_the_samples_that_the_algorithm_trains_on(tmp_path):
+    """The gate's quarter of 16 samples makes one batch of 4, and the rest makes 3."""
+    few = Train(trainer={"limit_train_batches": 0.4})
+    tuned = Phase("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly(), train=few)
+    gated = Phase("gated", PFLMoE(), gate=LinearGate(5), train=few)
+    run = federation(tmp_path, [Phase("p", FedAvg("global_expert.*")), tuned, gated])
+    with pytest.raises(InvalidArgumentError, match=r"^Phase 'gated': .*limit_train_batches is 0\.4, .*has 1, and none"):
+        run.fit(model(), blobs((16, 16), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("limits", "callbacks"),
+    [({"max_steps": 2}, []), ({}, [EarlyStopping("validation_loss", patience=0, min_delta=100)])],
+)
+def test_a_scheduler_may_have_fewer_steps_than_epochs_if_training_may_end_early(limits, callbacks, tmp_path):
+    trainer = {"limit_val_batches": 1.0, **limits}
+    scheduler = partial(OneCycleLR, max_lr=1, total_steps=2)
+    train = Train(lr_scheduler=scheduler, max_epochs=9, trainer=trainer, callbacks=callbacks)
+    run = federation(tmp_path, [Phase("p", FedAvg(), train=train)], failures=ClientFailures("raise"))
+    run.fit(model(), data(validation_fraction=0.3))
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), torch.ones(2, requires_grad=True) * 2])
