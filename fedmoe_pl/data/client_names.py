@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import cached_property
+from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -94,3 +95,8 @@ class ClientNames(list[str]):
                 allowed = f"one of {shown}, or a number {allowed}"
             raise InvalidArgumentError(owner, "client", client, allowed)
         return int(number)
+
+
+def files_of_clients(folder: Path, ending: str) -> list[Path]:
+    """The files of a folder, one for each client; hidden ones are none, and the ending may be in capitals."""
+    return sorted(each for each in folder.iterdir() if each.suffix.lower() == ending and not each.name.startswith("."))

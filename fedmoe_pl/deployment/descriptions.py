@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,9 +130,12 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: Any) -> F
             f"{name}: rotations is {datamodule.rotations}, but must be left out where a client has its own data."
         )
     datamodule.partitioner = AllToOne(client)
+    takes_classes = "classes" in inspect.signature(type(datamodule)).parameters and datamodule.classes is None
     set_up(datamodule, federation.phases, federation.seed)
-    if datamodule.has_learned:
+    numbers_classes = takes_classes and datamodule.classes is not None
+    if datamodule.has_learned or numbers_classes:
         what = "vocabulary" if datamodule.normalization is None else "mean and std"
+        what = "classes" if numbers_classes else what
         raise MisconfigurationException(
             f"{name}: {what} must be given in a deployed federation, because each client would compute its own."
         )

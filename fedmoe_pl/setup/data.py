@@ -177,7 +177,8 @@ def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) ->
     """Refuses batches of samples that are read one by one, if a mixture would take the wrong targets, or none."""
     if (reader := datamodule.reader) is None:
         return
-    indices = [*range(min(_TRIED_OF_READER, len(datamodule.y)))]
+    is_text = module.task == "causal_lm"  # of several lengths, if there are enough of them
+    indices = [*range(min(_TRIED_SAMPLES if is_text else _TRIED_OF_READER, len(datamodule.y)))]
     for source in (reader.training, reader.evaluation):
         batch, key, of_data = source[indices, 0], module.target_key, reader.data.target_key
         if isinstance(batch, Mapping) and of_data in batch and of_data != key:
@@ -185,7 +186,13 @@ def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) ->
             raise InvalidArgumentError(module, "target_key", key, f"'{of_data}'", because)
         if source is reader.evaluation and datamodule.num_classes:
             continue  # the classes are known
-        _, y = inputs_and_targets(batch, key)
+        x, y = inputs_and_targets(batch, key)
+        mask = x.get("attention_mask") if isinstance(x, Mapping) and is_text else None
+        if isinstance(mask, Tensor) and bool((mask[:, 0] == 0).any()):
+            raise MisconfigurationException(
+                f"{type(datamodule).__name__}: collate_fn pads texts on the left, but must pad them on the right, "
+                "because their first token would be predicted from padding."
+            )
         if texts := [leaf for leaf in leaves_of(y) if isinstance(leaf, str)]:
             raise MisconfigurationException(
                 f"{type(datamodule).__name__}: the targets of a batch are {texts}, but must be numbers; let the "

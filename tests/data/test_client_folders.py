@@ -205,6 +205,38 @@ def test_a_cell_that_is_no_number_is_named(tmp_path, cell, sentence):
         CsvFile(str(tmp_path / "table.csv"), target="outcome", client="site").setup()
 
 
+@pytest.mark.parametrize(
+    ("header", "row", "sentence"),
+    [
+        (
+            ["", "site", "age", "outcome"],
+            ["0", "a", "5", "bad"],
+            "has a column without a name; pandas writes row numbers",
+        ),
+        (["site", "age", "age", "outcome"], ["a", "5", "6", "bad"], "has several columns 'age'"),
+        (["site", "age", "outcome"], ["a", "7", "5", "bad"], "line 2 of '.*' has more cells than there are columns"),
+    ],
+)
+def test_a_table_whose_columns_would_be_mistaken_is_refused(tmp_path, header, row, sentence):
+    write_table(tmp_path / "table.csv", [header, row])
+    with pytest.raises(InvalidArgumentError, match=sentence):
+        CsvFile(str(tmp_path / "table.csv"), target="outcome", client="site").setup()
+
+
+def test_columns_have_one_order_and_files_of_clients_may_be_hidden_or_in_capitals(tmp_path):
+    write_table(tmp_path / "a.csv", [["b", "a", "y"], [1.5, 2.5, 0], [3.5, 4.5, 1]])
+    write_table(tmp_path / "B.CSV", [["y", "a", "b"], [0, 6.5, 5.5], [1, 8.5, 7.5]])
+    (tmp_path / "._a.csv").write_bytes(b"\xff")
+    data = CsvFile(str(tmp_path), "y", test_fraction=0.5)
+    data.setup()
+    assert data.client_names == ["B", "a"]
+    assert data.x[samples_of(data, 1)].tolist() == [[2.5, 1.5], [4.5, 3.5]]
+    assert data.x[samples_of(data, 0)].tolist() == [[6.5, 5.5], [8.5, 7.5]]
+    write_table(tmp_path / "c.csv", [["y", "a", "b"]])
+    with pytest.raises(InvalidArgumentError, match=r"with rows.*, because '.*c\.csv' has none"):
+        CsvFile(str(tmp_path), "y", test_fraction=0.5).setup()
+
+
 def test_images_of_a_table_are_read(tmp_path):
     write_image(tmp_path / "images/1.png", 51)
     write_table(tmp_path / "table.csv", [["site", "file", "outcome"], *[["a", "images/1.png", "bad"]] * 2])

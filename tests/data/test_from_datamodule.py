@@ -113,6 +113,17 @@ def test_a_loader_for_evaluation_has_each_sample_once_in_any_order(name):
                 data.setup()
 
 
+def test_a_batch_sampler_says_the_batch_size():
+    class Data(LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Noisy(22), batch_sampler=BatchSampler(RandomSampler(range(22)), 7, drop_last=False))
+
+        def test_dataloader(self):
+            return DataLoader(Noisy(5))
+
+    assert set_up(FromDataModule(Data(), num_clients=2)).batch_size == 7
+
+
 class Drawn(DictData):
     def __init__(self, **arguments):
         super().__init__()

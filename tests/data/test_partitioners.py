@@ -67,6 +67,14 @@ def test_every_partition_is_disjoint_and_reproducible_or_refused(partitioner, n,
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 
 
+@pytest.mark.parametrize("partitioner", [MajorityClasses(0.5), Pathological(2), TwoClasses(30), Dirichlet(0.5)])
+def test_class_numbers_without_samples_change_no_partition(partitioner):
+    labels = np.arange(900) % 9
+    parts = [partitioner(each, 10, np.random.default_rng(0)) for each in (labels, 2 * labels + 1)]
+    for one, other in zip(*parts, strict=True):
+        assert np.array_equal(one, other)
+
+
 @pytest.mark.parametrize("partitioner", [MajorityClasses(1.0, 10, "product"), BalancedDirichlet(1e9)])
 def test_which_samples_of_a_class_a_client_gets_is_random(partitioner):
     labels = np.arange(400) % 2

@@ -1,5 +1,6 @@
 """What clients say of themselves before the first round, and whether a client that comes back is still the same."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,9 @@ from torch.utils.data import Dataset
 
 from fedmoe_pl import Train
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.data import FromDatasets
+from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
+from fedmoe_pl.deployment.descriptions import own_data
 from fedmoe_pl.setup.data import TooManyClassesError
 
 METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
@@ -221,6 +223,15 @@ def test_data_with_other_shapes_are_refused_together(tmp_path):
     of_one = with_values(shape=[3])
     with pytest.raises(MisconfigurationException, match=rf"^client {CLIENT}: the shape of its samples is \[3\], but"):
         deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
+
+
+@pytest.mark.parametrize("classes", [None, ["no", "yes"]])
+def test_classes_that_a_client_would_number_alone_are_refused(classes, tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,no\n3,yes\n4,no\n")
+    table = CsvFile(str(tmp_path), "y", classes=classes, test_fraction=0.5)
+    refused = pytest.raises(MisconfigurationException, match="CsvFile: classes must be given in a deployed federation")
+    with refused if classes is None else nullcontext():
+        own_data(table, 0, federation(METHOD.phases(), tmp_path))
 
 
 def test_batches_that_are_no_pairs_are_refused(tmp_path):

@@ -96,9 +96,9 @@ def test_a_batch_without_tokens_that_count_trains_nothing() -> None:
     assert loss == 0 and module.global_expert.table.grad.abs().sum() == 0
 
 
-def data(**kwargs) -> FromDatasets:
+def data(collate_fn=None, **kwargs) -> FromDatasets:
     train, test = ([{"input_ids": ids} for ids in texts(*arguments)] for arguments in ((0, 14), (1, 9)))
-    return FromDatasets(train, test, collate_fn=collated, **{"num_clients": 2, "batch_size": 3, **kwargs})
+    return FromDatasets(train, test, collate_fn=collate_fn or collated, **{"num_clients": 2, "batch_size": 3, **kwargs})
 
 
 def collated(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -211,6 +211,15 @@ def test_a_mixture_refuses_what_does_not_fit_the_task(arguments, sentence) -> No
 def test_a_federation_refuses_what_would_measure_something_else(tmp_path, model, arguments, sentence) -> None:
     with pytest.raises(MisconfigurationException, match=sentence):
         federation(tmp_path, [Phase("p", FedAvg(), gate=EqualWeights())], **arguments).fit(model(), data())
+
+
+def test_padding_on_the_left_is_refused(tmp_path) -> None:
+    def on_the_left(samples):
+        return {name: tensor.flip(1) for name, tensor in collated(samples).items()}
+
+    run = federation(tmp_path, [Phase("p", FedAvg(), gate=EqualWeights())], metrics={})
+    with pytest.raises(MisconfigurationException, match="collate_fn pads texts on the left, but must pad them on the"):
+        run.fit(mixture(), data(on_the_left))
 
 
 def test_predictions_of_tokens_are_no_table(tmp_path) -> None:

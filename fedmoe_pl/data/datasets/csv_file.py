@@ -15,6 +15,7 @@ from torch import Tensor
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import are_integers, numbered_classes
+from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import read_images
 
@@ -22,9 +23,10 @@ from fedmoe_pl.data.datasets.images import read_images
 class CsvFile(FederatedDataModule):
     """A user's own table, in one CSV file with a column of clients, or in a file for each client.
 
-    The other columns are numbers, which are not changed, or one of them has the files of images. Targets that are all
-    numbers with a decimal point are values, as those of a regression; others are the names of classes, which are
-    numbered in sorted order, integers by their size.
+    The other columns are numbers, which are not changed, or one of them has the files of images. The inputs of a sample
+    are these numbers in the sorted order of the columns' names. Targets that are all numbers with a decimal point are
+    values, as those of a regression; others are the names of classes, which are numbered in sorted order, integers by
+    their size.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.csv``.
@@ -85,7 +87,8 @@ class CsvFile(FederatedDataModule):
         if self.images is not None:
             paths = [str(row.path.parent / row.cell(self, self.images)) for row in rows]
             return read_images(self, paths, self.image_size)
-        columns = [name for name in rows[0].cells if name not in (self.target, self.client)]
+        # sorted, because clients' files may have them in different orders, also on other machines
+        columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client))
         return torch.tensor([[row.number(self, column) for column in columns] for row in rows])
 
     def _rows(self, argument: str, path: str) -> list[_Row]:
@@ -93,16 +96,27 @@ class CsvFile(FederatedDataModule):
         if (self.client is None) != Path(path).is_dir():
             because = "a table needs a column of clients, unless each has a file"
             raise InvalidArgumentError(self, "client", self.client, f"left out where {argument} is a folder", because)
-        files = sorted(Path(path).glob("*.csv")) if self.client is None else [Path(path)]
-        rows: list[_Row] = []
+        files = files_of_clients(Path(path), ".csv") if self.client is None else [Path(path)]
+        rows, allowed = list[_Row](), "a CSV file with rows, or a folder of such files"
         for each in files:
+            before = len(rows)
             with each.open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file)
+                names = reader.fieldnames or ()
+                if wrong := [name for name in names if not name.strip() or [*names].count(name) > 1]:
+                    what = f"several columns '{wrong[0]}'" if wrong[0].strip() else "a column without a name"
+                    because = f"'{each}' has {what}; pandas writes row numbers like that, unless index is False"
+                    raise InvalidArgumentError(self, argument, path, "a table of columns with names", because)
                 for cells in reader:
+                    if any(cells.get(None) or ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
+                        because = f"line {reader.line_num} of '{each}' has more cells than there are columns"
+                        raise InvalidArgumentError(self, argument, path, "a table with a cell for each column", because)
                     row = _Row(each, reader.line_num, each.stem, cells)
                     rows.append(row if self.client is None else replace(row, client=row.cell(self, self.client)))
+            if len(rows) == before:
+                raise InvalidArgumentError(self, argument, path, allowed, f"'{each}' has none")
         if not rows:
-            raise InvalidArgumentError(self, argument, path, "a CSV file with rows, or a folder of such files")
+            raise InvalidArgumentError(self, argument, path, allowed)
         return rows
 
 

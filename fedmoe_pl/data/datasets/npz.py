@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import channels_first, resize
 
@@ -66,7 +67,7 @@ class NpzFile(FederatedDataModule):
 
     def _read_files(self) -> dict[str, np.ndarray]:
         """The arrays of all files of a folder, one after another, with the names of the files as ids."""
-        of_clients = {path.stem: _read(path) for path in sorted(Path(self.path).glob("*.npz"))}
+        of_clients = {path.stem: _read(path) for path in files_of_clients(Path(self.path), ".npz")}
         if not of_clients:
             raise InvalidArgumentError(self, "path", self.path, "an .npz file, or a folder with one for each client")
         arrays = {name: np.concatenate([each[name] for each in of_clients.values()]) for name in _NEEDED}

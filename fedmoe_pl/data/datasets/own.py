@@ -158,8 +158,9 @@ class FromDataModule(FederatedDataModule):
             allowed = f"one whose {given[0]} has a sampler that gives each sample once, or none"
             reason = "all samples of its dataset are evaluated; a torch.utils.data.Subset can choose some"
             raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
-        if not self._keeps_batch_size and train.batch_size is not None:
-            self.batch_size = train.batch_size
+        batch_size = getattr(train.batch_sampler, "batch_size", None) if train.batch_size is None else train.batch_size
+        if not self._keeps_batch_size and batch_size is not None:
+            self.batch_size = batch_size
         data = MapStyleData(
             train.dataset,
             None if test is None else test.dataset,

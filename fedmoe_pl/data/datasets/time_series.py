@@ -177,7 +177,7 @@ class TimeSeriesDataModule(FederatedDataModule):
         if not self.standardize:
             return np.stack([np.zeros(training.shape[1]), np.ones(training.shape[1])])
         std = training.std(axis=0)
-        return np.stack([training.mean(axis=0), np.where(std > 0, std, 1.0)])
+        return np.stack([training.mean(axis=0), np.where(np.ptp(training, axis=0) > 0, std, 1.0)])
 
 
 class TimeSeriesFile(TimeSeriesDataModule):

@@ -57,7 +57,8 @@ class LabelPartitioner(Partitioner):
         if num_clients is None or not 1 <= num_clients <= len(labels):
             allowed = f"from 1 to {len(labels)}, the number of training samples"
             raise InvalidArgumentError(self, "num_clients", num_clients, allowed)
-        return self.partition(labels, num_clients, rng)
+        present = np.unique(labels, return_inverse=True)[1]  # a class number without samples is no class to deal
+        return self.partition(present, num_clients, rng)
 
     @abstractmethod
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:

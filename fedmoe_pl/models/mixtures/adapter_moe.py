@@ -223,7 +223,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
         The latter is 1 or 0, shape (B, T). A layer whose inputs have no tokens has T = 1.
         """
         for of_layer in weights.values():
-            tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])
+            tokens = of_layer.reshape(of_layer.shape[0], -1, of_layer.shape[-1])  # len() would be a constant in exports
             yield tokens, self.mask_of(x, tokens).to(tokens.dtype)
 
     def _mean_weights(self, weights: Mapping[str, Tensor], x: Any) -> Tensor:
