@@ -22,7 +22,7 @@ from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.commands.export_adapters import write_adapters, write_merged
-from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data import FederatedDataModule, TimeSeriesDataModule
 from fedmoe_pl.evaluation.client_models import has_own_model
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
@@ -86,7 +86,8 @@ def export_clients(
     what the numbers mean in ``data.json``, an extra file of ``torch.export.load`` and an entry of the metadata of ONNX:
     ``classes``, their names in the order of the scores, ``mean`` and ``std``, by which images in [0, 1] were
     normalized, and ``image_size``, to which the shorter side was resized (bilinear, with antialiasing) before the
-    square centre was cut out; what the data do not know is left out.
+    square centre was cut out; what the data do not know is left out. Of time series, ``mean`` and ``std`` are those of
+    the client's variables.
 
     Args:
         run: a run from a checkpoint.
@@ -128,7 +129,7 @@ def export_clients(
 
 def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:
     module, x = ScoresAndWeights(run.client_module(method, client)).eval(), _samples(run, client)
-    content, difference = _exported(module, x, method, format, json.dumps(_about(run.datamodule)))
+    content, difference = _exported(module, x, method, format, json.dumps(_about(run.datamodule, client)))
     if not difference <= _TOLERANCE:
         because = f"its outputs differ by {difference:.1e} from the module's"
         raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
@@ -141,9 +142,12 @@ def _export(run: Run, method: str, client: int, format: Format, path: Path) -> s
     )
 
 
-def _about(datamodule: FederatedDataModule) -> dict[str, Any]:
-    """What somebody who has only the model needs to know of its data."""
+def _about(datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
+    """What somebody who has only the client's model needs to know of its data."""
     mean, std = datamodule.normalization or (None, None)
+    if isinstance(datamodule, TimeSeriesDataModule):
+        of_clients = {str(name): scale.tolist() for name, scale in datamodule.scales.items()}
+        mean, std = of_clients[datamodule.client_names[client]]
     size = getattr(datamodule, "image_size", None)
     known = {"classes": datamodule.classes, "mean": mean, "std": std, "image_size": size}
     return {name: value for name, value in known.items() if value is not None}

@@ -15,12 +15,13 @@ from lightning.pytorch import LightningModule
 from PIL import Image
 from torch import nn
 from torch.optim import SGD
+from torchmetrics import MeanSquaredError
 
 from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
 from fedmoe_pl.algorithms import Local, PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
-from fedmoe_pl.data import ClientFolders
+from fedmoe_pl.data import ClientFolders, SyntheticTimeSeries
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
@@ -88,6 +89,25 @@ def test_a_file_has_what_its_numbers_mean_and_no_sample(format, tmp_path):
     weight = finished.client_module("A", 1).state_dict()["local_expert.extractor.1.weight"]
     assert weight.numpy().tobytes() in content, "tensors are found by their bytes"
     assert not any(row.numpy().tobytes() in content for row in folders.x[:, 0, 0]), "a row of an image's pixels"
+
+
+def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
+    series = SyntheticTimeSeries(num_clients=2, num_steps=60, context_length=6, prediction_length=2, test_fraction=0.2)
+    mixture = PersonalizedMoE(nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), optimizer=SGD, task="regression")
+    finished = run(
+        [Phase("A", Local(), gate=LocalOnly())],
+        mixture,
+        series,
+        tmp_path,
+        metrics={"mse": MeanSquaredError()},
+        enable_checkpointing=True,
+    )
+    path = tmp_path / "model"
+    about = {export.ABOUT: ""}
+    finished.export(mixture, series, method="A", client=1, format="torch_export", output=str(path))
+    torch.export.load(path, extra_files=about)
+    mean, std = [*series.scales.values()][1]
+    assert json.loads(about[export.ABOUT]) == {"mean": mean.tolist(), "std": std.tolist()}
 
 
 def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
