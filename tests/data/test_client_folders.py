@@ -211,7 +211,7 @@ def test_a_cell_that_is_no_number_is_named(tmp_path, cell, sentence):
         (
             ["", "site", "age", "outcome"],
             ["0", "a", "5", "bad"],
-            "has a column without a name; pandas writes row numbers",
+            "has a column without a name, as pandas writes row",
         ),
         (["site", "age", "age", "outcome"], ["a", "5", "6", "bad"], "has several columns 'age'"),
         (["site", "age", "outcome"], ["a", "7", "5", "bad"], "line 2 of '.*' has more cells than there are columns"),

@@ -104,8 +104,9 @@ class CsvFile(FederatedDataModule):
                 reader = csv.DictReader(file)
                 names = reader.fieldnames or ()
                 if wrong := [name for name in names if not name.strip() or [*names].count(name) > 1]:
-                    what = f"several columns '{wrong[0]}'" if wrong[0].strip() else "a column without a name"
-                    because = f"'{each}' has {what}; pandas writes row numbers like that, unless index is False"
+                    unnamed = "a column without a name, as pandas writes row numbers unless index is False"
+                    what = f"several columns '{wrong[0]}'" if wrong[0].strip() else unnamed
+                    because = f"'{each}' has {what}"
                     raise InvalidArgumentError(self, argument, path, "a table of columns with names", because)
                 for cells in reader:
                     if any(cells.get(None) or ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
