@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.layers import (
     FanOutConv2d,
     SmallBiasLinear,
@@ -22,6 +23,12 @@ from fedmoe_pl.models.layers import (
     pooled_size,
     two_convolutions,
 )
+
+
+def check_split(owner: object, argument: str, expert: nn.Module, because: str) -> None:
+    """Refuses an expert that has no extractor and classifier."""
+    if not (hasattr(expert, "extractor") and hasattr(expert, "classifier")):
+        raise InvalidArgumentError(owner, argument, expert, "one with an extractor and a classifier", because)
 
 
 class Expert(nn.Module):

@@ -13,9 +13,9 @@ from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.consent import floor_of_share
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree, with_prefix
 
@@ -28,9 +28,7 @@ def expert_prefix(expert: str) -> str:
 def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Module]:
     """The extractor and the classifier of an expert; refuses one that lacks them."""
     part = module.get_submodule(expert)
-    if not (hasattr(part, "extractor") and hasattr(part, "classifier")):
-        allowed = "one with an extractor and a classifier, because the algorithm computes with the features in between"
-        raise InvalidArgumentError(module, expert or "model", part, allowed)
+    check_split(module, expert or "model", part, "the algorithm computes with the features in between")
     return part.extractor, part.classifier  # pyright: ignore[reportReturnType]
 
 

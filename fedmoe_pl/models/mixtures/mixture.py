@@ -155,12 +155,6 @@ class MixtureOfExperts(LightningModule, ABC):
             reason = f"the task is '{self.task}'{of_loss}"
             raise InvalidArgumentError(self, "mixing", self.mixing, " or ".join(allowed), reason)
 
-    def check_split(self, expert: str, because: str) -> None:
-        """Refuses an expert that has no extractor and classifier."""
-        part = getattr(self, expert)
-        if not (hasattr(part, "extractor") and hasattr(part, "classifier")):
-            raise InvalidArgumentError(self, expert, part, "one with an extractor and a classifier", because)
-
     def check_gate_width(self, width: int) -> None:
         """Refuses a gate that weighs another number of experts than the mixture has."""
         if width != self.gate_width:

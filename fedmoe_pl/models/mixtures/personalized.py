@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import with_article
 from fedmoe_pl.models.copies import check_copies
+from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.architectures import Architectures
@@ -72,7 +73,8 @@ class PersonalizedMoE(MixtureOfExperts):
     def check_parts(self) -> None:
         """Refuses parts that do not fit together."""
         if self.gate.reads_features:
-            self.check_split("global_expert", f"{with_article(type(self.gate).__name__)} reads the features in between")
+            because = f"{with_article(type(self.gate).__name__)} reads the features in between"
+            check_split(self, "global_expert", self.global_expert, because)
         super().check_parts()
 
     def client_architecture(self, client_id: int) -> int:

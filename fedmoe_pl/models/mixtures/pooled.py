@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.copies import check_copies
+from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.gates import EqualWeights, Gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -53,7 +54,7 @@ class PooledMoE(MixtureOfExperts):
         self.num_experts = self.gate_width = num_experts
         self.top_k = top_k
         self.local_expert = local_expert
-        self.check_split("local_expert", "clients share their classifiers")
+        check_split(self, "local_expert", local_expert, "clients share their classifiers")
         classifier: nn.Module = local_expert.classifier  # pyright: ignore[reportAssignmentType]
         check_copies(classifier)
         self.pool = nn.ModuleList(copy_module(classifier) for _ in range(num_experts))
