@@ -66,6 +66,7 @@ def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
     assert page.count("```bash") == 6  # the script's own command, and those above the five tables
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():
     code = """
 import signal, time

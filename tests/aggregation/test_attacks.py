@@ -85,6 +85,7 @@ def accuracies(tmp_path_factory):
     return {name: evaluation.spread("global_test").mean for name, evaluation in it.run.results.items()}
 
 
+@pytest.mark.slow
 def test_fedavg_fails_under_attack_and_robust_aggregations_survive(accuracies):
     usual = accuracies["FedAvg"]
     assert usual > 0.9

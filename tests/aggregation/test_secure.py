@@ -229,6 +229,7 @@ def test_settings_out_of_range_are_refused(argument, value):
         SecureAggregation(**{argument: value})
 
 
+@pytest.mark.slow
 def test_the_algorithms_that_it_takes_are_those_whose_updates_are_averaged(tmp_path):
     """Every method of the package can be audited with it, or is refused because of what its server needs."""
     refused = set()

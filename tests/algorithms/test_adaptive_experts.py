@@ -129,6 +129,7 @@ def test_a_mixture_of_local_experts_that_nobody_trained_is_refused(tmp_path):
         run(phases, clustered(), blobs(), tmp_path)
 
 
+@pytest.mark.slow
 def test_local_may_come_after_the_clusters(tmp_path):
     def finished(path, after):
         phases = all_phases()

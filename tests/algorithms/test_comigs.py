@@ -172,6 +172,7 @@ def test_it_is_the_rewrite_with_two_optimizers_whose_states_last(tmp_path):
         torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_trainers_of_their_own_workers_and_a_resumed_run_have_the_same_bits(tmp_path):
     algorithm = partial(CoMiGS, 5, 3)
     expected = fitted(tmp_path / "one", algorithm(), backend=TrainerBackend())

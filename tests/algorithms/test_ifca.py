@@ -219,6 +219,7 @@ def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
     return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), train=Train(max_epochs=6), **kwargs)
 
 
+@pytest.mark.slow
 def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_the_last_one(tmp_path):
     watch = Watch()
     federation = run([stopping_phase(24, patience=1)], clustered(), validated(), tmp_path, callbacks=[watch])

@@ -66,6 +66,7 @@ def test_runs_of_weights_and_biases_are_named_and_none_is_opened(tmp_path):
     assert wandb.run is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_their_names_before_their_metrics(tmp_path):
     wandb = pytest.importorskip("wandb")

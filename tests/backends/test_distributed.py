@@ -170,6 +170,7 @@ def test_batch_norm_of_shares_and_a_short_batch(team, datamodule):
     assert all(tensor.isfinite().all() for result in results for tensor in result.update.sent.values())
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced_and_a_failure_in_one_is_the_clients(team, datamodule, tmp_path, monkeypatch):
     monkeypatch.setattr(distributed, "_GRACE", 1.0)
     file = tmp_path / "kill"
@@ -248,6 +249,7 @@ def test_a_load_balancing_loss_is_refused(team, datamodule):
         team.plan(local_training(module, FedAvg(), datamodule, strategy=DDPStrategy()))
 
 
+@pytest.mark.slow
 def test_a_client_of_a_deployed_federation_trains_in_two_processes(tmp_path):
     """The others train in one each."""
     phases = lambda: [  # noqa: E731

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
+from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, mostly_slow, phase, run
 from helpers.backends import FEW, UNEQUAL, Keeping, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
 from helpers.models import plain_trainer, trainer
@@ -86,7 +86,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_slow(RUNS, "interleaved"))
 def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, served, name):
     states = []
     for every_batch in (False, True):
@@ -117,7 +117,7 @@ def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_pa
         phases = [phase("it", FedAvg(shared="*.extractor.*"), rounds=2)]
         arguments = {"backend": TrainerBackend(), "seed": 2, "every_batch": every_batch}
         folder = tmp_path / str(every_batch)
-        results.append(run(phases, mixture(LinearGate(5), Keeping(what)), blobs(UNEQUAL), folder, **arguments))
+        results.append(run(phases, mixture(LinearGate(5), Keeping(what)), blobs(), folder, **arguments))
         assert bool(served) != every_batch
         served.clear()
     shared, alone = (each.run.states["it"] for each in results)

@@ -182,6 +182,7 @@ def test_tensors_of_every_type_travel(dtype):
         assert same_bits(received, sent) and received.stride() == sent.stride() and type(received) is type(sent)
 
 
+@pytest.mark.slow
 def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fedmoe"])
     config = str(Path(__file__).parents[2] / "configs/quickstart.yaml")

@@ -325,6 +325,7 @@ def grey(num_classes: int) -> torchvision.models.MobileNetV3:
 """
 
 
+@pytest.mark.slow
 def test_parts_that_functions_of_a_configuration_make_are_made_again(tmp_path, monkeypatch):
     parts = {
         "global_expert": node("factories.grey", num_classes=10),

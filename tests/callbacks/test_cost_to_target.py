@@ -53,6 +53,7 @@ def test_a_target_that_is_met_but_for_rounding_is_reached():
     assert found["rounds"] == 4 + 7
 
 
+@pytest.mark.slow
 def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
     phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
     callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "reweighted_test")]

@@ -221,6 +221,7 @@ def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_whi
     assert session.hparams["channels_last"].bool_value is True
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself
 def test_mlflow_s_file_store_takes_hyperparameters_accuracies_pictures_and_tables(run, monkeypatch):
     pytest.importorskip("mlflow")

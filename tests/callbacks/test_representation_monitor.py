@@ -57,6 +57,7 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
     assert "mixed" in (of_method / "projector_config.pbtxt").read_text()
 
 
+@pytest.mark.slow
 def test_a_phase_with_its_own_model_shows_what_that_model_computes(tmp_path):
     """The federation's model may be another one, and so may that of a phase in which it is such a mixture."""
     phases = [
@@ -102,6 +103,7 @@ def test_what_cannot_be_drawn_is_named_and_does_not_end_the_run(samples, spoil, 
     assert not [*fed.run_dir.rglob("projector*")]
 
 
+@pytest.mark.slow
 def test_local_experts_of_different_architectures_are_shown_together_if_their_sizes_allow(tmp_path):
     """They had names of their own, so that none was shown, and nobody said so."""
 

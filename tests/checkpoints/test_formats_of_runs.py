@@ -66,6 +66,7 @@ def whole(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_every_client_s_model_is_that_of_contiguous_format_up_to_rounding(whole, tmp_path):
     contiguous = federation(tmp_path)
     contiguous.fit(model(channels_last=False), data())

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import blobs
+from helpers import blobs, mostly_slow
 from helpers.runs import Kill, assert_same, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
@@ -66,7 +66,7 @@ def whole(tmp_path_factory) -> Federation:
     return run
 
 
-@pytest.mark.parametrize("cached", [0, 2**20])
+@pytest.mark.parametrize("cached", mostly_slow([0, 2**20], 0))
 def test_a_run_that_keeps_in_files_is_the_run_that_keeps_in_memory(whole, tmp_path, monkeypatch, cached):
     monkeypatch.setattr(client_state, "_CACHED", cached)
     in_files, in_memory = fitted(tmp_path / "files"), fitted(tmp_path / "memory", enable_checkpointing=False)

@@ -45,6 +45,7 @@ COMPLETED = {
 }
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_options_and_values(script):
     """One bash for all, in which Python is not found."""
     commands = [f"PATH={script.parent}", f"source {script}"]

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import yaml
+from helpers import mostly_slow
 from helpers.configurations import (
     CONFIGURATIONS,
     REPOSITORY,
@@ -82,10 +83,10 @@ def data_of(config, size, classes, monkeypatch):
 @pytest.mark.parametrize(
     ("stem", "classes", "size", "for_training", "columns"),
     [
-        ("opt_out_cifar10", 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        pytest.param("opt_out_cifar10", 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0), marks=pytest.mark.slow),
         ("opt_out_fmnist", 10, 72_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
-        ("opt_out_agnews", 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
-        ("adaptive_experts_cifar10", 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0)),
+        pytest.param("opt_out_agnews", 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0), marks=pytest.mark.slow),
+        pytest.param("adaptive_experts_cifar10", 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0), marks=pytest.mark.slow),
     ],
 )
 def test_majority_samples_have_their_share_of_every_clients_training_samples(
@@ -104,7 +105,7 @@ def test_majority_samples_have_their_share_of_every_clients_training_samples(
             assert abs(len(samples) - for_training) <= 4
 
 
-@pytest.mark.parametrize("stem", ["pfedmoe_cifar10", "pfedmoe_practical"])
+@pytest.mark.parametrize("stem", mostly_slow(["pfedmoe_cifar10", "pfedmoe_practical"], "pfedmoe_cifar10"))
 def test_pfedmoe_has_the_papers_numbers_of_clients_of_which_ten_train_in_a_round(stem, monkeypatch):
     config = printed(REPOSITORY / f"configs/{stem}.yaml")
     original = data_of(config, 60_000, 10, monkeypatch)

@@ -102,6 +102,7 @@ def driver_of(server):
 """
 
 
+@pytest.mark.slow
 def test_the_installed_command_forks_its_workers_which_import_modules_in_the_current_folder(own_folder):
     """A worker that was not forked from the command would have its own command line."""
     (own_folder / "my_project/model.py").write_text(MODEL + NOTES_WORKERS)

@@ -128,6 +128,7 @@ def numbers_of(*arguments: str) -> list[tuple[str, float | None]]:
 NUMBERS = [("int", 1), ("int", 2), ("float", 1.0), ("float", 0.5), ("NoneType", None)]
 
 
+@pytest.mark.slow
 def test_one_client_is_not_all_of_them_however_a_configuration_says_it(tmp_path):
     """Files over files, the command line, and the configuration in a run's folder."""
     (tmp_path / "other").mkdir()
@@ -229,8 +230,15 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "phases",
-    [[FEDAVG, OTHER, TUNED, {**OWN, "name": "second model"}, JOINT, MIXED, OWN], [OWN, FEDAVG, TUNED, MIXED], [JOINT]],
-    ids=["added between", "in another order without one", "one alone"],
+    [
+        pytest.param(
+            [FEDAVG, OTHER, TUNED, {**OWN, "name": "second model"}, JOINT, MIXED, OWN],
+            marks=pytest.mark.slow,
+            id="added between",
+        ),
+        pytest.param([OWN, FEDAVG, TUNED, MIXED], id="in another order without one"),
+        pytest.param([JOINT], id="one alone"),
+    ],
 )
 def test_adding_removing_and_reordering_phases_leaves_the_others_their_bits(whole, phases, tmp_path):
     run = fitted(tmp_path, phases)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import blobs
+from helpers import blobs, mostly_slow
 from helpers.deployed import deploy, federation, name_of, of_client, split
 from helpers.methods import METHODS, data
 from helpers.reports import csv_rows
@@ -22,7 +22,7 @@ def evaluated(name):
     return replace(method, phases=lambda: [replace(phase, evaluate=True) for phase in method.phases()])
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=mostly_slow(NAMES, "PFLMoE", "FedProto"))
 def deployed(request, tmp_path_factory):
     """A method, its folder, and the simulation of it."""
     folder, method = tmp_path_factory.mktemp(request.param), evaluated(request.param)

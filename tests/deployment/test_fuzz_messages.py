@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
+from helpers import mostly_slow
 from helpers.deployed import HOSTILE, Passing, deploy, participant, participants
 from helpers.methods import METHODS, data
 from helpers.odd_messages import odd
@@ -15,7 +16,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message, descriptions
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each
 
-SEEDS = [0, 5, 10, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4, 6, 7, 8, 9))]
+SEEDS = mostly_slow(range(11), 0)
 ODD = 100  # messages of each seed
 ANSWERS = {"description", "prepared", "begun", "requested", "given", "update", "kept", "evaluation", "finished"}
 ANSWERS |= {"answers", "leaves", FAILED, UNPREPARED, NOT_BEGUN}

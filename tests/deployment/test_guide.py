@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_its_configuration_and_its_two_hospitals_are_a_federation(folder):
     quiet = ["--config", "run.yaml", "--federation.logger", "false", "--federation.enable_progress_bar", "false"]
     clients = {}

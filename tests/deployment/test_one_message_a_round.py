@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import mostly_slow
 from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants, parts_of, with_hostile
 from helpers.methods import METHODS, data, ledger
 
@@ -45,16 +46,22 @@ def kinds(transport):
     return Counter(message.kind for message in messages[begun + 1 :])
 
 
-ONE_MESSAGE = [(name, None) for name in ("FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD")]
+ONE_MESSAGE = [
+    *((name, None) for name in ("FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD")),
+    *((name, "both") for name in ("FedPer", "IFCA")),
+]
 
 
-@pytest.mark.parametrize(("name", "evaluation_points"), [*ONE_MESSAGE, ("FedPer", "both"), ("IFCA", "both")])
+@pytest.mark.parametrize(
+    ("name", "evaluation_points"), mostly_slow(ONE_MESSAGE, ("FedAvg", None), ("PFedMoE", None), ("FedPer", "both"))
+)
 def test_a_round_is_one_message(name, evaluation_points, tmp_path):
     transport = run(method_of(name, evaluate=Evaluate(after=evaluation_points)), tmp_path)
     last = "evaluate" if evaluation_points is None else SEVERAL
     assert kinds(transport) == Counter(["train", *[SEVERAL] * (ROUNDS - 1), last, "finish"])
 
 
+@pytest.mark.slow
 def test_the_model_goes_to_a_client_once_a_round(tmp_path):
     transport = run(method_of("FedAvg"), tmp_path)
     name = "global_expert.classifier.1.weight"
@@ -100,6 +107,7 @@ def test_what_was_sent_is_counted_whether_a_client_answers_or_not(away, evaluate
     assert deployed.run.states["it"].traffic["bytes_down"] == sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_a_part_gets_its_own_tensors(tmp_path):
     """For an evaluation of Ditto, clients get the server's state; they train with less."""
     transport = run(method_of("Ditto"), tmp_path)
@@ -208,7 +216,11 @@ def test_no_other_message_is_a_part(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "evaluation_points"), [("unprepared", None), ("not begun", None), ("begun", None), ("begun", "both")]
+    ("kind", "evaluation_points"),
+    mostly_slow(
+        [("unprepared", None), ("not begun", None), ("begun", None), ("begun", "both")],
+        ("unprepared", None),
+    ),
 )
 def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, evaluation_points, tmp_path, monkeypatch):
     """It answers just in time, always that it must be prepared."""

@@ -72,6 +72,7 @@ def differ(a, b):
     return any(not torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_noise_follows_from_secrets_that_no_message_and_no_file_of_the_server_has(deployed, tmp_path):
     folder, server, transport = deployed
     simulated = federation(PRIVATE.phases(), tmp_path / "simulated", **OF_TRAINER)
@@ -167,6 +168,7 @@ def test_a_client_that_has_lost_its_secret_or_its_count_of_epsilon_trains_no_mor
         assert answers[1].values["is_configuration"] and re.search(reason, answers[1].values["reason"])
 
 
+@pytest.mark.slow
 def test_a_run_that_a_client_has_only_begun_keeps_it_from_no_other(tmp_path):
     _, transport = run(tmp_path / "elsewhere")
     client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import mostly_slow
 from helpers.deployed import (
     Passing,
     assert_ends_as,
@@ -35,9 +36,7 @@ def simulated(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "kind", ["train", "evaluate", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("begin", "prepare"))]
-)
+@pytest.mark.parametrize("kind", mostly_slow(["train", "evaluate", "begin", "prepare"], "train"))
 def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, simulated, tmp_path):
     restarted = []
 
@@ -52,9 +51,7 @@ def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind,
     assert_ends_as(simulated, deployed, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "messages", [3, 20, 47, pytest.param(12, marks=pytest.mark.slow), pytest.param(33, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("messages", mostly_slow([3, 12, 20, 33, 47], 20))
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulated, tmp_path):
     transport = killed(METHOD, data(), tmp_path, messages, **OF_TRAINER)
     # killed before its first checkpoint, it begins again
@@ -115,6 +112,7 @@ def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp
     assert not np.isnan(deployed.results["MF"].clients[client].reweighted_test)
 
 
+@pytest.mark.slow
 def test_a_client_that_is_away_when_models_are_evaluated_has_no_accuracy(tmp_path):
     def leave(client, message):
         if message.kind == "evaluate" and client == 2:
@@ -139,6 +137,7 @@ def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
         assert kept[client][0][1] == numbers[-1] and len(files) <= 4, files
 
 
+@pytest.mark.slow
 def test_clients_of_another_run_keep_their_files(tmp_path):
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
     first = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
@@ -148,6 +147,7 @@ def test_clients_of_another_run_keep_their_files(tmp_path):
     assert kept_by(tmp_path, first, "MF", 0)
 
 
+@pytest.mark.slow
 def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_path):
     away = {}
 
@@ -165,6 +165,7 @@ def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_
     assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
 
 
+@pytest.mark.slow
 def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model_is_not(tmp_path):
     everybody, phases = participants(METHOD, data(), tmp_path, **OF_TRAINER), []
 
@@ -184,6 +185,7 @@ def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model
     assert notes == [(2, text)]
 
 
+@pytest.mark.slow
 def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_starts_again(tmp_path):
     everybody = participants(METHOD, data(), tmp_path, **OF_TRAINER)
 

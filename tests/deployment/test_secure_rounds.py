@@ -123,6 +123,7 @@ def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
         assert not kinds["unmask"]
 
 
+@pytest.mark.slow
 @needs_opacus
 def test_masks_hide_what_clients_with_noise_of_their_own_would_send_without_them(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(PrivateRounds, "begin", lambda self, training: 1 + self.client)  # in place of their secrets

@@ -35,6 +35,7 @@ def phases(**kwargs):
     ]
 
 
+@pytest.mark.slow
 def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp_path, capsys):
     model, data = mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.3)
     everybody, some = Evaluations(), Evaluations()

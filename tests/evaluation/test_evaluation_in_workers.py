@@ -39,6 +39,7 @@ def evaluated(log) -> list[list[int]]:
     return [entry[1] for entry in log if entry[0] == "_evaluate_groups"]
 
 
+@pytest.mark.slow
 def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(tmp_path):
     backend = TwoListing()
     both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate=Evaluate(after="both"))

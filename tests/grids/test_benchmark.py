@@ -220,6 +220,7 @@ def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
     assert processes._gpu(on_cpu, 0) is None
 
 
+@pytest.mark.slow
 def test_fit_writes_what_a_finished_cell_needs(tmp_path, capsys):
     arguments = write_grid(tmp_path, methods=["FedAvg"])
     cells = make_cells(read_grid(arguments), configured)

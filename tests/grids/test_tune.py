@@ -105,6 +105,7 @@ def killed(space, *more):
         main(command(space, *more))
 
 
+@pytest.mark.slow
 def test_the_best_is_that_of_separate_runs_also_after_a_kill(in_this_process, no_checks, tmp_path, capsys, monkeypatch):
     for rate in RATES[LR]["choices"]:
         main(["fit", "--config", "run.yaml", f"--{LR}={rate}", "--federation.name", f"rate_{rate}"])
@@ -167,6 +168,7 @@ def pretended(monkeypatch, no_checks, tmp_path):
     monkeypatch.setattr(processes, "_command", lambda path, checkpoint: [sys.executable, "fit.py", str(path)])
 
 
+@pytest.mark.slow
 def test_values_are_the_same_after_a_kill(pretended, tmp_path, monkeypatch, capsys):
     space = {LR: {"low": 0.2, "high": 1.0, "log": True}}
     arguments = [space, "--trials", "2", "--sampler.n_startup_trials", "1", "--pruner", "NopPruner"]
@@ -183,6 +185,7 @@ def test_values_are_the_same_after_a_kill(pretended, tmp_path, monkeypatch, caps
     assert "another one, because its space.yaml differs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_bad_trial_is_ended(pretended, tmp_path, monkeypatch, capsys):
     drawn = iter([0.9, 0.1, 0.9])
     monkeypatch.setattr(optuna.samplers.RandomSampler, "sample_independent", lambda *_: next(drawn))

@@ -100,6 +100,7 @@ def test_a_resumed_run_shows_everything_once_at_its_step(hook, n, whole, kill, t
     assert shown(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_shows_everything_once_at_its_step(whole, kill, tmp_path):
     kill("on_evaluation_end", 1, None)
     kill("on_phase_end", 1)

@@ -40,6 +40,7 @@ def runs_of(client, logger):
     return dict(zip(names, below, strict=True))
 
 
+@pytest.mark.slow
 def test_each_method_is_a_run_of_mlflow_with_the_same_names(tmp_path, client):
     logger = of_mlflow(tmp_path, tags={"team": "ours"})
     results = fit(tmp_path, logger)
@@ -61,6 +62,7 @@ def test_each_method_is_a_run_of_mlflow_with_the_same_names(tmp_path, client):
     assert {"table.txt", "partition.txt"} <= {file.path for file in client.list_artifacts(logger.run_id)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_runs_of_mlflow(tmp_path, client):
     logger = of_mlflow(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -94,6 +96,7 @@ def records_of_wandb(path):
             whole = b""
 
 
+@pytest.mark.slow
 def test_each_method_is_a_run_of_weights_and_biases_in_the_same_group(tmp_path):
     wandb = pytest.importorskip("wandb")
     results = fit(tmp_path, WandbLogger(name="mine", project="digits", offline=True, save_dir=tmp_path))

@@ -71,7 +71,10 @@ def trained(data, algorithm, tmp_path, monitor="validation_loss", **kwargs):
     return federation.run.states["FedAvg"].server, federation.results["FedAvg"]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [*(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in ALGORITHMS[:2]), ALGORITHMS[2]],
+)
 def test_images_that_opt_out_change_no_bit_of_what_the_server_has_and_of_the_round_it_selects(algorithm, tmp_path):
     chosen = split_by_choice(image_data(images()), algorithm)
     assert all(len(samples) for samples in chosen.values())

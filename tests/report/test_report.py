@@ -45,6 +45,7 @@ def written(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_but_itself(page):
     parsed, _, folder, text = page
     addresses = [address for address in parsed.addresses if not address.startswith("data:image/png;base64,")]

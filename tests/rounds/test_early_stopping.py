@@ -117,6 +117,7 @@ def whole(tmp_path_factory):
     return run_early_phases(tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(whole, tmp_path):
     assert 5 < whole.run.rows[-2]["round"] < 20, "the federated phase ends early, after the stops of this test"
     with pytest.raises(KeyboardInterrupt):

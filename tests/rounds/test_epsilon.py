@@ -153,6 +153,7 @@ def exact_epsilon(one, other, delta):
     return brentq(excess, 0, 20)
 
 
+@pytest.mark.slow
 def test_epsilon_holds_where_clients_drop_out(tmp_path):
     """Whether one of two clients takes part must not change how often the other one does."""
     rounds, shares = 100, []

@@ -57,6 +57,7 @@ def test_the_weights_of_samples_are_shown_before_and_after_training(curve):
     assert [event.step for event in log.Tensors(tag)] == [0, 5]
 
 
+@pytest.mark.slow
 def test_only_the_training_that_counts_is_logged_by_the_clients(tmp_path):
     trainer = {"accelerator": "cpu", "logger": CSVLogger(tmp_path / "clients"), "callbacks": [LearningRateMonitor()]}
     fitted(tmp_path, phases=personalization(every=2), trainer={**trainer, "log_every_n_steps": 1}, logger=False)
@@ -66,6 +67,7 @@ def test_only_the_training_that_counts_is_logged_by_the_clients(tmp_path):
         assert [row["epoch"] for row in rows if row["train_loss_epoch"]] == [str(epoch) for epoch in range(EPOCHS)]
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_killed_run_goes_on(curve, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, Kill("on_evaluation_end", 7), phases=personalization(every=2))

@@ -106,6 +106,7 @@ def test_clients_pay_for_the_rounds_that_they_are_asked_to_train_in(tmp_path):
     assert sum(steps // per_round[client] for client, ((_, _, steps),) in counted.items()) == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_has_the_same_bits_and_the_same_epsilon(tmp_path):
     def phases():
         return [phase(privacy=private(), rounds=3), tuned(private(None, target_epsilon=9.0))]
@@ -118,6 +119,7 @@ def test_a_run_that_was_killed_has_the_same_bits_and_the_same_epsilon(tmp_path):
     assert (resumed.run_dir / "rounds.csv").read_bytes() == (alone.run_dir / "rounds.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_noise_1000_destroys_what_training_learns(tmp_path):
     accuracy = {}
     for noise in (None, 0.0, 1000.0):
@@ -137,6 +139,7 @@ def test_rounds_without_privacy_before_or_after_private_ones_make_epsilon_infini
         assert run.run.states["it"].sample_epsilon == math.inf
 
 
+@pytest.mark.slow
 def test_a_result_from_a_checkpoint_costs_what_its_run_cost(tmp_path):
     first = fit(tmp_path / "first", [phase(privacy=private())])
     path = str(first.run_dir / "checkpoints/last.ckpt")

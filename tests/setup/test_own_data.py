@@ -65,6 +65,7 @@ def whole(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_workers_and_processes_that_read_samples_change_no_bit(whole, tmp_path):
     run = federation(tmp_path, phases(), backend=TwoInThisProcess())
     run.fit(model(), data(num_workers=1))

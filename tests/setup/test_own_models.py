@@ -52,6 +52,7 @@ def test_methods_with_different_models_give_the_bits_of_federations_of_their_own
     assert both.client_module("gate", 0).local_expert.classifier[1].in_features == 6
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_models_that_it_began_with(tmp_path):
     whole = federation(tmp_path / "whole", phases())
     results = whole.fit(narrow(), data())

@@ -98,6 +98,7 @@ def phases() -> list[Phase]:
     ]
 
 
+@pytest.mark.slow
 def test_a_classifier_is_personalized_and_two_workers_give_the_same_bits(tmp_path) -> None:
     runs = []
     for arguments in ({}, {"backend": TwoInThisProcess()}):
