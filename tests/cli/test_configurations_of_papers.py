@@ -32,9 +32,17 @@ SIMILAR = {
 SLOW = {
     *("adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist", "fedmoe_da_svhn", "opt_out_dirichlet"),
     "pfl_moe_cifar10_vgg16",
+    *("adaptive_experts_cifar10", "opt_out_shares"),
 } | {path.stem for path in PAPERS if path.stem.startswith("pfedmoe")}
 # seconds each; their methods run in the configurations of digits, too
-LONG = {"adaptive_experts_femnist", "fedmoe_da_cifar10", "opt_out_fmnist", "pfedmoe_cifar10", "pfl_moe_fmnist_lenet5"}
+LONG = {
+    "adaptive_experts_femnist",
+    "fedmoe_da_cifar10",
+    "opt_out_agnews",
+    "opt_out_fmnist",
+    "pfedmoe_cifar10",
+    "pfl_moe_fmnist_lenet5",
+}
 
 
 @pytest.mark.parametrize(

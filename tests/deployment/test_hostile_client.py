@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from helpers import mostly_slow
 from helpers.deployed import HOSTILE, tensors, with_hostile, with_values, without
 
 from fedmoe_pl.deployment import Message
@@ -72,9 +73,14 @@ UPDATES = [  # the hostile client has 8 samples
     ("FedKD", tensors(lambda tree: {}), "its update has no global_expert"),
     ("HetLoRA", changed("cut/", lambda factor: factor[:1, :1]), "its update has a cut/global_expert.* of shape"),
 ]
+OF_FEDAVG = [update for update in UPDATES if update[0] == "FedAvg"]
 
 
-@pytest.mark.parametrize(("name", "change", "reason"), UPDATES, ids=lambda value: value if type(value) is str else "")
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    mostly_slow(UPDATES, *OF_FEDAVG),
+    ids=lambda value: value if type(value) is str else "",
+)
 def test_an_update_that_the_client_cannot_have_made(name, change, reason, tmp_path):
     with pytest.warns(UserWarning) as warned:
         with_hostile(name, tmp_path, "train", change, clients_per_round=1.0, rounds=1, evaluate=False)

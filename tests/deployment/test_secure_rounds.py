@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers import mostly_slow
 from helpers.deployed import (
     Changing,
     Passing,
@@ -94,7 +95,7 @@ def expected_after(trained, clients):
     return start + mean.reshape(start.shape)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", mostly_slow(STEPS, STEPS[-1]))
 def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tmp_path, trained):
     transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {2})
     if step != "unmask":
@@ -110,7 +111,7 @@ def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tm
     assert [*transport.unmasked] == [client for client in CLIENTS if client != 2]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", mostly_slow(STEPS, STEPS[-1]))
 def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
     transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {1, 2})
     with pytest.warns(UserWarning) as warned, pytest.raises(ClientError) as error:
@@ -141,6 +142,7 @@ def test_masks_hide_what_clients_with_noise_of_their_own_would_send_without_them
 
 
 @needs_opacus
+@pytest.mark.slow
 def test_with_the_run_s_seed_for_its_noise_a_deployment_has_the_bits_of_a_simulation(tmp_path, monkeypatch):
     monkeypatch.setattr(PrivateRounds, "begin", lambda self, training: None)
     private = method(sample_privacy=PRIVATE, rounds=2)
@@ -153,7 +155,7 @@ def test_with_the_run_s_seed_for_its_noise_a_deployment_has_the_bits_of_a_simula
 
 
 @needs_opacus
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", mostly_slow(STEPS, STEPS[-1]))
 def test_a_client_that_drops_out_after_its_training_has_spent_epsilon(step, tmp_path):
     """The server counts it in any case, because it cannot know whether the client has trained."""
     private = method(sample_privacy=PRIVATE)

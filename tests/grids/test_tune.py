@@ -224,6 +224,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_refused_in_a_sentence_before_any_trial(capsys, tmp_path):
     for space, more, sentence in REFUSED:
         assert search(space, *more) == 2, sentence

@@ -81,6 +81,7 @@ def test_epsilon_is_that_of_opacus_over_rounds_and_phases(tmp_path, caplog):
     assert "Phase 'PFL-FT': all that it trains (local_expert: private) has" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_target_gives_each_client_the_noise_that_reaches_it_with_the_phases_before(tmp_path):
     run = fit(tmp_path, [phase(privacy=private(None, target_epsilon=2.0)), tuned(private(None, target_epsilon=5.0))])
     it, later = (run.run.states[name] for name in ("it", "PFL-FT"))
