@@ -87,7 +87,8 @@ def export_clients(
     ``classes``, their names in the order of the scores, ``mean`` and ``std``, by which images in [0, 1] were
     normalized, and ``image_size``, to which the shorter side was resized (bilinear, with antialiasing) before the
     square centre was cut out; what the data do not know is left out. Of time series, ``mean`` and ``std`` are those of
-    the client's variables.
+    the client's variables. ``vocabulary`` are the words of texts in the order of their ids, as the data module numbers
+    them (of ``AGNews``, from 2).
 
     Args:
         run: a run from a checkpoint.
@@ -150,6 +151,7 @@ def _about(datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
         mean, std = of_clients[datamodule.client_names[client]]
     size = getattr(datamodule, "image_size", None)
     known = {"classes": datamodule.classes, "mean": mean, "std": std, "image_size": size}
+    known["vocabulary"] = datamodule.vocabulary
     return {name: value for name, value in known.items() if value is not None}
 
 

@@ -21,9 +21,9 @@ from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
 from fedmoe_pl.algorithms import Local, PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
-from fedmoe_pl.data import ClientFolders, SyntheticTimeSeries
+from fedmoe_pl.data import IID, AGNews, ClientFolders, SyntheticTimeSeries
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
-from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights, SmallMLP
+from fedmoe_pl.models import BiLSTM, LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,20 @@ def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
     torch.export.load(path, extra_files=about)
     mean, std = [*series.scales.values()][1]
     assert json.loads(about[export.ABOUT]) == {"mean": mean.tolist(), "std": std.tolist()}
+
+
+def test_a_file_has_the_vocabulary_of_its_texts(tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / f"{part}.csv").write_text(
+            "\n".join(f"{i % 4 + 1},,{'sea sand sun wind'.split()[i % 4]}" for i in range(8))
+        )
+    texts = AGNews(str(tmp_path), vocabulary_size=3, length=2, num_clients=1, partitioner=IID())
+    mixture = PersonalizedMoE(BiLSTM(vocabulary_size=5, embedding_dim=3, hidden=2), optimizer=SGD)
+    finished = run([Phase("A", Local(), gate=LocalOnly())], mixture, texts, tmp_path, enable_checkpointing=True)
+    about = {export.ABOUT: ""}
+    finished.export(mixture, texts, method="A", format="torch_export", output=str(tmp_path / "model"))
+    torch.export.load(tmp_path / "model", extra_files=about)
+    assert json.loads(about[export.ABOUT])["vocabulary"] == ["sand", "sea", "sun"]
 
 
 def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
