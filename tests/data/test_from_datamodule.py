@@ -42,6 +42,37 @@ def test_what_setup_draws_depends_on_the_partition_seed_alone():
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+class Redrawn(LightningDataModule):
+    """Splits its samples again in each setup, whatever the stage, by a generator of its own."""
+
+    def __init__(self, sizes=(15, 15)):
+        super().__init__()
+        self.generator, self.sizes = torch.Generator().manual_seed(0), iter(sizes)
+
+    def setup(self, stage):
+        number = next(self.sizes)
+        self.training, self.testing = random_split(Noisy(22), [number, 22 - number], self.generator)
+
+    def train_dataloader(self):
+        return DataLoader(self.training)
+
+    def test_dataloader(self):
+        return DataLoader(self.testing)
+
+
+def test_training_and_test_samples_are_of_the_same_split():
+    data = set_up(FromDataModule(Redrawn(), eval_dataset="training", num_clients=2))
+    assert data.reader is not None
+    of_data = data.reader.data
+    assert of_data.test_dataset is not None and of_data.eval_dataset is of_data.train_dataset
+    assert sorted([*of_data.train_dataset.indices, *of_data.test_dataset.indices]) == [*range(22)]
+
+
+def test_a_setup_that_changes_the_number_of_training_samples_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"after setup\('fit'\), because it has 16 in place of 15\."):
+        FromDataModule(Redrawn((15, 16)), num_clients=2).setup()
+
+
 def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():
     begun = multiprocessing.Queue()
 

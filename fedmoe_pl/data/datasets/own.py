@@ -150,6 +150,11 @@ class FromDataModule(FederatedDataModule):
         if self._overrides("test_dataloader"):
             with seeded(self.partition_seed):
                 self.datamodule.setup("test")
+            number, train = len(cast(Sized, train.dataset)), self._loader("train_dataloader")  # of the same split
+            if len(cast(Sized, train.dataset)) != number:
+                allowed = "one whose train_dataloader has as many samples after setup('test') as after setup('fit')"
+                reason = f"it has {len(cast(Sized, train.dataset))} in place of {number}"
+                raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
         given = [name for name in ("test_dataloader", "val_dataloader") if self._overrides(name)]
         test = self._loader(given[0]) if given else None
         with seeded(self.partition_seed):  # a sampler may draw at random
