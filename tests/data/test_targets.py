@@ -1,9 +1,11 @@
 """Where the classes and groups of samples are found."""
 
+import pytest
 import torch
 from helpers.data import set_up
 from torch.utils.data import Dataset, Subset
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.data.targets import Samples, classes_of, values_of
 
@@ -44,6 +46,16 @@ def test_targets_are_those_after_their_transform_and_groups_have_none():
     for dataset in (Transformed(), Subset(Transformed(), range(4))):
         data = set_up(FromDatasets(dataset, Transformed(), groups="user"))
         assert data.y.tolist() == 2 * [3, 2, 1, 0] and data.num_clients == 2
+
+
+@pytest.mark.parametrize("missing", [float("nan"), None])
+@pytest.mark.parametrize("group", ["a", 1])
+def test_a_sample_without_a_group_is_named(missing, group):
+    dataset = Transformed()
+    dataset.user = [group, missing, group, missing]
+    because = rf"because sample 1 of train_dataset has {missing}, which would be a client\."
+    with pytest.raises(InvalidArgumentError, match=because):
+        FromDatasets(dataset, Transformed(), groups="user").setup()
 
 
 def test_true_and_false_are_classes():

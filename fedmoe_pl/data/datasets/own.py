@@ -6,6 +6,7 @@ from collections.abc import Callable, Sized
 from itertools import chain, islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
@@ -29,6 +30,7 @@ from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_MISSING = ("nan", "None", "<NA>", "NaT")  # as texts, because NumPy makes them of nan among names
 
 
 class FromDatasets(FederatedDataModule):
@@ -230,6 +232,10 @@ def _with_values(
         part: Samples(owner, dataset, (targets, groups)) for part, dataset in datasets.items() if dataset is not None
     }
     ids = {} if groups is None else {part: values_of(its, "groups", groups) for part, its in samples.items()}
+    for part, of_samples in ids.items():
+        if len(missing := np.flatnonzero(np.isin(of_samples.astype(str), _MISSING))):
+            reason = f"sample {missing[0]} of {part}_dataset has {of_samples[missing[0]]}, which would be a client"
+            raise InvalidArgumentError(owner, "groups", groups, "a group of each sample", reason)
     data.client_train, data.client_test = ids.get("train"), ids.get("test")
     if targets is None and (arrays := _arrays(data)) is not None:
         return arrays
