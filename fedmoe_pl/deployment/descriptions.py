@@ -130,7 +130,9 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: Any) -> F
             f"{name}: rotations is {datamodule.rotations}, but must be left out where a client has its own data."
         )
     datamodule.partitioner = AllToOne(client)
-    takes_classes = "classes" in inspect.signature(type(datamodule)).parameters and datamodule.classes is None
+    # also where a subclass passes it on as one of **kwargs
+    parameters = {name for kind in type(datamodule).__mro__ for name in inspect.signature(kind.__init__).parameters}
+    takes_classes = "classes" in parameters and datamodule.classes is None
     set_up(datamodule, federation.phases, federation.seed)
     numbers_classes = takes_classes and datamodule.classes is not None
     if datamodule.has_learned or numbers_classes:

@@ -1,10 +1,12 @@
 """A user's own images in folders."""
 
 import numpy as np
+import pytest
 import torch
 from helpers.data import pixels, set_up
 from PIL import Image
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import ImageFolder
 
 
@@ -23,3 +25,18 @@ def test_image_folders_are_read_and_test_classes_go_by_name(tmp_path):
     eel = torch.from_numpy(np.array(Image.open(tmp_path / "test" / "eel" / "2.png"))).permute(2, 0, 1)
     torch.testing.assert_close(data.x[3], eel.float() / 255)
     assert set_up(ImageFolder(**folders, image_size=3)).x.shape == (4, 3, 3, 3)
+
+
+@pytest.mark.parametrize("as_argument", [True, False])
+def test_classes_are_numbered_in_a_given_order(tmp_path, as_argument):
+    for part in ("train", "test"):
+        write_images(tmp_path / part, {"dog/1.png": (2, 2)})
+    data, classes = ImageFolder(str(tmp_path / "train"), str(tmp_path / "test"), num_clients=1), ["cat", "dog"]
+    if as_argument:
+        data = ImageFolder(data.train_dir, data.test_dir, classes=classes, num_clients=1)
+    else:  # as for new clients of a federation
+        data.classes = classes
+    assert set_up(data).y.tolist() == [1, 1] and data.num_classes == 2 and data.classes == classes
+    write_images(tmp_path / "test", {"eel/1.png": (2, 2)})
+    with pytest.raises(InvalidArgumentError, match=r"the names of all classes, because '.*/test' has the class 'eel'"):
+        ImageFolder(data.train_dir, data.test_dir, num_clients=1).setup()

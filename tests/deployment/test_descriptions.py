@@ -225,11 +225,19 @@ def test_data_with_other_shapes_are_refused_together(tmp_path):
         deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
 
 
+class OwnTable(CsvFile):
+    """Passes what it does not know on."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
+@pytest.mark.parametrize("made", [CsvFile, OwnTable])
 @pytest.mark.parametrize("classes", [None, ["no", "yes"]])
-def test_classes_that_a_client_would_number_alone_are_refused(classes, tmp_path):
+def test_classes_that_a_client_would_number_alone_are_refused(classes, made, tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,no\n3,yes\n4,no\n")
-    table = CsvFile(str(tmp_path), "y", classes=classes, test_fraction=0.5)
-    refused = pytest.raises(MisconfigurationException, match="CsvFile: classes must be given in a deployed federation")
+    table = made(path=str(tmp_path), target="y", classes=classes, test_fraction=0.5)
+    refused = pytest.raises(MisconfigurationException, match="classes must be given in a deployed federation")
     with refused if classes is None else nullcontext():
         own_data(table, 0, federation(METHOD.phases(), tmp_path))
 

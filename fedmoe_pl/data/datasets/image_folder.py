@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.class_names import numbered_classes
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import VisibleImages, read_images
 
@@ -15,15 +14,17 @@ class ImageFolder(FederatedDataModule):
     """A user's own images, one folder per class, such as ``train/cat/1.png`` and ``test/cat/2.png``.
 
     Images are read as RGB, with 8 bits per channel, also from folders in those of classes; hidden files are left out.
-    Classes are numbered by the sorted names of the folders in ``train_dir``.
+    Classes are numbered in the order of ``classes`` or, without it, by the sorted names of the folders in ``train_dir``.
 
     Args:
         train_dir: folder of the training images.
-        test_dir: folder of the images of the global test set; its classes must be among those of ``train_dir``.
+        test_dir: folder of the images of the global test set, of the same classes.
         image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
             None for images that all have the same size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel; None to compute it.
+        classes: names of all classes, in the order of their numbers; others are refused. None for those in
+            ``train_dir``. Needed in a deployed federation, where no client sees the folders of the others.
         **kwargs: arguments of ``FederatedDataModule``.
     """
 
@@ -34,6 +35,7 @@ class ImageFolder(FederatedDataModule):
         image_size: int | None = None,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
+        classes: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -42,20 +44,24 @@ class ImageFolder(FederatedDataModule):
         self.image_size = image_size
         self.mean = mean
         self.std = std
+        self.classes = classes
 
     def load(self) -> Arrays:
         """Reads all images."""
         train = VisibleImages(self, "train_dir", self.train_dir)
         test = VisibleImages(self, "test_dir", self.test_dir)
-        self.classes = train.classes
+        self.classes = self.classes or train.classes
         self.files = [path for path, _ in (*train.samples, *test.samples)]
-        # by name, because a test folder without some of the classes numbers the others differently
-        y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
+        # by name, because a folder without some of the classes numbers the others differently
+        y, y_test = (
+            numbered_classes(self, [part.classes[target] for target in part.targets], [f"'{part.root}'"] * len(part))
+            for part in (train, test)
+        )
         return Arrays(
             read_images(self, [path for path, _ in train.samples], self.image_size),
-            torch.tensor(train.targets),
+            y,
             read_images(self, [path for path, _ in test.samples], self.image_size),
-            torch.tensor(y_test),
+            y_test,
             mean=self.mean,
             std=self.std,
         )
