@@ -27,6 +27,22 @@ def test_image_folders_are_read_and_test_classes_go_by_name(tmp_path):
     assert set_up(ImageFolder(**folders, image_size=3)).x.shape == (4, 3, 3, 3)
 
 
+@pytest.mark.parametrize(
+    ("exif", "is_turned"),
+    [(b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0" + 4 * b"\0", True), (b"Exif\0\0none", False)],
+)
+def test_photographs_are_turned_as_their_exif_data_say(tmp_path, exif, is_turned):
+    image = pixels(2, 3, 3)
+    for part in ("train", "test"):
+        (tmp_path / part / "cat").mkdir(parents=True)
+        Image.fromarray(image).save(tmp_path / part / "cat/1.png", exif=exif)
+    data = set_up(
+        ImageFolder(str(tmp_path / "train"), str(tmp_path / "test"), num_clients=1, mean=(0.0,) * 3, std=(1.0,) * 3)
+    )
+    upright = np.rot90(image, -1) if is_turned else image  # 6 means: turn it clockwise
+    torch.testing.assert_close(data.x[0], torch.from_numpy(upright.copy()).permute(2, 0, 1).float() / 255)
+
+
 @pytest.mark.parametrize("as_argument", [True, False])
 def test_classes_are_numbered_in_a_given_order(tmp_path, as_argument):
     for part in ("train", "test"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import is_image_file
@@ -65,7 +66,7 @@ def _is_visible(name: str) -> bool:
 
 
 def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> Tensor:
-    """Images from files as RGB, uint8, shape (n, 3, height, width), resized as by :func:`resize`.
+    """Images from files as RGB, uint8, shape (n, 3, height, width), turned as EXIF says, resized as by :func:`resize`.
 
     Raises:
         MisconfigurationException: if a file cannot be read, or is a grey image of more than 8 bits, of which Pillow
@@ -75,6 +76,8 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
     for path in paths:
         try:
             with Image.open(path) as opened:
+                with suppress(SyntaxError):  # EXIF data that are none, of an image that is one
+                    ImageOps.exif_transpose(opened, in_place=True)  # phones store how they were held
                 mode, image = opened.mode, functional.pil_to_tensor(opened.convert("RGB"))
         except (OSError, Image.DecompressionBombError) as error:
             reason = getattr(error, "strerror", str(error)) or "its content is not that of an image"
