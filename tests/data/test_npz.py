@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers.data import pixels, set_up
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import NpzFile
 
 rng = np.random.default_rng(0)
@@ -49,6 +50,45 @@ def test_npz_targets_of_a_regression_or_masks_pass_through(tmp_path):
         data = set_up(NpzFile(path=str(tmp_path / "own.npz"), num_clients=2))
         assert data.num_classes == 0 and data.y.dtype == dtype
         torch.testing.assert_close(data.y, torch.from_numpy(y).to(dtype))
+
+
+IMAGES = {"x": pixels(2, 4, 5, 3), "y": np.arange(2)}
+
+
+def write_clients(folder, **of_clients):
+    for client, own in of_clients.items():
+        arrays = IMAGES | own
+        np.savez(
+            folder / f"{client}.npz", **{f"{name}_{part}": arrays[name] for name in "xy" for part in ("train", "test")}
+        )
+
+
+@pytest.mark.parametrize(
+    ("own", "argument", "because"),
+    [
+        ({"x": np.ones((2, 4, 5, 3))}, "x_train", r"'b\.npz' has torch\.float32 of .*, and 'a\.npz' torch\.uint8 of"),
+        ({"x": pixels(2, 6, 5, 3)}, "x_train", r"'b\.npz' has .* \(2, 3, 6, 5\), and 'a\.npz' .* \(2, 3, 4, 5\)"),
+        ({"y": np.ones(2)}, "y_train", r"'b\.npz' has torch\.float32"),
+        ({"y": np.arange(1)}, "y_train", r"'b\.npz' has torch\.int64 of shape \(1,\) for x_train"),
+        ({"x": IMAGES["x"][:0], "y": IMAGES["y"][:0]}, "path", r"'b\.npz' has none; delete it"),
+    ],
+)
+def test_files_of_clients_that_do_not_fit_together_are_refused(own, argument, because, tmp_path):
+    write_clients(tmp_path, a={}, b=own, c={"y": np.arange(3), "x": pixels(3, 4, 5, 3)})
+    with pytest.raises(InvalidArgumentError, match=because) as error:
+        NpzFile(str(tmp_path)).setup()
+    assert error.value.argument == argument
+
+
+def test_files_of_clients_may_have_images_of_several_layouts_and_sizes(tmp_path):
+    write_clients(tmp_path, a={}, b={"x": pixels(2, 3, 6, 7)})
+    assert set_up(NpzFile(str(tmp_path), image_size=4)).x.shape == (8, 3, 4, 4)
+
+
+def test_an_array_that_a_file_lacks_is_named(tmp_path):
+    np.savez(tmp_path / "own.npz", x_train=np.ones(2), y_train=np.ones(2), y_test=np.ones(2))
+    with pytest.raises(InvalidArgumentError, match=r"path is .*own\.npz' has no x_test"):
+        NpzFile(str(tmp_path / "own.npz")).setup()
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int64, np.uint32])

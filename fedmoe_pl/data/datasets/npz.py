@@ -31,7 +31,8 @@ class NpzFile(FederatedDataModule):
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.npz``.
-        image_size: height and width that images are resized to; None to keep their size.
+        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
+            None to keep their size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
@@ -53,27 +54,46 @@ class NpzFile(FederatedDataModule):
 
     def load(self) -> Arrays:
         """Reads the file or files."""
-        arrays = self._read_files() if Path(self.path).is_dir() else _read(Path(self.path))
-        return Arrays(
-            y_train=self._to_targets("y_train", arrays["y_train"]),
-            y_test=self._to_targets("y_test", arrays["y_test"]),
-            x_train=resize(self, self._to_samples("x_train", arrays["x_train"]), self.image_size),
-            x_test=resize(self, self._to_samples("x_test", arrays["x_test"]), self.image_size),
-            client_train=arrays.get("client_train"),
-            client_test=arrays.get("client_test"),
-            mean=self.mean,
-            std=self.std,
-        )
+        path = Path(self.path)
+        return Arrays(**(self._read_files(path) if path.is_dir() else self._read(path)), mean=self.mean, std=self.std)
 
-    def _read_files(self) -> dict[str, np.ndarray]:
+    def _read_files(self, folder: Path) -> dict[str, Any]:
         """The arrays of all files of a folder, one after another, with the names of the files as ids."""
-        of_clients = {path.stem: _read(path) for path in files_of_clients(Path(self.path), ".npz")}
+        of_clients = {path.stem: self._read(path) for path in files_of_clients(folder, ".npz")}
         if not of_clients:
             raise InvalidArgumentError(self, "path", self.path, "an .npz file, or a folder with one for each client")
-        arrays = {name: np.concatenate([each[name] for each in of_clients.values()]) for name in _NEEDED}
+        first = next(iter(of_clients))
+        for client, arrays in of_clients.items():
+            for name in _NEEDED:
+                own, like = arrays[name], of_clients[first][name]
+                if own.dtype != like.dtype or own.shape[1:] != like.shape[1:]:
+                    because = f"'{client}.npz' has {_words(own)}, and '{first}.npz' {_words(like)}"
+                    raise InvalidArgumentError(self, name, self.path, "alike in all files", because)
+            for part in ("train", "test"):
+                x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+                if x.shape[:1] != y.shape[:1]:
+                    because = f"'{client}.npz' has {_words(y)} for x_{part}, {_words(x)}"
+                    raise InvalidArgumentError(self, f"y_{part}", self.path, "a target for each sample", because)
+            if not len(arrays["y_train"]):
+                because = f"'{client}.npz' has none; delete it if this client takes no part"
+                raise InvalidArgumentError(self, "path", self.path, "a folder of files with training samples", because)
+        joined: dict[str, Any] = {name: torch.cat([arrays[name] for arrays in of_clients.values()]) for name in _NEEDED}
         for part in ("train", "test"):
-            sizes = [len(each[f"y_{part}"]) for each in of_clients.values()]
-            arrays[f"client_{part}"] = np.repeat([*of_clients], sizes)
+            sizes = [len(arrays[f"y_{part}"]) for arrays in of_clients.values()]
+            joined[f"client_{part}"] = np.repeat([*of_clients], sizes)
+        return joined
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """The arrays of a file: samples and targets as tensors, ids as they are."""
+        with np.load(path) as file:
+            if missing := [name for name in _NEEDED if name not in file]:
+                allowed, because = f"a file with {', '.join(_NEEDED)}", f"'{path}' has no {missing[0]}"
+                raise InvalidArgumentError(self, "path", self.path, allowed, because)
+            arrays: dict[str, Any] = {name: file[name] for name in (*_NEEDED, *_OPTIONAL) if name in file}
+        for part in ("train", "test"):
+            x, y = f"x_{part}", f"y_{part}"
+            arrays[y] = self._to_targets(y, arrays[y])
+            arrays[x] = resize(self, self._to_samples(x, arrays[x]), self.image_size)
         return arrays
 
     def _to_targets(self, name: str, array: np.ndarray) -> Tensor:
@@ -96,6 +116,5 @@ class NpzFile(FederatedDataModule):
         raise InvalidArgumentError(self, name, f"{array.dtype} of shape {array.shape}", allowed)
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as file:
-        return {key: file[key] for key in (*_NEEDED, *_OPTIONAL) if key in _NEEDED or key in file}
+def _words(values: Tensor) -> str:
+    return f"{values.dtype} of shape {tuple(values.shape)}"

@@ -22,7 +22,8 @@ class TorchvisionDataModule(FederatedDataModule):
     Args:
         root: folder with the files; missing ones are downloaded into it.
         download: whether ``prepare_data`` downloads missing files.
-        image_size: height and width that the images are resized to when they are read; None to keep their size.
+        image_size: length to which the shorter side of every image is resized when it is read, before its square
+            centre is cut out; None to keep their size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
