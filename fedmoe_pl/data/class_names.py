@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from unicodedata import normalize
 
 import torch
@@ -30,7 +31,14 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     for name, client in zip(names, clients, strict=True):
         holders.setdefault(name, {})[client] = None
     if owner.classes is None:
-        owner.classes = sorted(holders, key=int if are_integers(holders) else None)
+        is_number = are_integers(holders)
+        found = sorted(holders, key=int if is_number else None)
+        for name, other in pairwise(found if is_number else ()):
+            if int(name) == int(other):
+                allowed = "given where one number is written in several ways"
+                because = f"{next(iter(holders[name]))} has '{name}' and {next(iter(holders[other]))} '{other}'"
+                raise InvalidArgumentError(owner, "classes", None, allowed, because)
+        owner.classes = found
         _warn_of_misspelt(owner, holders)
     classes = _composed(owner.classes)
     if unknown := sorted({*holders} - {*classes}):

@@ -2,6 +2,7 @@
 
 import csv
 import unicodedata
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,28 @@ def test_columns_have_one_order_and_files_of_clients_may_be_hidden_or_in_capital
         CsvFile(str(tmp_path), "y", test_fraction=0.5).setup()
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes", "num_classes", "refusal"),
+    [
+        ("0 1 1.0 0", None, 0, r"target is 'y', .* because line 4 of '.*' has '1\.0' among integers"),
+        ("2 1.0 1.5 0", None, 0, None),
+        ("0.0 1.0 1.0 0.0", None, 0, None),
+        ("0.0 1.0 1.0 0.0", ["0.0", "1.0"], 2, None),
+        ("0 1 1.0 0", ["0", "1"], 0, r"because a has the class '1\.0'"),
+        ("01 0 1 0", None, 0, r"classes is None, .* because a has '01' and a '1'"),
+        ("01 0 1 0", ["0", "1", "01"], 3, None),
+        ("01 02 02 01", None, 2, None),
+    ],
+)
+def test_targets_are_classes_or_values_beyond_doubt(tmp_path, labels, classes, num_classes, refusal):
+    write_table(tmp_path / "table.csv", [["site", "x", "y"], *(["a", 1, label] for label in labels.split())])
+    data = CsvFile(str(tmp_path / "table.csv"), "y", "site", classes=classes, test_fraction=0.5)
+    for _ in range(2):
+        with nullcontext() if refusal is None else pytest.raises(InvalidArgumentError, match=refusal):
+            data.setup()
+    assert refusal is not None or data.num_classes == num_classes
+
+
 def test_images_of_a_table_are_read(tmp_path):
     write_image(tmp_path / "images/1.png", 51)
     write_table(tmp_path / "table.csv", [["site", "file", "outcome"], *[["a", "images/1.png", "bad"]] * 2])
@@ -244,6 +267,7 @@ def test_images_of_a_table_are_read(tmp_path):
     data = CsvFile(str(tmp_path / "table.csv"), "outcome", "site", images="file", test_fraction=0.5, **look)
     data.setup()
     torch.testing.assert_close(data.x, torch.full((2, 3, 4, 4), 0.2))
+    assert data.files == 2 * [str(tmp_path / "images/1.png")]
 
 
 def test_an_image_too_large_to_be_safe_is_refused(folders, monkeypatch):

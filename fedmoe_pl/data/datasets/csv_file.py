@@ -24,9 +24,9 @@ class CsvFile(FederatedDataModule):
     """A user's own table, in one CSV file with a column of clients, or in a file for each client.
 
     The other columns are numbers, which are not changed, or one of them has the files of images. The inputs of a sample
-    are these numbers in the sorted order of the columns' names. Targets that are all numbers with a decimal point are
-    values, as those of a regression; others are the names of classes, which are numbered in sorted order, integers by
-    their size.
+    are these numbers in the sorted order of the columns' names. Targets that are all numbers, and not all of them
+    integers, are values, as those of a regression, unless ``classes`` is given; others are the names of classes, which
+    are numbered in sorted order, integers by their size.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.csv``.
@@ -74,18 +74,30 @@ class CsvFile(FederatedDataModule):
         if self.test_path is not None:
             rows += self._rows("test_path", self.test_path)
         clients, targets = [row.client for row in rows], [row.cell(self, self.target) for row in rows]
-        x, y = self._inputs(rows), _values(targets)
-        if y is None:
+        x, y = self._inputs(rows), None if self.classes else _values(targets)
+        if y is not None:
+            self._check_values(rows, targets, y)
+        else:
             y = numbered_classes(self, targets, clients)
         ids = np.array(clients)
         return Arrays(
             *(x[:number], y[:number], x[number:], y[number:], ids[:number], ids[number:]), mean=self.mean, std=self.std
         )
 
+    def _check_values(self, rows: Sequence[_Row], targets: Sequence[str], y: Tensor) -> None:
+        """Refuses integers of which some have a decimal point: nobody knows whether they are classes or values."""
+        with_point = [row for row, text in zip(rows, targets, strict=True) if not are_integers([text])]
+        if len(with_point) < len(rows) and torch.equal(y, y.round()):
+            first, text = with_point[0], with_point[0].cell(self, self.target)
+            allowed = "a column of classes, without a decimal point, or of values, all of them with one"
+            because = f"line {first.line} of '{first.path}' has '{text}' among integers"
+            raise InvalidArgumentError(self, "target", self.target, allowed, because)
+
     def _inputs(self, rows: Sequence[_Row]) -> Tensor:
         """Images, uint8, or the numbers of all other columns, float32, shape (n, columns)."""
         if self.images is not None:
             paths = [str(row.path.parent / row.cell(self, self.images)) for row in rows]
+            self.files = paths
             return read_images(self, paths, self.image_size)
         # sorted, because clients' files may have them in different orders, also on other machines
         columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client))
