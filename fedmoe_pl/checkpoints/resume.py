@@ -53,7 +53,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
             f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
     for name, now in identity.items():
-        if content[name] != now:
+        if content.get(name, now) != now:
             config = path.parent.parent / "config.yaml"
             advice = f"take the configuration of that run, '{config}', or " if config.is_file() else ""
             raise MisconfigurationException(
@@ -71,7 +71,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
 
 def _difference(name: str, before: Any, now: Any) -> str:
     """How the data or the seed of two runs differ, such as ``other clients (now with hospital_I)``."""
-    if name not in ("client_names", "classes"):
+    if name not in ("client_names", "classes", "columns"):
         values = f" ({before}, now {now})" if name in ("seed", "partition") else ""
         return f"another {name}{values}"
     what, before, now = "clients" if name == "client_names" else name, before or [], now or []
@@ -127,6 +127,7 @@ def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
     names = [*datamodule.client_names] if datamodule.client_names.given else None
     read = {"client_names": names, "classes": datamodule.classes}
     read |= {"normalization": normalization, "vocabulary": datamodule.vocabulary}
+    read |= {} if datamodule.columns is None else {"columns": datamodule.columns}
     return {"seed": seed, **read, "partition": fingerprint(datamodule)}
 
 

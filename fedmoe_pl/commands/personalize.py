@@ -44,6 +44,9 @@ def set_up_new_clients(
     if content["classes"] not in (None, datamodule.classes):
         allowed = f"left out or those of the federation, {content['classes']}"
         raise InvalidArgumentError(datamodule, "classes", datamodule.classes, allowed)
+    if content.get("columns", datamodule.columns) != datamodule.columns:
+        allowed = f"those of the federation, {content['columns']}"
+        raise InvalidArgumentError(datamodule, "columns", datamodule.columns, allowed)
     for name, what in (("normalization", "normalizes images"), ("vocabulary", "numbers words")):
         if content[name] != identity[name]:
             allowed = f"that of a federation that {what} as the new clients' data do"

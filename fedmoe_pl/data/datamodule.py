@@ -80,6 +80,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             another federation's.
         classes: names of the classes in the order of their labels; None if the data have labels only. Set it before
             ``setup`` to use another federation's.
+        columns: names of a sample's numbers, in their order; None if they have none.
         files: the file of each sample in ``x``; None if samples have none of their own.
         learn_from: the training samples that normalization and vocabulary are computed from, shape (n,); None for all.
             A federation with data that opt out sets it between ``deal`` and ``setup``.
@@ -150,6 +151,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.normalization: tuple[list[float], list[float]] | None = None
         self.vocabulary: list[str] | None = None
         self.classes: list[str] | None = None
+        self.columns: list[str] | None = None
         self.files: list[str] | None = None
         self.learn_from: Tensor | None = None
         self.has_learned = self.is_set_up = False

@@ -29,7 +29,7 @@ Description = dict[str, Any]
 _FILE = "descriptions.json"
 _SECONDS_BETWEEN_LOOKS = 2.0
 _BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
-_COMMON = ("shape", "dtype", "target_shape", "target_dtype", "normalization")
+_COMMON = ("columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
 _OWN = ("sizes", "global_test", "num_classes")
 
 
@@ -69,8 +69,8 @@ def wait_for(
     for client, description in sorted(descriptions.items()):
         if key := _first_difference(descriptions[0], description, _COMMON):
             raise MisconfigurationException(
-                f"client {client}: the {key.replace('_', ' ')} of its samples is {description[key]}, but must be "
-                f"{descriptions[0][key]}, as client 0's."
+                f"client {client}: the {key.replace('_', ' ')} of its samples {'are' if key == 'columns' else 'is'} "
+                f"{description.get(key)}, but must be {descriptions[0].get(key)}, as client 0's."
             )
     return dict(sorted(descriptions.items()))
 
@@ -82,7 +82,7 @@ def check_same(now: Description, before: Description, phases: Sequence[str]) -> 
     if key := _first_difference(before, now, (*_COMMON, *_OWN)):
         name = "numbers of training, validation and test samples" if key == "sizes" else key.replace("_", " ")
         raise MisconfigurationException(
-            f"its data have changed since the run began: {name} {now[key]} in place of {before[key]}"
+            f"its data have changed since the run began: {name} {now.get(key)} in place of {before.get(key)}"
         )
 
 
@@ -94,7 +94,7 @@ def _other_settings(configuration: dict[str, str], description: Description, pha
 
 
 def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> str:
-    return next((key for key in keys if a[key] != b[key]), "")
+    return next((key for key in keys if a.get(key) != b.get(key)), "")
 
 
 def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
@@ -160,13 +160,14 @@ def _first_sample(datamodule: FederatedDataModule) -> Sequence[Any]:
 
 
 def described(federation: Any, model: LightningModule, datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
-    """What a client tells the server of its data: sizes, the shape and type of a sample, the number of classes."""
+    """What a client tells the server of its data: sizes, columns, shape and type of a sample, number of classes."""
     parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
     x, y = _first_sample(datamodule)
     return {
         "client": client,
         "sizes": [len(part[client]) for part in parts],
         "global_test": len(datamodule.global_test),
+        "columns": datamodule.columns,
         "shape": [*x.shape[1:]],
         "dtype": str(x.dtype).removeprefix("torch."),
         "target_shape": [*y.shape[1:]],

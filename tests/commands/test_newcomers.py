@@ -30,7 +30,8 @@ from fedmoe_pl.algorithms import (
     PFedMoE,
     SpecialistMixture,
 )
-from fedmoe_pl.data import IID, AGNews
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import IID, AGNews, CsvFile
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import (
     BiLSTM,
@@ -170,6 +171,25 @@ def test_words_of_newcomers_have_the_federation_s_ids(tmp_path):
     # ids go by falling frequency, then by alphabet: peace, war, ball, bank, chip, code, goal, money from 2 on
     expected = {1: [3, 2, 1], 2: [4, 8, 1], 3: [5, 9, 1], 4: [6, 7, 1]}
     assert newcomers.x.tolist() == 2 * [expected[label] for label in files["new"]]
+
+
+def test_a_newcomer_s_table_with_other_columns_is_refused(tmp_path):
+    def table(columns):
+        path = tmp_path / f"{columns[0]}.csv"
+        path.write_text("\n".join([f"site,y,{','.join(columns)}", *(f"a,{index % 2},{index},1" for index in range(8))]))
+        return CsvFile(str(path), "y", "site", test_fraction=0.5)
+
+    model = PersonalizedMoE(torch.nn.Linear(2, 2))
+    run = federation(tmp_path / "run", [fedavg(evaluate=False)])
+    run.fit(model, table(["height", "weight"]))
+    checkpoint = run.run_dir / "checkpoints" / "last.ckpt"
+    again = federation(tmp_path / "newcomers", [fedavg(evaluate=False)])
+    again.personalize(model, table(["weight", "height"]), checkpoint)
+    refusal = r"columns is \['age', 'weight'\], but must be those of the federation, \['height', 'weight'\]\."
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        again.personalize(model, table(["age", "weight"]), checkpoint)
+    with pytest.raises(MisconfigurationException, match=r"other columns \(now with age and without height\)"):
+        run.fit(model, table(["age", "weight"]), ckpt_path=checkpoint)
 
 
 def test_newcomers_are_refused_without_what_they_need(tmp_path):

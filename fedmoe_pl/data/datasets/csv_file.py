@@ -100,7 +100,7 @@ class CsvFile(FederatedDataModule):
             self.files = paths
             return read_images(self, paths, self.image_size)
         # sorted, because clients' files may have them in different orders, also on other machines
-        columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client))
+        self.columns = columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client))
         return torch.tensor([[row.number(self, column) for column in columns] for row in rows])
 
     def _rows(self, argument: str, path: str) -> list[_Row]:
