@@ -224,6 +224,20 @@ def test_a_table_whose_columns_would_be_mistaken_is_refused(tmp_path, header, ro
         CsvFile(str(tmp_path / "table.csv"), target="outcome", client="site").setup()
 
 
+def test_a_column_that_only_some_files_have_is_refused(tmp_path):
+    write_table(tmp_path / "a.csv", [["x", "y"], [1, 0], [2, 1]])
+    write_table(tmp_path / "b.csv", [["x", "dose", "y"], [1, 5, 0], [2, 5, 1]])
+    with pytest.raises(InvalidArgumentError, match=r"'.*b\.csv' has a column 'dose', and '.*a\.csv' has none"):
+        CsvFile(str(tmp_path), "y", test_fraction=0.5).setup()
+
+
+def test_commas_at_the_ends_of_lines_are_no_column(tmp_path):
+    write_table(tmp_path / "table.csv", [["site", "x", "y"], ["a", 1, 0, ""], ["a", 2, 1, ""]])
+    data = CsvFile(str(tmp_path / "table.csv"), "y", "site", test_fraction=0.5)
+    data.setup()
+    assert data.columns == ["x"] and data.x.sort(0).values.tolist() == [[1.0], [2.0]]
+
+
 def test_columns_have_one_order_and_files_of_clients_may_be_hidden_or_in_capitals(tmp_path):
     write_table(tmp_path / "a.csv", [["b", "a", "y"], [1.5, 2.5, 0], [3.5, 4.5, 1]])
     write_table(tmp_path / "B.CSV", [["y", "a", "b"], [0, 6.5, 5.5], [1, 8.5, 7.5]])

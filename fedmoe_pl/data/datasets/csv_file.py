@@ -100,7 +100,12 @@ class CsvFile(FederatedDataModule):
             self.files = paths
             return read_images(self, paths, self.image_size)
         # sorted, because clients' files may have them in different orders, also on other machines
-        self.columns = columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client))
+        columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client, None))
+        for row in rows:
+            if extra := [name for name in row.cells if name is not None and name not in rows[0].cells]:
+                because = f"'{row.path}' has a column '{extra[0]}', and '{rows[0].path}' has none"
+                raise InvalidArgumentError(self, "path", self.path, "tables of the same columns", because)
+        self.columns = columns
         return torch.tensor([[row.number(self, column) for column in columns] for row in rows])
 
     def _rows(self, argument: str, path: str) -> list[_Row]:
