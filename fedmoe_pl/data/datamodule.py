@@ -51,7 +51,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             for all.
         rotations: one angle for each group of clients, in degrees: 0, 90, 180 or 270, counterclockwise. Each group
             divides among its clients all training images, and all test images as local test samples, rotated by its
-            angle. The global test set has each test image in every rotation. None for no rotations.
+            angle. The global test set has each test image in every rotation. None for no rotations, and with ``pool``.
         target_bins: number of bins of a target that is one number for each sample. Edges between bins are quantiles of
             the training targets, so that all bins have as many of them. Partitioners and ``stratify`` take the bins for
             classes. None for data with classes, or partitioners that need none.
@@ -135,7 +135,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             if not (is_finite(fraction) and 0 <= fraction < most):
                 raise InvalidArgumentError(self, name, fraction, f"at least 0 and below {most:g}", "clients must train")
         check_kind(type(self).__name__, "partitioner", partitioner, Partitioner, ", such as IID()")
-        check_rotations(self, rotations, partitioner)
+        check_rotations(self, rotations, partitioner, pool)
         self.requested_clients = num_clients
         self.partitioner = partitioner
         self.batch_size = batch_size

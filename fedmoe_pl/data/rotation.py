@@ -36,25 +36,36 @@ def rotated(
     return replace(
         arrays,
         x_train=_copies(arrays.x_train, rotations),
-        y_train=arrays.y_train.repeat(len(rotations)),
+        y_train=torch.cat([arrays.y_train] * len(rotations)),
         x_test=_copies(arrays.x_test, rotations),
-        y_test=arrays.y_test.repeat(len(rotations)),
+        y_test=torch.cat([arrays.y_test] * len(rotations)),
         client_train=clients["train"],
         client_test=clients["test"],
     )
 
 
-def check_rotations(owner: object, rotations: Sequence[int] | None, partitioner: Partitioner | None) -> None:
-    """Refuses angles twice, or other than 0, 90, 180 and 270, and a partitioner that would mix the groups."""
+def check_rotations(
+    owner: object, rotations: Sequence[int] | None, partitioner: Partitioner | None, pool: bool
+) -> None:
+    """Refuses angles twice, or other than 0, 90, 180 and 270, and what would mix the groups or training and test."""
     if rotations is None:
         return
     if not isinstance(partitioner, NaturalIds | None):
         raise InvalidArgumentError(owner, "partitioner", partitioner, "None", "rotations decide who holds what")
     if not rotations or len({*rotations}) < len(rotations) or not {*rotations} <= {0, 90, 180, 270}:
         raise InvalidArgumentError(owner, "rotations", rotations, "different angles among 0, 90, 180 and 270")
+    if pool:
+        because = "pool is True, and other clients would train on the held-out images in another rotation"
+        raise InvalidArgumentError(owner, "rotations", rotations, "None", because)
 
 
 def _check(owner: object, arrays: Arrays, rotations: Sequence[int], num_clients: int | None) -> None:
+    height_and_width = arrays.x_train.shape[2:]
+    if len(height_and_width) != 2:
+        raise InvalidArgumentError(owner, "rotations", rotations, "None for samples that are not images")
+    if len({*height_and_width}) > 1 and {*rotations} & {90, 270}:
+        because = "{0} x {1} pixels become {1} x {0}".format(*height_and_width)
+        raise InvalidArgumentError(owner, "rotations", rotations, "0 and 180 for images that are not square", because)
     least, most = len(rotations), len(rotations) * min(arrays.sizes)
     if num_clients is None or not least <= num_clients <= most:
         allowed = f"from {least}, one for each rotation, to {most}, the number of images"

@@ -3,9 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from helpers.data import Own, random_images, set_up
+from helpers.data import Own, random_images, set_up, vectors
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Arrays, NaturalIds, NpzFile
+
+
+def of_shape(height, width) -> Arrays:
+    x = torch.rand(4, 1, height, width)
+    return Arrays(x, torch.zeros(4).long(), x, torch.zeros(4).long())
 
 
 def source(image: torch.Tensor, among: torch.Tensor, angle: int) -> int:
@@ -61,8 +67,26 @@ def test_images_of_a_file_can_be_rotated_before_normalization(tmp_path):
     assert data.train_samples[0].tolist() == other.train_samples[0].tolist() == list(range(8))
 
 
+def test_several_labels_of_an_image_are_those_of_its_copies():
+    x, y = torch.rand(3, 1, 2, 2), torch.rand(3, 2)
+    data = set_up(Own(Arrays(x, y, x, y), num_clients=2, rotations=[0, 90]))
+    assert torch.equal(data.y, torch.cat([y] * 4))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "arguments", "sentence"),
+    [
+        (random_images(), {"pool": True, "test_fraction": 0.3}, "None, because pool is True, and other clients would"),
+        (vectors(6), {}, "None for samples that are not images"),
+        (of_shape(2, 3), {}, "0 and 180 for images that are not square, because 2 x 3 pixels become 3 x 2"),
+    ],
+)
+def test_rotations_that_would_leak_or_that_cannot_be_are_refused(arrays, arguments, sentence):
+    with pytest.raises(InvalidArgumentError, match=rf"rotations is \[0, 90\], but must be {sentence}"):
+        Own(arrays, num_clients=2, rotations=[0, 90], **arguments).setup()
+
+
 def test_images_that_are_not_square_can_be_turned_by_180_degrees():
-    x = torch.rand(4, 1, 2, 3)
-    arrays = Arrays(x, torch.zeros(4).long(), x, torch.zeros(4).long())
+    arrays = of_shape(2, 3)
     data = set_up(Own(arrays, partitioner=NaturalIds(), num_clients=2, rotations=[0, 180]))
-    assert torch.equal(data.x[4:8], x.flip(2, 3))
+    assert torch.equal(data.x[4:8], arrays.x_train.flip(2, 3))
