@@ -82,8 +82,8 @@ class Samples:
 def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
     """The classes of a dataset's samples, int64, shape (n,); None if the targets are not one integer for each sample.
 
-    Without ``targets``, they are the attribute ``targets`` or ``labels`` or, if the dataset has neither, the second
-    items of samples that are pairs.
+    Without ``targets``, they are the attribute ``targets`` or ``labels`` or, if neither has an integer for each sample,
+    the second items of samples that are pairs.
     """
     dataset = samples.dataset
     if isinstance(targets, str):
@@ -96,13 +96,13 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
         values = _second_items(samples)
     else:
         found = (_attribute(dataset, name) for name in _ATTRIBUTES)
-        values = next((values for values in found if values is not None), None)
+        values = next((values for values in found if values is not None and _are_classes(_to_array(values))), None)
         if values is None:
             values = _second_items(samples)
     if values is None:
         return None
-    array = np.asarray(values)
-    if array.ndim == 1 and array.dtype.kind in "iub":
+    array = _to_array(values)
+    if _are_classes(array):
         return torch.from_numpy(array.astype(np.int64))
     if targets is None:
         return None
@@ -166,6 +166,10 @@ def _second_items(samples: Samples) -> list[Any] | None:
     return samples.column(1) if is_class else None
 
 
+def _are_classes(array: np.ndarray) -> bool:
+    return array.ndim == 1 and array.dtype.kind in "iub"
+
+
 def _is_class(value: Any) -> bool:
     return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iub"
 
@@ -176,4 +180,9 @@ def _read(dataset: Any, index: int) -> Any:
 
 
 def _to_array(values: Any) -> np.ndarray:
-    return values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if isinstance(values, Tensor):
+        return values.numpy()
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of several lengths, such as the boxes in each image
+        return np.fromiter(values, dtype=object)

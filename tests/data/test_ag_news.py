@@ -35,7 +35,7 @@ def test_the_vocabulary_is_what_is_most_frequent_and_equally_frequent_words_go_b
 
 
 def write_csv(path, rows, opened=open):
-    with opened(path, "wt", encoding="utf-8", newline="") as file:
+    with opened(path, "wt", encoding="utf-8-sig", newline="") as file:  # as Excel writes it
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
 
 

@@ -48,6 +48,25 @@ def test_targets_are_those_after_their_transform_and_groups_have_none():
         assert data.y.tolist() == 2 * [3, 2, 1, 0] and data.num_clients == 2
 
 
+class Numbered(Dataset):
+    """Gives classes, although its attribute has something else."""
+
+    def __init__(self, targets):
+        self.targets = targets
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return torch.ones(3), index % 2
+
+
+@pytest.mark.parametrize("targets", [["cat", "dog"] * 2, [[0], [1, 2], [], [3]], [[1, 0]] * 4])
+def test_classes_are_those_of_samples_if_the_attribute_has_none(targets):
+    for dataset in (Numbered(targets), Subset(Numbered(targets), range(4))):
+        assert set_up(FromDatasets(dataset, Numbered(targets), num_clients=2)).y.tolist() == 4 * [0, 1]
+
+
 @pytest.mark.parametrize("missing", [float("nan"), None])
 @pytest.mark.parametrize("group", ["a", 1])
 def test_a_sample_without_a_group_is_named(missing, group):

@@ -96,7 +96,7 @@ def _read(root: str, part: str) -> tuple[list[list[str]], Tensor]:
     path = os.path.join(root, f"{part}.csv")
     compressed = not os.path.isfile(path)
     path += ".gz" if compressed else ""
-    with (gzip.open if compressed else open)(path, "rt", encoding="utf-8", newline="") as file:
+    with (gzip.open if compressed else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
         rows = list(csv.reader(file))
     texts, labels = [], []
     for number, row in enumerate(rows, start=1):

@@ -47,9 +47,10 @@ class FromDatasets(FederatedDataModule):
         eval_dataset: the training samples in the same order without random transforms, as they are read for validation
             and local tests; None for ``train_dataset``.
         targets: the class of each sample: the name of an attribute of the datasets or of a key of their samples, or a
-            function that gets a dataset and returns them. None for the attribute ``targets`` or ``labels``, or else for
-            the second items of the samples, which are then read once. Targets that are not one integer for each sample,
-            but numbers, several labels or masks, pass through to the model as they are; of dicts, name their key.
+            function that gets a dataset and returns them. None for the attribute ``targets`` or ``labels`` or, if
+            neither has an integer for each sample, for the second items of the samples, which are then read once.
+            Targets that are not one integer for each sample, but numbers, several labels or masks, pass through to the
+            model as they are; of dicts, name their key.
         groups: the group of each sample, such as its user or hospital, in one of the same ways; ``NaturalIds`` makes
             one client of each. None for none.
         collate_fn: makes a batch of a list of samples; None for PyTorch's ``default_collate``.
