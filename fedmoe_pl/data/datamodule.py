@@ -175,7 +175,9 @@ class FederatedDataModule(LightningDataModule, ABC):
                     reason = "it changes tensors in memory; a transform of the dataset can do it"
                     raise InvalidArgumentError(self, name, value, "left out", reason)
         elif self.rotations is not None:
+            n, copies = data.sizes[0], len(self.rotations)
             data = rotated(self, data, self.rotations, self.requested_clients, rng)
+            self.files = self.files and self.files[:n] * copies + self.files[n:] * copies
         self.y = data.targets
         self.num_classes = max(int(self.y.max()) + 1, len(self.classes or ())) if are_classes(self.y) else 0
         self.num_shared = len(self.y) if self.pool else data.sizes[0]

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from helpers.data import Own, random_images, set_up, vectors
+from helpers.data import Own, pixels, random_images, set_up, vectors
+from PIL import Image
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data import Arrays, NaturalIds, NpzFile
+from fedmoe_pl.data import Arrays, ImageFolder, NaturalIds, NpzFile
 
 
 def of_shape(height, width) -> Arrays:
@@ -65,6 +66,14 @@ def test_images_of_a_file_can_be_rotated_before_normalization(tmp_path):
     torch.testing.assert_close(data.x[16:], torch.cat((plain.x[8:], plain.x[8:].flip(2, 3))))
     other = set_up(NpzFile(path=path, num_clients=2, rotations=[0, 180], partition_seed=1))
     assert data.train_samples[0].tolist() == other.train_samples[0].tolist() == list(range(8))
+
+
+def test_files_are_those_of_the_copies(tmp_path):
+    for index, folder in enumerate(("train/cat", "train/dog", "test/cat")):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.fromarray(pixels(2, 2, 3)).save(tmp_path / folder / f"{index}.png")
+    data = set_up(ImageFolder(str(tmp_path / "train"), str(tmp_path / "test"), num_clients=2, rotations=[0, 90]))
+    assert data.files is not None and [path[-5] for path in data.files] == [*"010122"]
 
 
 def test_several_labels_of_an_image_are_those_of_its_copies():
