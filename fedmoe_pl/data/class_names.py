@@ -24,7 +24,7 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     sorted (integers by their size), and a warning tells which of them may be misspelt.
 
     Raises:
-        MisconfigurationException: if a class is not among ``owner.classes``.
+        MisconfigurationException: if a class is not among ``owner.classes``, or there twice.
     """
     names = _composed(names)
     holders: dict[str, dict[str, None]] = {}
@@ -44,6 +44,9 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     if unknown := sorted({*holders} - {*classes}):
         because = f"{next(iter(holders[unknown[0]]))} has the class '{unknown[0]}'"
         raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes", because)
+    if twice := [name for name in classes if classes.count(name) > 1]:
+        because = f"'{twice[0]}' is there twice"
+        raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes, each once", because)
     number = {name: label for label, name in enumerate(classes)}
     return torch.tensor([number[name] for name in names], dtype=torch.int64)
 

@@ -90,8 +90,8 @@ class MapStyleData:
                 )
             check_labels(owner, "targets", self.classes, n)
         for ids, number in ((self.client_train, n_train), (self.client_test, n_test)):
-            if ids is not None and ids.shape != (number,):
-                allowed = f"one id for each of the {number} samples"
+            if ids is not None and not (ids.shape == (number,) and all(i == i for i in ids.tolist())):
+                allowed = f"an id, other than nan, for each of the {number} samples"
                 raise InvalidArgumentError(owner, "groups", ids, allowed, f"it has shape {ids.shape}")
 
 

@@ -95,6 +95,8 @@ def test_classes_are_those_of_all_clients_in_a_given_order(folders):
     data = ClientFolders(str(folders), classes=["tumour", "healthy", "cyst", "other"], test_fraction=0.5)
     data.setup()
     assert data.classes[data.y[data.train_samples[1]][0]] == "healthy" and data.num_classes == 4
+    with pytest.raises(InvalidArgumentError, match=r"classes is .*, each once, because 'cyst' is there twice"):
+        ClientFolders(str(folders), classes=["tumour", "cyst", "healthy", "cyst"]).setup()
     with pytest.raises(InvalidArgumentError, match=r"classes is .*, because Klinikum Süd has the class 'cyst'"):
         ClientFolders(str(folders), classes=["tumour", "healthy"]).setup()
 
@@ -222,6 +224,19 @@ def test_a_table_whose_columns_would_be_mistaken_is_refused(tmp_path, header, ro
     write_table(tmp_path / "table.csv", [header, row])
     with pytest.raises(InvalidArgumentError, match=sentence):
         CsvFile(str(tmp_path / "table.csv"), target="outcome", client="site").setup()
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "sentence"),
+    [
+        ("site,größe,y\na,1,0\n", "cp1252", r"a CSV file of UTF-8, because '.*table\.csv' has another encoding; of Ex"),
+        ("site,y\na,0\n", "utf-8", "a table with a column of numbers, beside those of targets and clients"),
+    ],
+)
+def test_a_table_that_cannot_be_read_is_refused(tmp_path, text, encoding, sentence):
+    (tmp_path / "table.csv").write_text(text, encoding=encoding)
+    with pytest.raises(InvalidArgumentError, match=sentence):
+        CsvFile(str(tmp_path / "table.csv"), "y", "site", test_fraction=0.5).setup()
 
 
 def test_a_column_that_only_some_files_have_is_refused(tmp_path):

@@ -20,9 +20,11 @@ from fedmoe_pl.data import (
     ClientDirichlet,
     Digits,
     Dirichlet,
+    FederatedDataModule,
     FromDataModule,
     FromDatasets,
     MajorityClasses,
+    MapStyleData,
     NaturalIds,
     NpzFile,
     Pathological,
@@ -186,6 +188,11 @@ def of_loader(make, name="train_dataloader"):
     return lambda: FromDataModule(module, num_clients=2)
 
 
+class ReadOneByOne(FederatedDataModule):
+    def load(self):
+        return MapStyleData(Noisy(3), Noisy(3), client_train=np.array([0, NAN, NAN]))
+
+
 class OnDevice(DictData):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return batch
@@ -204,6 +211,7 @@ class OnDevice(DictData):
         ("targets[2]", of_noise(targets=lambda dataset: [0, 1, 3, 0])),
         ("targets", of_noise(targets=lambda dataset: [-1, 0, 1, 2])),
         ("targets", of_dicts(targets="lable")),
+        ("groups", lambda: ReadOneByOne()),
         ("groups", of_dicts(groups="users")),
         ("augmentation", of_noise(augmentation=[RandomCrop()])),
         ("partitioner", of_dicts(partitioner=Dirichlet(0.5))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,6 +102,9 @@ class CsvFile(FederatedDataModule):
             return read_images(self, paths, self.image_size)
         # sorted, because clients' files may have them in different orders, also on other machines
         columns = sorted(name for name in rows[0].cells if name not in (self.target, self.client, None))
+        if not columns:
+            allowed = "a table with a column of numbers, beside those of targets and clients"
+            raise InvalidArgumentError(self, "path", self.path, allowed)
         for row in rows:
             if extra := [name for name in row.cells if name is not None and name not in rows[0].cells]:
                 because = f"'{row.path}' has a column '{extra[0]}', and '{rows[0].path}' has none"
@@ -117,7 +121,12 @@ class CsvFile(FederatedDataModule):
         rows, allowed = list[_Row](), "a CSV file with rows, or a folder of such files"
         for each in files:
             before = len(rows)
-            with each.open(newline="", encoding="utf-8-sig") as file:
+            try:
+                text = each.read_text(encoding="utf-8-sig")
+            except UnicodeDecodeError as error:
+                because = f"'{each}' has another encoding; of Excel's formats, 'CSV UTF-8' is the right one"
+                raise InvalidArgumentError(self, argument, path, "a CSV file of UTF-8", because) from error
+            with io.StringIO(text, newline="") as file:
                 reader = csv.DictReader(file)
                 names = reader.fieldnames or ()
                 if wrong := [name for name in names if not name.strip() or [*names].count(name) > 1]:
