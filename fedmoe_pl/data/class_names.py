@@ -40,7 +40,7 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
                 raise InvalidArgumentError(owner, "classes", None, allowed, because)
         owner.classes = found
         _warn_of_misspelt(owner, holders)
-    classes = _composed(owner.classes)
+    classes = owner.classes = _composed(owner.classes)
     if unknown := sorted({*holders} - {*classes}):
         because = f"{next(iter(holders[unknown[0]]))} has the class '{unknown[0]}'"
         raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes", because)

@@ -29,7 +29,7 @@ Description = dict[str, Any]
 _FILE = "descriptions.json"
 _SECONDS_BETWEEN_LOOKS = 2.0
 _BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
-_COMMON = ("columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
+_COMMON = ("classes", "columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
 _OWN = ("sizes", "global_test", "num_classes")
 
 
@@ -68,9 +68,10 @@ def wait_for(
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     for client, description in sorted(descriptions.items()):
         if key := _first_difference(descriptions[0], description, _COMMON):
+            verb = "are" if key in ("classes", "columns") else "is"
             raise MisconfigurationException(
-                f"client {client}: the {key.replace('_', ' ')} of its samples {'are' if key == 'columns' else 'is'} "
-                f"{description.get(key)}, but must be {descriptions[0].get(key)}, as client 0's."
+                f"client {client}: the {key.replace('_', ' ')} of its samples {verb} {description.get(key)}, but must "
+                f"be {descriptions[0].get(key)}, as client 0's."
             )
     return dict(sorted(descriptions.items()))
 
@@ -160,13 +161,14 @@ def _first_sample(datamodule: FederatedDataModule) -> Sequence[Any]:
 
 
 def described(federation: Any, model: LightningModule, datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
-    """What a client tells the server of its data: sizes, columns, shape and type of a sample, number of classes."""
+    """What a client tells the server of its data: sizes, shape and type of a sample, names of classes and columns."""
     parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
     x, y = _first_sample(datamodule)
     return {
         "client": client,
         "sizes": [len(part[client]) for part in parts],
         "global_test": len(datamodule.global_test),
+        "classes": datamodule.classes,
         "columns": datamodule.columns,
         "shape": [*x.shape[1:]],
         "dtype": str(x.dtype).removeprefix("torch."),

@@ -83,7 +83,7 @@ class StandIn(FederatedDataModule):
             for end, of_part in zip(ends, sizes.T, strict=True)
         )
         self.global_test = torch.arange(total, total + of_test)
-        self.columns = first.get("columns")
+        self.classes, self.columns = first.get("classes"), first.get("columns")
         self.normalization = first["normalization"]
         self.black = torch.zeros(1, 1, 1)
         self.class_shares = self.class_counts()

@@ -136,7 +136,7 @@ def test_a_class_is_one_however_its_umlaut_is_written(folders):
     given = [unicodedata.normalize("NFD", name) for name in data.classes]
     again = ClientFolders(str(folders), classes=given, test_fraction=0.5)
     again.setup()
-    assert torch.equal(again.y, data.y)
+    assert torch.equal(again.y, data.y) and again.classes == data.classes
 
 
 def test_a_folder_that_has_hidden_folders_only_is_refused(tmp_path):

@@ -232,18 +232,20 @@ class OwnTable(CsvFile):
         super().__init__(**kwargs)
 
 
-def test_tables_with_other_columns_are_refused_together(tmp_path):
-    of_one = with_values(columns=["height"])
-    refused = rf"^client {CLIENT}: the columns of its samples are \['height'\], but must be None, as client 0's\."
+@pytest.mark.parametrize("names", ["classes", "columns"])
+def test_other_names_of_classes_or_columns_are_refused_together(names, tmp_path):
+    of_one = with_values(**{names: ["height"]})
+    refused = rf"^client {CLIENT}: the {names} of its samples are \['height'\], but must be None, as client 0's\."
     with pytest.raises(MisconfigurationException, match=refused):
         deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
 
 
-def test_a_client_says_how_the_columns_of_its_table_are_called(tmp_path):
-    (tmp_path / "a.csv").write_text("weight,y,height\n1,0.5,3\n2,1.5,4\n")
-    table = own_data(CsvFile(str(tmp_path), "y", test_fraction=0.5), 0, federation(METHOD.phases(), tmp_path))
-    description = descriptions.described(federation(METHOD.phases(), tmp_path), METHOD.model(), table, 0)
-    assert description["columns"] == ["height", "weight"]
+def test_a_client_says_how_the_classes_and_columns_of_its_table_are_called(tmp_path):
+    (tmp_path / "a.csv").write_text("weight,y,height\n1,no,3\n2,yes,4\n")
+    table = CsvFile(str(tmp_path), "y", classes=["no", "yes"], test_fraction=0.5)
+    of_client = own_data(table, 0, federation(METHOD.phases(), tmp_path))
+    description = descriptions.described(federation(METHOD.phases(), tmp_path), METHOD.model(), of_client, 0)
+    assert (description["classes"], description["columns"]) == (["no", "yes"], ["height", "weight"])
 
 
 @pytest.mark.parametrize("made", [CsvFile, OwnTable])
