@@ -229,6 +229,11 @@ def _with_values(
         if dataset is not None and not hasattr(dataset, "__len__"):
             reason = "samples are dealt to clients by their number, which a stream does not have"
             raise InvalidArgumentError(owner, f"{part}_dataset", type(dataset).__name__, "one with a length", reason)
+    number, of_test = _class_numbers(data.train_dataset), _class_numbers(data.test_dataset)
+    for name in number if targets is None else ():
+        if of_test.get(name, number[name]) != number[name]:  # a folder without some of the classes numbers others so
+            allowed, reason = "one with train_dataset's numbers", f"'{name}' is {of_test[name]}, not {number[name]}"
+            raise InvalidArgumentError(owner, "test_dataset", type(data.test_dataset).__name__, allowed, reason)
     samples = {
         part: Samples(owner, dataset, (targets, groups)) for part, dataset in datasets.items() if dataset is not None
     }
@@ -245,6 +250,13 @@ def _with_values(
     known = [part for part in classes if part is not None]
     data.classes = torch.cat(known) if len(known) == len(classes) else None
     return data
+
+
+def _class_numbers(dataset: Any) -> dict[str, int]:
+    """The numbers that a dataset of torchvision gives to its classes; empty of others, and where it changes them."""
+    if isinstance(dataset, Subset):
+        return _class_numbers(dataset.dataset)
+    return {} if getattr(dataset, "target_transform", None) else dict(getattr(dataset, "class_to_idx", {}))
 
 
 def _arrays(data: MapStyleData) -> Arrays | None:
