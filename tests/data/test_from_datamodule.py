@@ -45,13 +45,12 @@ def test_what_setup_draws_depends_on_the_partition_seed_alone():
 class Redrawn(LightningDataModule):
     """Splits its samples again in each setup, whatever the stage, by a generator of its own."""
 
-    def __init__(self, sizes=(15, 15)):
+    def __init__(self):
         super().__init__()
-        self.generator, self.sizes = torch.Generator().manual_seed(0), iter(sizes)
+        self.generator = torch.Generator().manual_seed(0)
 
     def setup(self, stage):
-        number = next(self.sizes)
-        self.training, self.testing = random_split(Noisy(22), [number, 22 - number], self.generator)
+        self.training, self.testing = random_split(Noisy(22), [15, 7], self.generator)
 
     def train_dataloader(self):
         return DataLoader(self.training)
@@ -68,9 +67,22 @@ def test_training_and_test_samples_are_of_the_same_split():
     assert sorted([*of_data.train_dataset.indices, *of_data.test_dataset.indices]) == [*range(22)]
 
 
-def test_a_setup_that_changes_the_number_of_training_samples_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"after setup\('fit'\), because it has 16 in place of 15\."):
-        FromDataModule(Redrawn((15, 16)), num_clients=2).setup()
+class OneAttribute(LightningDataModule):
+    """Its setup puts the samples of each stage into the same attribute."""
+
+    def setup(self, stage):
+        self.samples = Noisy(15 if stage == "fit" else 7)
+
+    def train_dataloader(self):
+        return DataLoader(self.samples)
+
+    test_dataloader = train_dataloader
+
+
+def test_an_attribute_may_have_the_samples_of_each_stage():
+    data = set_up(FromDataModule(OneAttribute(), num_clients=2))
+    assert data.reader is not None
+    assert (len(data.reader.data.train_dataset), len(data.reader.data.test_dataset)) == (15, 7)
 
 
 def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():

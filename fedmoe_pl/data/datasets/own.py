@@ -153,13 +153,11 @@ class FromDataModule(FederatedDataModule):
         if self._overrides("test_dataloader"):
             with seeded(self.partition_seed):
                 self.datamodule.setup("test")
-            number, train = len(cast(Sized, train.dataset)), self._loader("train_dataloader")  # of the same split
-            if len(cast(Sized, train.dataset)) != number:
-                allowed = "one whose train_dataloader has as many samples after setup('test') as after setup('fit')"
-                reason = f"it has {len(cast(Sized, train.dataset))} in place of {number}"
-                raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
         given = [name for name in ("test_dataloader", "val_dataloader") if self._overrides(name)]
         test = self._loader(given[0]) if given else None
+        again = self._loader("train_dataloader")  # of the same split as the test samples, if setup has drawn another
+        if test is None or again.dataset is not test.dataset:  # else an attribute has the samples of either stage
+            train = again
         with seeded(self.partition_seed):  # a sampler may draw at random
             has_all = test is None or _has_each_sample_once(test)
         if not has_all:
