@@ -36,9 +36,11 @@ from fedmoe_pl.trees import (
     mean_of_two,
     of_algorithm,
     of_module,
+    precise,
     problem_of_shapes,
     subtree,
     with_prefix,
+    with_types_of,
 )
 
 _PROXIES = "proxies/"  # prefix of a client's id: what stands for its experts in an update round, (experts, features)
@@ -174,7 +176,7 @@ class FedMoEDA(Algorithm):
         neighbours, weights = aggregation_rows(rows, self.top_p, self.temperature, client_of_row)
         before = subtree(server, _LATEST) or {
             _NEIGHBOURS: torch.arange(len(rows))[:, None],  # each expert is its own mean
-            _WEIGHTS: torch.ones(len(rows), 1, dtype=rows.dtype),
+            _WEIGHTS: torch.ones(len(rows), 1, dtype=weights.dtype),
             _OWNERS: owners,
         }
         latest = {_NEIGHBOURS: neighbours, _WEIGHTS: weights, _OWNERS: owners}
@@ -238,7 +240,7 @@ def aggregation_rows(
     others = len(proxies) - 1 if top_p == "all" else min(top_p, len(proxies) - 1)
     ranked = cosine.clone().fill_diagonal_(torch.inf).argsort(dim=1, descending=True, stable=True)
     neighbours = ranked[:, : others + 1]
-    return neighbours, (cosine.gather(1, neighbours) / temperature).softmax(dim=1).to(proxies.dtype)
+    return neighbours, (cosine.gather(1, neighbours) / temperature).softmax(dim=1).to(precise(proxies).dtype)
 
 
 def _last_layers(module: LightningModule) -> Tree:
@@ -259,8 +261,9 @@ def _expert(tree: Tree, index: int) -> Tree:
 
 def _mean(expert: Tree, terms: Sequence[tuple[Tree, Tensor]]) -> Tree:
     """An expert's floating-point tensors as the weighted mean of experts, which are given with their weights."""
-    return {
-        name: sum((weight * tree[name] for tree, weight in terms), torch.zeros_like(tensor))
+    means = {
+        name: sum((weight * precise(tree[name]) for tree, weight in terms), torch.zeros_like(precise(tensor)))
         for name, tensor in expert.items()
         if tensor.is_floating_point()
     }
+    return with_types_of(expert, means)

@@ -9,7 +9,7 @@ from helpers.methods import METHODS, data
 from helpers.runs import federation
 
 from fedmoe_pl.aggregation import CoordinateMedian, MultiKrum, NearestNeighborMixing
-from fedmoe_pl.algorithms import FedAvg, FedProto
+from fedmoe_pl.algorithms import FedAvg, FedProto, fedmoe_da
 from fedmoe_pl.backends import TrainerBackend
 
 MIXED = NearestNeighborMixing(CoordinateMedian(), 1)
@@ -34,3 +34,11 @@ def test_a_model_in_bfloat16_is_trained_aggregated_and_evaluated(name, tmp_path)
     for state in run.run.states.values():
         assert all(tensor.dtype == types.get(name, tensor.dtype) for name, tensor in state.server.items())
     assert all(not math.isnan(result.spread("global_test").mean) for result in run.results.values())
+
+
+def test_means_of_fedmoe_da_count_each_of_300_clients():
+    """In bfloat16, a sum of so many small addends would stop growing, and each weight would be rounded."""
+    trees = [{"w": torch.tensor([1.0 + client % 2], dtype=torch.bfloat16)} for client in range(300)]
+    _, weights = fedmoe_da.aggregation_rows(torch.ones(300, 2, dtype=torch.bfloat16), "all")
+    mean = fedmoe_da._mean(trees[0], [*zip(trees, weights[0], strict=True)])
+    torch.testing.assert_close(mean, {"w": torch.tensor([1.5], dtype=torch.bfloat16)}, rtol=0, atol=0)
