@@ -173,7 +173,11 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseS
     per_client = phase.algorithm.per_client
     server = {name: tensor for name, tensor in saved.server.items() if not name.startswith(per_client)}
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
-    return _with_privacy(state, phase, saved)
+    others = {  # a newcomer has the number of a client whose steps it does not pay for
+        name: {client if client == EVERYONE else f"{phase.ckpt_path}/{client}": steps for client, steps in each.items()}
+        for name, each in saved.counted_steps.items()
+    }
+    return _with_privacy(state, phase, replace(saved, counted_steps=others))
 
 
 def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseState:

@@ -89,15 +89,15 @@ def update_sample_epsilon(phase: Phase, state: PhaseState) -> None:
         state.sample_epsilon = math.inf  # its earlier rounds were private, with another configuration
 
 
-def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[int, float]:
-    """The epsilon of each client that trained, in this phase or one that it starts from, by its id."""
+def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[str, float]:
+    """The epsilon of each client that trained, in this phase or one that it starts from, by its id as text."""
     assert phase.sample_privacy is not None
     of_phases = [*state.counted_steps.values()]
-    clients = sorted({int(client) for of_phase in of_phases for client in of_phase if client != EVERYONE})
+    clients = {client for of_phase in of_phases for client in of_phase if client != EVERYONE}
     known: dict[str, float] = {}
     epsilons = {}
-    for client in clients:
-        steps = [kind for of_phase in of_phases for name in (str(client), EVERYONE) for kind in of_phase.get(name, [])]
+    for client in sorted(clients, key=lambda client: (len(client), client)):  # 2 is before 10
+        steps = [kind for of_phase in of_phases for name in (client, EVERYONE) for kind in of_phase.get(name, [])]
         if str(steps) not in known:
             known[str(steps)] = phase.sample_privacy.epsilon(steps)
         epsilons[client] = known[str(steps)]
@@ -115,7 +115,7 @@ def log_sample_epsilon(run: Run, phase: Phase, state: PhaseState, training: Loca
             rank_zero_info(f"{phase}: what {what} {text}.")
         return
     epsilons = epsilon_of_clients(phase, state)
-    worst = max(epsilons, key=lambda client: epsilons[client], default=0)
+    worst = max(epsilons, key=lambda client: epsilons[client], default="")
     if math.isinf(state.sample_epsilon):
         text = "no differential privacy for samples (epsilon is infinite), because steps without noise are in it"
     else:

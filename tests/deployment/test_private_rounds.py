@@ -95,7 +95,7 @@ def test_noise_follows_from_secrets_that_no_message_and_no_file_of_the_server_ha
         # by the client's own count, what a simulation counts for it
         own, of_client = transport.participants[client].run.states["it"], epsilon_of_clients(PRIVATE.phases()[0], state)
         assert of_client == epsilon_of_clients(PRIVATE.phases()[0], in_simulation)
-        assert (own.sample_epsilon, own.sample_delta) == (pytest.approx(of_client[client], rel=1e-9), 1e-3)
+        assert (own.sample_epsilon, own.sample_delta) == (pytest.approx(of_client[str(client)], rel=1e-9), 1e-3)
         assert own.sample_epsilon <= 4
 
 

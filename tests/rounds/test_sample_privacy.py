@@ -154,6 +154,20 @@ def test_a_result_from_a_checkpoint_costs_what_its_run_cost(tmp_path):
     assert run.run.states["it"].sample_epsilon == math.inf
 
 
+def test_a_newcomer_does_not_pay_for_the_steps_of_a_client_with_its_number(tmp_path, caplog):
+    first = fit(tmp_path / "first", [phase(privacy=private(2.0), rounds=1)])
+    path = str(first.run_dir / "checkpoints/last.ckpt")
+    for noise in (3.0, 1.0):
+        later = federation(tmp_path, [phase(privacy=private(noise))], trainer={"accelerator": "cpu", "devices": 1})
+        with caplog.at_level("INFO"):
+            later.personalize(mixture(), blobs((9, 6)), path)
+        of_newcomers = max(by_opacus((noise, 4 / n, 2)) for n in (9, 6))
+        expected = max(first.run.states["it"].sample_epsilon, of_newcomers)
+        assert later.run.states["it"].sample_epsilon == pytest.approx(expected, rel=1e-9)
+        assert (f"client {path}/1; mean" if noise == 3 else "(client 1; mean") in caplog.text
+        caplog.clear()
+
+
 def test_private_parts_may_be_trained_without_protection_after_what_is_shared(tmp_path, caplog):
     """The server has seen nothing else: what the first phase sent has the bits of a run without the second one."""
     alone = fit(tmp_path / "alone", [phase(privacy=private())])
