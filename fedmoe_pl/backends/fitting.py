@@ -67,6 +67,9 @@ def fit(
     with quiet():
         with packages_read_once():
             trainer = Trainer(callbacks=callbacks, **settings)
+        if settings["profiler"]:
+            profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
+            profiler.filename = profiler.filename or "profile"  # what it prints is suppressed
         trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trainer.fit(module, batches, validation)

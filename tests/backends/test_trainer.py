@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -438,3 +439,10 @@ def test_every_model_that_a_trainer_holds_counts(kind, monkeypatch):
     train_clients(begin(backend, training))
     models = 1 if kind == "clients that share a Trainer" else len(FEW)
     assert sum(counted) == models * sum(tensor.nbytes for tensor in training.initial.values())
+
+
+def test_a_profiler_writes_what_each_client_s_training_took_to_its_folder(tmp_path):
+    arguments = {"profiler": "simple", "default_root_dir": str(tmp_path)}
+    train(TrainerBackend(), replace(local_training(mixture(), FedAvg(), blobs((4, 4)), **arguments), phase="it"))
+    texts = [path.read_text() for path in tmp_path.rglob("it/client_*/round_0001/fit-profile.txt")]
+    assert len(texts) == 2 and all("run_training_epoch" in text for text in texts)
