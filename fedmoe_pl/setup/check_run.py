@@ -674,9 +674,13 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
     check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
-    if overfit := arguments.get("overfit_batches"):
-        because = "every epoch would draw other batches; limit_train_batches limits their number"
-        raise InvalidArgumentError(owner, f"{key}.overfit_batches", overfit, "left out", because)
+    for name, because in _LEFT_OUT.items():
+        if (value := arguments.get(name)) not in (None, TRAINER_DEFAULTS[name]):
+            raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
+    for name in ("limit_train_batches", "max_steps"):
+        if (value := arguments.get(name)) == 0:
+            because = "no client would train; max_epochs: 0 is for phases that train nothing"
+            raise InvalidArgumentError(owner, f"{key}.{name}", value, "above 0, or left out", because)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
         accelerator, cores = trainer.accelerator, len(cores_of_process())
@@ -704,6 +708,11 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     return devices
 
 
+_LEFT_OUT = {
+    "overfit_batches": "every epoch would draw other batches; limit_train_batches limits their number",
+    "limit_test_batches": "evaluations are of all samples",
+    "limit_predict_batches": "predictions are of all samples",
+}
 _OF_KIND = {
     "callbacks": (Callback, "Callbacks"),
     "logger": (Logger | bool, "Loggers, true or false"),

@@ -455,6 +455,10 @@ TRAINERS = [
     ("precision", {"precision": "bf16-true"}),
     *(("accumulate_grad_batches", {"accumulate_grad_batches": value}) for value in (-1, 0, 2.5)),
     *(("overfit_batches.*limit_train_batches", {"overfit_batches": value}) for value in (1, 0.5)),
+    ("limit_test_batches is 2, but must be left out, because evaluations are of all", {"limit_test_batches": 2}),
+    ("limit_predict_batches", {"limit_predict_batches": 0.5}),
+    ("limit_train_batches is 0, but must be above 0, or left out, because no client would", {"limit_train_batches": 0}),
+    ("max_steps is 0", {"max_steps": 0}),
     ("max_epoch is 3, but must be left out, because it is not an argument of Trainer .max_epochs is", {"max_epoch": 3}),
 ]
 
