@@ -8,6 +8,7 @@ import pydoc
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from inspect import signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -20,6 +21,7 @@ from fedmoe_pl.checks import InvalidArgumentError, shown, with_article
 from fedmoe_pl.cli.catalogue import did_you_mean
 from fedmoe_pl.cli.kinds import KINDS
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.phases.phase import Phase
 
 _KNOWN = [each.__name__ for classes in KINDS.values() for each in classes]
 _LONGEST = 80  # of a value
@@ -152,6 +154,8 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(class_type, fail_untyped=False)
     names = [*parser.get_defaults().keys(), "class_path", "init_args"] if parser else []
+    if PHASES in names:
+        names += [f"{PHASES}.NAME.{each}" for each in signature(Phase).parameters]
     sections = {each.partition(".")[0] for each in names}
     section = name.partition(".")[0]
     optional = _of_optional(class_type)

@@ -48,6 +48,7 @@ REFUSED = {
     ),
     "seed is not an argument; did you mean seed_everything?": ["--seed", "3"],
     "max_epochs is not an argument; did you mean trainer.max_epochs?": ["--max_epochs", "3"],
+    "rounds is not an argument; did you mean federation.phases.NAME.rounds?": ["--rounds", "3"],
     "logger is not an argument; did you mean trainer.logger or federation.logger?": ["--logger", "false"],
     "federation.phases[0].rounds is 'x', but must be int.": [
         *("--federation.phases", "[{name: '', algorithm: Local, rounds: x}]")
