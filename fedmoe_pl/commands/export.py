@@ -9,11 +9,13 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from lightning import __version__
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import Tensor
@@ -65,6 +67,7 @@ Format = Literal["onnx", "torch_export", "lightning", "peft", "merged"]
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt", "peft": "", "merged": ""}
 ABOUT = "data.json"
 """What a file for use without this package says of its data under this name, as JSON; see :func:`export_clients`."""
+_OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
 _SAMPLES = 256  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 
@@ -111,6 +114,8 @@ def export_clients(
     if run.only_client not in (None, *clients):
         raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
     check_choice("Federation", "format", format, get_args(Format))
+    if format == "onnx" and (missing := [name for name in _OF_ONNX if find_spec(name) is None]):
+        raise MisconfigurationException(f'format onnx needs {", ".join(missing)}: pip install "fedmoe-pl[export]".')
     algorithm = run.phase_and_point(method, clients[0])[0].algorithm
     if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not run.datamodule.has_pairs):
         allowed = "one whose model maps a tensor to scores"

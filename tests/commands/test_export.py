@@ -11,6 +11,7 @@ from helpers import run
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.runs import WithDropout, assert_same, data, federation, model, phases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from PIL import Image
 from torch import nn
@@ -203,3 +204,9 @@ def test_why_a_model_cannot_be_exported_is_one_line_without_the_exporter_s_outpu
         export._exported(ScoresAndWeights(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export", "{}")
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_package_of_onnx_is_named_with_what_installs_it(fed, monkeypatch):
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else name)
+    with pytest.raises(MisconfigurationException, match=r"onnx needs onnxscript: pip install .fedmoe-pl\[export\]"):
+        exported(fed, method="PFL-MF", format="onnx")
