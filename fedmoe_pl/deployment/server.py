@@ -62,7 +62,7 @@ def check_phases(phases: Sequence[Phase]) -> None:
             )
 
 
-class StandIn(FederatedDataModule):
+class _StandIn(FederatedDataModule):
     """As many samples as the clients have, all of them zero, for the server's checks and counts."""
 
     def __init__(self, descriptions: Sequence[dict[str, Any]], batch_size: int) -> None:
@@ -138,7 +138,7 @@ def serve(
     ours = configuration(federation, model, datamodule)
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
-    data = StandIn([*descriptions.values()], datamodule.batch_size)
+    data = _StandIn([*descriptions.values()], datamodule.batch_size)
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
     try:
         return federation.fit_on_server(
