@@ -45,7 +45,8 @@ class ConfigFile(ActionConfigFile):
             content = load(values if "{" in values else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
                 raise ValueError("it has no keys")
-            if numbers := [name for name in content if not isinstance(name, str)]:
+            sections = [content, *(each for each in content.values() if isinstance(each, Mapping))]
+            if numbers := [name for section in sections for name in section if not isinstance(name, str)]:
                 raise ValueError(f"its key {numbers[0]} must be a text")
         except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
