@@ -437,6 +437,8 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
         with tried(f"{phase}: server_optimizer cannot be made"):
             server_optimizer = phase.server_optimizer(parameters)
+        with tried(f"{phase}: server_optimizer cannot be stepped"):
+            server_optimizer.step()  # changes nothing without gradients
         _check_rates(phase, "server_optimizer", server_optimizer)
     if phase.train.round_lr_scheduler is None and not phase.train.keep_optimizer:
         return

@@ -95,6 +95,7 @@ TRIED = [
         "train.optimizer or the model's lr_scheduler cannot be made: Invalid learning rate: -1",
         {"train": Train(optimizer=partial(SGD, lr=-1))},
     ),
+    ("server_optimizer cannot be stepped: LBFGS", {"server_optimizer": torch.optim.LBFGS}),
     ("server_optimizer cannot be made: Invalid momentum", {"server_optimizer": partial(SGD, lr=1, momentum=-1)}),
     (
         "server_optimizer cannot be made: optimizer got an empty",
