@@ -77,6 +77,8 @@ def naming(owner: object) -> Iterator[None]:
     try:
         yield
     except InvalidArgumentError as error:
+        if error.owner == str(owner):
+            raise
         owners, value = f"{owner}: {error.owner}", _Shown(error.value)
         raise type(error)(owners, error.argument, value, error.allowed, error.because) from error
     except MisconfigurationException as error:
