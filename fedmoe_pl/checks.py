@@ -17,6 +17,7 @@ MOST_UNITS = 1_000_000
 """The most classes, and the most numbers in a tensor's shape or a list, of a message."""
 MOST_EXPERTS = 10_000
 """The most experts or clusters of a model: a number with too many zeros would take all memory of the machine."""
+_LONGEST_VALUE = 300  # characters
 _LONGEST_NAME = 200  # bytes; a file's name has at most 255, and some have a suffix
 
 
@@ -102,16 +103,21 @@ def reason_of(error: Exception) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as messages show it: numbers and texts themselves, of another object what it is.
+    """A value as messages show it: numbers and texts themselves, cut if they are long, of another object what it is.
 
     Example:
         >>> shown("a"), shown(None), shown([1]), shown(Exception), shown(Exception())
         ("'a'", 'None', '[1]', 'the class Exception', 'an Exception')
+        >>> len(shown([0] * 1000))
+        304
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
     plain_kinds = (str, bool, int, float, list, tuple, dict, set, Path, np.generic, type(None))
-    return repr(plain(value)) if isinstance(value, plain_kinds) else with_article(type(value).__name__)
+    if not isinstance(value, plain_kinds):
+        return with_article(type(value).__name__)
+    text = repr(plain(value))
+    return text if len(text) <= _LONGEST_VALUE else f"{' '.join(text[:_LONGEST_VALUE].split())} ..."
 
 
 def with_article(kind: str) -> str:

@@ -19,6 +19,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,7 +173,10 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
     if name in ("optimizer", "server_optimizer") and callable(value):
         return _optimizer(value, depth)
     if isinstance(value, functools.partial):
-        return {"class_path": _class_path(value.func), **_described(value.keywords, "", depth)}
+        given = {"args": value.args} if value.args else {}
+        return {"class_path": _class_path(value.func), **_described({**given, **value.keywords}, "", depth)}
+    if inspect.isfunction(value) and "<" in value.__qualname__:
+        return {"class_path": _class_path(value), **_described(_of_local(value), "", depth)}
     if inspect.isroutine(value) or isinstance(value, type):
         return _class_path(value)
     if isinstance(value, Enum | PurePath | torch.dtype | torch.device):
@@ -208,6 +212,17 @@ def _optimizer(make: Callable[..., Any], depth: int) -> Any:
         return {"class_path": _class_path(type(optimizer)), **_described(optimizer.defaults, "", depth)}
     except Exception:  # a function of the user's, which may want other parameters
         return _class_path(make)
+
+
+def _of_local(function: FunctionType) -> dict[str, Any]:
+    """What tells a lambda or another function that cannot be imported from others: its code, and what that sees."""
+    seen = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return {"code": _checksum_of_code(function.__code__), "defaults": function.__defaults__, "closure": seen}
+
+
+def _checksum_of_code(code: CodeType) -> str:
+    constants = [_checksum_of_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    return f"{zlib.crc32(repr((code.co_code, code.co_names, _described(constants))).encode()):08x}"
 
 
 def _checksum(array: Tensor | np.ndarray) -> str:

@@ -20,7 +20,7 @@ from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
-from fedmoe_pl.data.partitioners.partitioner import Partitioner
+from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
 from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
 from fedmoe_pl.data.target_bins import quantile_bins
@@ -235,7 +235,8 @@ class FederatedDataModule(LightningDataModule, ABC):
                 raise InvalidArgumentError(self, name, value, "left out", because)
         labels = torch.zeros(len(self.y), dtype=torch.int64) if labels is None else labels
         dealt = partitioner(labels[: self.num_shared].numpy(), self.requested_clients, rng, ids)
-        parts = [*dealt.values()] if isinstance(dealt, Mapping) else dealt
+        parts = [np.asarray(part) for part in (dealt.values() if isinstance(dealt, Mapping) else dealt)]
+        check_parts(partitioner, "what it returns", dealt, parts, self.num_shared)
         self.client_names = ClientNames(dealt) if isinstance(dealt, Mapping) else ClientNames.numbers(len(parts))
         self.client_names.check(self)
         sizes = np.array([len(part) for part in parts])

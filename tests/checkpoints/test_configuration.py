@@ -194,7 +194,18 @@ class Holder(torch.nn.Identity):
         self.value = value
 
 
+def power(base):
+    return lambda round: base**round
+
+
 VALUES = [
+    (lambda round: 0.9**round, lambda round: 0.1**round),
+    (power(0.9), power(0.1)),
+    (partial(max, 1), partial(max, 2)),
+    (
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=power(0.9)),
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=power(0.1)),
+    ),
     *((kind(1), kind(2)) for kind in (np.float16, np.longdouble, complex, Decimal)),
     (np.datetime64("2020"), np.datetime64("2021")),
     (Fraction(1, 2), Fraction(1, 3)),

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+from helpers import TensorData
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -80,3 +82,20 @@ def test_which_samples_of_a_class_a_client_gets_is_random(partitioner):
     labels = np.arange(400) % 2
     firsts = [[part[0] for part in partitioner(labels, 4, np.random.default_rng(seed))] for seed in range(10)]
     assert all(len(set(of_client)) > 3 for of_client in zip(*firsts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([[True, False], [False, True]], r"arrays of integers, because one of them is bool of shape \(2,\)"),
+        ([[0.0, 1.0], [2.0]], "one of them is float32"),
+        ([[[0, 1]], [[2, 3]]], r"of shape \(1, 2\)"),
+        ([[0, 1], [2, 6]], "from 0 to 5, because there is the index 6"),
+        ([[0, -1], [2]], "there is the index -1"),
+        ([[0, 1], [1, 2]], "without common indices, because the index 1 is there twice"),
+    ],
+)
+def test_what_an_own_partitioner_returns_is_checked(parts, reason):
+    data = TensorData(torch.zeros(6, 2), torch.arange(6) % 2, parts, (torch.ones(3, 2), torch.arange(3) % 2))
+    with pytest.raises(MisconfigurationException, match=f"^GivenParts: what it returns is .*, but .*{reason}"):
+        data.setup()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data.partitioners.partitioner import Partitioner, group_by
+from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts, group_by
 from fedmoe_pl.data.targets import imported
 
 
@@ -65,21 +65,11 @@ class PredefinedIndices(Partitioner):
     ) -> list[np.ndarray] | dict[str, np.ndarray]:
         lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
-        together = np.concatenate(parts)
-        if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in parts):
-            raise self._refused("lists of integers, none of them empty")
-        if together.min() < 0 or together.max() >= len(labels):
-            wrong = together.min() if together.min() < 0 else together.max()
-            raise self._refused(f"lists of indices from 0 to {len(labels) - 1}", f"there is the index {wrong}")
-        values, counts = np.unique(together, return_counts=True)
-        if counts.max() > 1:
-            raise self._refused("lists without common indices", f"the index {values[counts.argmax()]} is there twice")
+        if not all(map(len, parts)):
+            raise InvalidArgumentError(self, "indices", self.indices, "lists, none of them empty")
+        check_parts(self, "indices", self.indices, parts, len(labels))
         _check_number(self, num_clients, len(parts))
-        parts = [part.astype(np.int64) for part in parts]
         return dict(zip(map(str, lists), parts, strict=True)) if isinstance(lists, Mapping) else parts
-
-    def _refused(self, allowed: str, because: str = "") -> InvalidArgumentError:
-        return InvalidArgumentError(self, "indices", self.indices, f"a file or a function with {allowed}", because)
 
 
 class AllToOne(Partitioner):

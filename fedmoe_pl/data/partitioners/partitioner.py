@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 class Partitioner(ABC):
     """Deals the training samples to the clients; derive from it to write your own partition.
 
-    No sample may be in two of the returned arrays, and these may depend only on the arguments of the call.
+    No sample may be in two of the returned arrays, which is checked. They may depend only on the arguments of the call.
 
     Attributes:
         needs_classes: whether it looks at the classes of the samples; if not, it also deals data without classes.
@@ -63,6 +64,21 @@ class LabelPartitioner(Partitioner):
     @abstractmethod
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Returns the sample indices of every client, whose number is from 1 to that of the labels."""
+
+
+def check_parts(owner: object, argument: str, given: object, parts: Sequence[np.ndarray], size: int) -> None:
+    """Refuses parts that are not arrays of indices of samples, from 0 to ``size`` - 1, or that have common ones."""
+    for part in parts:
+        if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
+            because = f"one of them is {part.dtype} of shape {part.shape}"
+            raise InvalidArgumentError(owner, argument, given, "one-dimensional arrays of integers", because)
+    together = np.concatenate([part.astype(np.int64, copy=False) for part in parts])
+    if len(wrong := together[(together < 0) | (together >= size)]):
+        allowed = f"arrays of indices from 0 to {size - 1}"
+        raise InvalidArgumentError(owner, argument, given, allowed, f"there is the index {wrong[0]}")
+    if (counts := np.bincount(together, minlength=1)).max() > 1:
+        because = f"the index {counts.argmax()} is there twice"
+        raise InvalidArgumentError(owner, argument, given, "arrays without common indices", because)
 
 
 def group_by(groups: np.ndarray, num_groups: int) -> list[np.ndarray]:
