@@ -39,9 +39,13 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
         part = key.removeprefix("train.")
         if replacement is None:
             continue
+        because, kind = "", type(module)
         if not isinstance(module, MixtureOfExperts):
-            given = with_article(type(module).__name__)
+            given = with_article(kind.__name__)
             because = f"only a MixtureOfExperts lets a phase replace it, and the model is {given}"
+        elif key in train and kind.configure_optimizers is not MixtureOfExperts.configure_optimizers:
+            because = f"{kind.__name__} has a configure_optimizers of its own"
+        if because:
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         setattr(module, part, copy_module(replacement).to(_dtype(model)) if part == "gate" else replacement)
         with naming(phase):

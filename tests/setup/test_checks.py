@@ -482,3 +482,16 @@ def test_the_check_of_a_trainer_leaves_its_arguments_as_they_are(strategy):
             check_trainer({**LEAN_TRAINER, "accelerator": "cpu", "devices": 2, "strategy": strategy})
             == [torch.device("cpu")] * 2
         )
+
+
+class WithOwnOptimizer(PersonalizedMoE):
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+@pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
+def test_a_phase_s_optimizer_is_refused_where_a_mixture_has_its_own(name, tmp_path):
+    factory = {"optimizer": sgd, "lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)}[name]
+    phase = Phase("p", FedAvg("global_expert.*"), train=Train(**{name: factory}))
+    with pytest.raises(InvalidArgumentError, match=f"^Phase 'p': train.{name} is 'given', but must be left out"):
+        federation(tmp_path, [phase]).fit(WithOwnOptimizer(WithDropout(), optimizer=sgd), data())
