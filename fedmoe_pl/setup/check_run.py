@@ -367,10 +367,19 @@ def _check_loss(phase: Phase, module: LightningModule) -> None:
         because = f"it needs {name}'s method loss(batch) -> (loss, metrics), and automatic optimization"
     elif hooks:
         because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
+    elif {"classes", "loss_of_outputs"} & {*phase.algorithm.needs} and _has_own_loss(module):
+        because = (
+            f"it computes losses of experts' outputs, and would skip {name}.loss; the argument loss it uses"
+        )
     if because and phase.sample_privacy is not None:
         raise InvalidArgumentError(str(phase), "sample_privacy", phase.sample_privacy, "left out", because)
     if because:
         raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
+
+
+def _has_own_loss(module: LightningModule) -> bool:
+    """Whether a mixture's subclass of the user's has a loss of its own for a batch."""
+    return isinstance(module, MixtureOfExperts) and not type(module).loss.__module__.startswith("fedmoe_pl.")
 
 
 def _check_shared(phase: Phase, module: LightningModule, num_clients: int) -> None:

@@ -20,13 +20,13 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 
 from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.aggregation import CoordinateMedian
-from fedmoe_pl.algorithms import Ditto, FedAvg, FineTuning, Local, PFLMoE
+from fedmoe_pl.algorithms import Ditto, FedAvg, FedProx, FineTuning, Local, PerFedAvg, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Need
 from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import LinearGate, LocalOnly, NetworkGate
-from fedmoe_pl.setup.check_run import check_trainer
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate
+from fedmoe_pl.setup.check_run import check_phase, check_trainer
 
 sgd = partial(SGD, lr=0.1)
 STEP = partial(StepLR, step_size=1)
@@ -495,3 +495,19 @@ def test_a_phase_s_optimizer_is_refused_where_a_mixture_has_its_own(name, tmp_pa
     phase = Phase("p", FedAvg("global_expert.*"), train=Train(**{name: factory}))
     with pytest.raises(InvalidArgumentError, match=f"^Phase 'p': train.{name} is 'given', but must be left out"):
         federation(tmp_path, [phase]).fit(WithOwnOptimizer(WithDropout(), optimizer=sgd), data())
+
+
+class WithOwnLoss(PersonalizedMoE):
+    def loss(self, batch):
+        loss, metrics = super().loss(batch)
+        return 2 * loss, metrics
+
+
+@pytest.mark.parametrize(("algorithm", "calls_it"), [(FedAvg(), True), (FedProx(0.1), True), (PerFedAvg(), False)])
+def test_algorithms_that_would_not_call_a_mixture_s_own_loss_are_refused(algorithm, calls_it, tmp_path):
+    phase = Phase("p", algorithm, gate=GlobalOnly())
+    module = WithOwnLoss(WithDropout(), optimizer=sgd)
+    if calls_it:
+        return check_phase(phase, module, data(), 0)
+    with pytest.raises(InvalidArgumentError, match=r"^Phase 'p': algorithm is a PerFedAvg, .* skip WithOwnLoss\.loss"):
+        check_phase(phase, module, data(), 0)
