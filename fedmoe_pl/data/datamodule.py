@@ -30,9 +30,9 @@ class FederatedDataModule(LightningDataModule, ABC):
     """A data set and its partition among clients; derive from it and write ``load`` to use your own data.
 
     The data are tensors in memory, which is the fast way, or map-style datasets, whose samples are read one by one. It
-    also works in a plain Lightning ``Trainer``, with the samples of all clients together. The partition and each
-    client's split depend only on ``partition_seed``, not on the seed of a run. Samples that the partitioner gives to no
-    client are not used.
+    also works in a plain Lightning ``Trainer`` of one process, with the samples of all clients together. The partition
+    and each client's split depend only on ``partition_seed``, not on the seed of a run. Samples that the partitioner
+    gives to no client are not used.
 
     Args:
         num_clients: number of clients; None if the data have client ids.
@@ -194,6 +194,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         Args:
             stage: ignored; Lightning passes the type of run.
         """
+        if self.trainer is not None and self.trainer.world_size > 1:  # Lightning divides only a DataLoader's batches
+            because = f"all processes would train on the same batches of {type(self).__name__}"
+            raise InvalidArgumentError("Trainer", "devices", self.trainer.num_devices, "1 with these data", because)
         if self.is_set_up:
             return
         self.deal()

@@ -368,9 +368,7 @@ def _check_loss(phase: Phase, module: LightningModule) -> None:
     elif hooks:
         because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
     elif {"classes", "loss_of_outputs"} & {*phase.algorithm.needs} and _has_own_loss(module):
-        because = (
-            f"it computes losses of experts' outputs, and would skip {name}.loss; the argument loss it uses"
-        )
+        because = f"it computes losses of experts' outputs, and would skip {name}.loss; the argument loss it uses"
     if because and phase.sample_privacy is not None:
         raise InvalidArgumentError(str(phase), "sample_privacy", phase.sample_privacy, "left out", because)
     if because:

@@ -1,6 +1,7 @@
 """The data module: what it holds, how it is seeded, and in a plain Trainer."""
 
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from helpers.data import Own, set_up, vectors
 from helpers.models import trainer
 
 from fedmoe_pl.checkpoints.resume import fingerprint
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, Digits, Dirichlet, RandomCrop
 from fedmoe_pl.models import PersonalizedMoE, SmallMLP
 
@@ -82,6 +84,15 @@ def test_a_plain_trainer_takes_the_data_module_without_a_warning(tmp_path):
     plain.test(module, data, verbose=False)
     predictions = plain.predict(module, data)
     assert sum(len(batch["logits"]) for batch in predictions) == len(data.global_test)
+
+
+def test_a_trainer_of_two_processes_is_refused_because_each_would_train_on_all_batches():
+    data = Digits(num_clients=4)
+    data.trainer = SimpleNamespace(world_size=2, num_devices=2)
+    with pytest.raises(
+        InvalidArgumentError, match=r"^Trainer: devices is 2, but must be 1 with these data, because all"
+    ):
+        data.setup("fit")
 
 
 def test_there_is_no_validation_loader_without_validation_samples():
