@@ -36,7 +36,8 @@ from fedmoe_pl.rounds.begin import read_result_for_new_clients
 from fedmoe_pl.rounds.fit import fit
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.check_run import check_phases, check_trainer
+from fedmoe_pl.setup.check_run import check_phases
+from fedmoe_pl.setup.check_trainer import check_trainer
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run, store_of
 

@@ -31,7 +31,7 @@ from fedmoe_pl.backends.workers.pickling import dumps
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
-from fedmoe_pl.setup.check_run import check_trainer
+from fedmoe_pl.setup.check_trainer import check_trainer
 
 
 def test_fold_is_the_weighted_mean():

@@ -26,7 +26,8 @@ from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate
-from fedmoe_pl.setup.check_run import check_phase, check_trainer
+from fedmoe_pl.setup.check_run import check_phase
+from fedmoe_pl.setup.check_trainer import check_trainer
 
 sgd = partial(SGD, lr=0.1)
 STEP = partial(StepLR, step_size=1)

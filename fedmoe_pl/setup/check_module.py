@@ -1,0 +1,152 @@
+"""Checks of a module that a phase is to train: its tensors, hooks, loss, what it shares, its optimizers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+
+from fedmoe_pl.algorithms.algorithm import overrides
+from fedmoe_pl.backends import overridden_hooks
+from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
+from fedmoe_pl.checks import InvalidArgumentError, tried
+from fedmoe_pl.models import MixtureOfExperts, PooledMoE
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.fit import server_parameters
+from fedmoe_pl.trees import copy_module, names_of_same_tensors
+
+
+def check_tensors(module: LightningModule) -> None:
+    """Refuses tensors that have no memory to load others into."""
+    for name, tensor in module.state_dict().items():
+        if tensor.layout is not torch.strided:
+            allowed = "a dense tensor, or a buffer with persistent=False"
+            because = "what is in a state dict is sent and averaged"
+            raise InvalidArgumentError(module, name, f"of layout {tensor.layout}", allowed, because)
+
+
+def check_predictions(module: LightningModule) -> None:
+    """Refuses hooks that evaluations do not call, and normalization by the samples that an evaluation has together."""
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        if getattr(type(module), name) is not getattr(LightningModule, name):
+            because = "evaluations do not call it; change inputs in forward, or in the dataset"
+            raise InvalidArgumentError(module, name, "overridden", "left as it is", because)
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is None:
+            because = "a client would be evaluated with statistics of other clients' samples"
+            raise InvalidArgumentError(module, f"track_running_stats of {name}", False, "True", because)
+
+
+def check_loss(phase: Phase, module: LightningModule) -> None:
+    """Refuses modules that an algorithm with its own loss cannot train, or whose hooks it would skip."""
+    if not overrides(phase.algorithm, "client_loss") and phase.sample_privacy is None:
+        return
+    because, hooks, name = "", overridden_hooks(module), type(module).__name__
+    if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
+        because = f"it needs {name}'s method loss(batch) -> (loss, metrics), and automatic optimization"
+    elif hooks:
+        because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
+    elif {"classes", "loss_of_outputs"} & {*phase.algorithm.needs} and _has_own_loss(module):
+        because = f"it computes losses of experts' outputs, and would skip {name}.loss; the argument loss it uses"
+    if because and phase.sample_privacy is not None:
+        raise InvalidArgumentError(str(phase), "sample_privacy", phase.sample_privacy, "left out", because)
+    if because:
+        raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
+
+
+def _has_own_loss(module: LightningModule) -> bool:
+    """Whether a mixture's subclass of the user's has a loss of its own for a batch."""
+    return isinstance(module, MixtureOfExperts) and not type(module).loss.__module__.startswith("fedmoe_pl.")
+
+
+def check_shared(phase: Phase, module: LightningModule, num_clients: int) -> None:
+    """Refuses to share what clients keep under another name, and what clients of some architectures do not have."""
+    name = type(phase.algorithm).__name__
+    for names in names_of_same_tensors(module):
+        shared = [name for name in names if phase.algorithm.is_shared(name)]
+        others = [name for name in names if name not in shared]
+        if shared and others:  # what a client keeps would replace what it receives
+            raise MisconfigurationException(
+                f"{phase}: {name} shares '{shared[0]}', but not '{others[0]}', another name of the same tensor of the "
+                f"{type(module).__name__}; share all of its names or none."
+            )
+    if isinstance(module, PooledMoE) and phase.ckpt_path is None and module.num_experts != num_clients:
+        raise InvalidArgumentError(module, "num_experts", module.num_experts, f"num_clients, {num_clients}")
+    if not isinstance(module, MixtureOfExperts):
+        return
+    shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
+    for architecture in sorted({module.client_architecture(client) for client in range(num_clients)}):
+        client_module = copy_module(module, {name for name, _ in module.named_parameters()})
+        client_module.keep_architecture(architecture)
+        if missing := sorted(shared - client_module.state_dict().keys()):
+            raise MisconfigurationException(
+                f"{phase}: {name} shares '{missing[0]}', which clients of architecture {architecture} do not have; "
+                "only tensors that all clients have can be shared."
+            )
+
+
+def check_has_optimizer(phase: Phase, module: LightningModule) -> None:
+    """Refuses a module without an optimizer, with which Lightning trains nothing."""
+    if isinstance(module, MixtureOfExperts) or not module.automatic_optimization:
+        return
+    try:
+        configured = module.configure_optimizers()
+    except Exception:  # it may need its Trainer
+        return
+    if configured is None:
+        because = f"{phase} would train nothing"
+        raise InvalidArgumentError(module, "what configure_optimizers returns", None, "an optimizer", because)
+
+
+_MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
+
+
+def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) -> None:
+    """Refuses optimizers and schedulers that cannot be made or stepped, and options that would be overlooked."""
+    if isinstance(module, MixtureOfExperts):
+        own = "train.optimizer" if phase.train.optimizer is not None else "the model's optimizer"
+        scheduler = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
+        with tried(f"{phase}: {own} or {scheduler} cannot be made"):
+            configured = MixtureOfExperts.configure_optimizers(module)
+        _check_rates(phase, own, configured["optimizer"] if isinstance(configured, dict) else configured)
+        _, stepped = optimizer_and_scheduler(configured)
+        if stepped is not None:
+            with tried(f"{phase}: {scheduler} cannot be stepped once per epoch"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer makes no step
+                for _ in range(min(max_epochs, _MOST_STEPS)):
+                    stepped.step()
+    if phase.server_optimizer is not None:
+        server = phase.algorithm.server_init(module)
+        parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
+        with tried(f"{phase}: server_optimizer cannot be made"):
+            server_optimizer = phase.server_optimizer(parameters)
+        with tried(f"{phase}: server_optimizer cannot be stepped"):
+            server_optimizer.step()  # changes nothing without gradients
+        _check_rates(phase, "server_optimizer", server_optimizer)
+    if phase.train.round_lr_scheduler is None and not phase.train.keep_optimizer:
+        return
+    optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
+    option, because = "train.keep_optimizer" if phase.train.keep_optimizer else "train.round_lr_scheduler", ""
+    if optimizer is None:
+        because = f"configure_optimizers of {type(module).__name__} returns more than an optimizer and its scheduler"
+    elif phase.train.round_lr_scheduler is not None and isinstance(scheduler, OneCycleLR | CyclicLR):
+        because = f"{type(scheduler).__name__}, a scheduler over epochs, has learning rates of its own"
+    if because:
+        raise InvalidArgumentError(str(phase), option, "given", "left out", because)
+    if phase.train.round_lr_scheduler is not None:
+        with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
+            may_end = phase.select is not None or overrides(phase.algorithm, "server_final")  # before its last round
+            learning_rates(module, phase.train.round_lr_scheduler, min(1 if may_end else _MOST_STEPS, phase.rounds - 1))
+
+
+def _check_rates(phase: Phase, key: str, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a learning rate that is infinite or no number, which torch does not."""
+    for rate in (float(group.get("lr") or 0) for group in optimizer.param_groups):
+        if not math.isfinite(rate):
+            raise InvalidArgumentError(str(phase), f"lr of {key}", rate, "a finite number")

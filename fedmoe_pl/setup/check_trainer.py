@@ -1,0 +1,266 @@
+"""Checks of the arguments of Trainers, alone and with the samples of clients."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, Timer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from fedmoe_pl.algorithms.algorithm import overrides
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends import overridden_hooks, packages_read_once, quiet
+from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process
+from fedmoe_pl.backends.workers.fork_server import FORKS
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of, tried
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.normalization import has_batch_norm
+from fedmoe_pl.phases.phase import Phase
+
+_PROCESSES_PER_CORE = 8
+
+
+def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
+    """Refuses arguments of a Trainer that no client can have; gives a device for each process that trains clients.
+
+    A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use. Where processes
+    cannot be forked, there is one device.
+    """
+    key, known = "trainer" if owner == "Trainer" else "train.trainer", inspect.signature(Trainer).parameters
+    for name in (name for name in arguments if name not in known):
+        similar = difflib.get_close_matches(name, known, n=1)
+        because = f"it is not an argument of Trainer{f' ({similar[0]} is)' if similar else ''}"
+        raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "left out", because)
+    _check_values(arguments, owner, key)
+    if arguments["max_epochs"] is None:
+        raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
+    check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
+    check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
+    for name, because in _LEFT_OUT.items():
+        if (value := arguments.get(name)) not in (None, TRAINER_DEFAULTS[name]):
+            raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
+    for name in ("limit_train_batches", "max_steps"):
+        if (value := arguments.get(name)) == 0:
+            because = "no client would train; max_epochs: 0 is for phases that train nothing"
+            raise InvalidArgumentError(owner, f"{key}.{name}", value, "above 0, or left out", because)
+    with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
+        trainer = _trainer_with(arguments, owner, key)
+        accelerator, cores = trainer.accelerator, len(cores_of_process())
+        devices = arguments.get("devices", "auto")
+        if devices == "auto" and not FORKS:
+            devices = 1
+        elif devices == "auto":
+            devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
+        try:
+            parsed = accelerator.parse_devices(devices)
+        except Exception as error:  # whatever Lightning or a library of accelerators raises
+            because = reason_of(error)
+            raise InvalidArgumentError(owner, f"{key}.devices", devices, "what a Trainer accepts", because) from error
+    if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
+        because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
+        raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
+    devices = accelerator.get_parallel_devices(parsed)
+    if len(devices) > 1 and not FORKS:
+        because = "clients are trained in several processes on Linux only"
+        raise InvalidArgumentError(owner, f"{key}.devices", arguments["devices"], "1 here", because)
+    _check_strategy(trainer, arguments, owner, key)
+    if trainer.precision.endswith("-true") and trainer.precision != "32-true":
+        because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
+        raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
+    return devices
+
+
+_LEFT_OUT = {
+    "overfit_batches": "every epoch would draw other batches; limit_train_batches limits their number",
+    "limit_test_batches": "evaluations are of all samples",
+    "limit_predict_batches": "predictions are of all samples",
+}
+
+
+_OF_KIND = {
+    "callbacks": (Callback, "Callbacks"),
+    "logger": (Logger | bool, "Loggers, true or false"),
+    "profiler": (Profiler | str, "a Profiler or the name of one"),
+}
+
+
+def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
+    """Refuses what a Trainer would take, but not train with; ``train.trainer`` of a file may be anything."""
+    for name, value in arguments.items():
+        kind, allowed = _OF_KIND.get(name, (object, "an object"))
+        for each in value if isinstance(value, list | tuple) else [value]:
+            is_unmade = isinstance(each, Mapping) and "class_path" in each
+            if is_unmade or not isinstance(each, kind | None):
+                because = "its class_path is no whole import path of a class" if is_unmade else ""
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, because)
+            if isinstance(each, float) and math.isnan(each):
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "a number")
+
+
+def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:
+    """A Trainer for one device; if it cannot be made, the argument that it does not accept alone is named."""
+    # it changes a strategy that it is given; a copy of WandbLogger would open its run
+    copied = {name: value if name == "logger" else copy.deepcopy(value) for name, value in arguments.items()}
+    try:
+        return Trainer(**{**TRAINER_DEFAULTS, **copied, "devices": 1})
+    except Exception:
+        # the accelerator first, because every other argument is tried with it
+        for name, value in sorted(copied.items(), key=lambda argument: argument[0] != "accelerator"):
+            try:
+                accelerator = copied.get("accelerator", "auto")
+                Trainer(**{**TRAINER_DEFAULTS, "accelerator": accelerator, name: value, "devices": 1})
+            except Exception as error:
+                because = reason_of(error)
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "what a Trainer accepts", because) from error
+        raise
+
+
+def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: str) -> None:
+    """Refuses a folder for all clients, machines for one, and strategies that would not give one device's result."""
+    if trainer.num_nodes > 1:
+        because = "a client trains on one machine; RayBackend trains clients on several machines"
+        raise InvalidArgumentError(owner, f"{key}.num_nodes", trainer.num_nodes, "left out", because)
+    for callback in trainer.checkpoint_callbacks:
+        if given := getattr(callback, "dirpath", None):
+            because = "the files of all clients would be there; each client and round has a folder in default_root_dir"
+            raise InvalidArgumentError(owner, f"{type(callback).__name__}.dirpath", given, "left out", because)
+    strategy, given = trainer.strategy, arguments.get("strategy")
+    is_plain_ddp = isinstance(strategy, DDPStrategy) and strategy._start_method == "popen"
+    if not (is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):
+        because = "each client's processes exist already, and each has a whole copy of the model"
+        raise InvalidArgumentError(owner, f"{key}.strategy", given, "ddp, or left out", because)
+
+
+def epochs_of_all(trainer: Mapping[str, Any]) -> int:
+    """How many epochs all clients train at least; not more than one where something may end training early."""
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    may_end = any(trainer.get(name) not in (None, -1, False) for name in ("max_steps", "max_time", "fast_dev_run"))
+    may_end |= any(isinstance(each, EarlyStopping | Timer) for each in callbacks)
+    return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
+
+
+def check_batches(
+    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
+) -> None:
+    """Refuses shares of batches that leave none to a client, and validations that its epochs never reach."""
+    if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
+        return  # Lightning or the algorithm chooses the batches
+    limits = [trainer.get(name) for name in ("limit_train_batches", "limit_val_batches")]
+    of_validation = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")
+    if not any(isinstance(limit, float) for limit in limits) and {*of_validation} <= {None, 1}:
+        return
+    train = {
+        client: phase.algorithm.client_samples(Client(client, 0, seed, module, samples, {}, datamodule))
+        for client, samples in enumerate(datamodule.train_samples)
+    }
+    held_out = phase.algorithm.opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True)
+    drop_single = has_batch_norm(module)
+    fewest = {
+        "limit_train_batches": _fewest_batches(datamodule, train, train, phase.train.batch_size, drop_single),
+        "limit_val_batches": _fewest_batches(datamodule, train, held_out, datamodule.evaluated_at_once),
+    }
+    for name, (number, client) in fewest.items():
+        limit = trainer.get(name)
+        if isinstance(limit, float) and limit and number and not int(number * limit):
+            allowed, because = "a larger share of batches, or their number", f"{client} has {number}, and none is left"
+            raise InvalidArgumentError(str(phase), trainer_key(phase, name), limit, allowed, because)
+    if not (trainer["limit_val_batches"] and len(datamodule.validation_samples.indices)):
+        return
+    epochs, name, (most, client) = "check_val_every_n_epoch", "val_check_interval", fewest["limit_train_batches"]
+    check_at_least(str(phase), trainer_key(phase, epochs), trainer.get(epochs), 1)
+    interval, limit = trainer.get(name), trainer.get("limit_train_batches")
+    if limit is not None:
+        most = int(most * limit) if isinstance(limit, float) else min(most, limit)
+    is_share = isinstance(interval, float) and interval <= 1
+    highest = math.inf if trainer.get(epochs, 1) is None else most  # else an epoch must reach it
+    if most and isinstance(interval, int | float) and not is_share and not 1 <= interval <= highest:
+        allowed, because = f"a share, or from 1 to {most}", f"{client} has that many batches in an epoch"
+        raise InvalidArgumentError(str(phase), trainer_key(phase, name), interval, allowed, because)
+
+
+def _fewest_batches(
+    datamodule: FederatedDataModule,
+    train: Mapping[int, Tensor],
+    samples: Mapping[int, Tensor] | ClientSamples,
+    batch_size: int | None,
+    drop_single: bool = False,
+) -> tuple[int, str]:
+    """Batches of the client with the fewest samples, of those that train and have any, and its name."""
+    clients = [client for client, trained in train.items() if len(trained) and len(samples[client])]
+    if not clients:
+        return 0, ""
+    client = min(clients, key=lambda client: len(samples[client]))
+    number = len(datamodule.batches(samples[client], batch_size, drop_single=drop_single))
+    return number, f"client {datamodule.client_names[client]}"
+
+
+_KNOWN = ("fedmoe_pl.", "lightning.")  # what is not in these packages may log any metric
+
+
+def check_monitored(
+    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
+) -> None:
+    """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
+    is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
+    is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions
+    if is_known and trainer["max_epochs"] and isinstance(module, MixtureOfExperts) and not overridden_hooks(module):
+        logged = ["validation_loss", *(["train_loss", "train_loss_step", "train_loss_epoch"] * bool(trainer["logger"]))]
+        for each in (each for each in stopping if each.monitor not in logged):
+            argument, because = f"{type(each).__name__}.monitor", "the training of clients logs no other metric"
+            raise InvalidArgumentError(str(phase), argument, each.monitor, " or ".join(logged), because)
+    names = [type(each).__name__ for each in stopping if each.monitor.startswith("validation")]
+    if (scheduler := _plateau(module)) is not None:
+        if getattr(scheduler, "monitor", None) != "validation_loss":
+            key = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
+            allowed = "lightning.pytorch.cli.ReduceLROnPlateau(monitor='validation_loss') or one without a metric"
+            because = "the training of clients logs no other metric"
+            raise InvalidArgumentError(str(phase), key, "a ReduceLROnPlateau of something else", allowed, because)
+        names.append("ReduceLROnPlateau")
+    if not (trainer["max_epochs"] and names):
+        return
+    because = f"{names[0]} follows what clients validate"
+    if not trainer["limit_val_batches"]:
+        value = trainer["limit_val_batches"]
+        raise InvalidArgumentError(str(phase), "trainer.limit_val_batches", value, "above 0, such as 1.0", because)
+    if not len(datamodule.validation_samples.indices):
+        fraction = datamodule.validation_fraction
+        raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", because)
+    if scheduler is None:
+        return  # early stopping leaves alone, or fails, only the clients that cannot validate
+    opt_out = phase.algorithm.opt_out
+    trained = opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes > 0
+    validated = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True).sizes > 0
+    if len(without := (trained & ~validated).nonzero()):
+        because = f"{because}, and client {datamodule.client_names[int(without[0])]} has no sample for it"
+        raise InvalidArgumentError(datamodule, "validation_fraction", datamodule.validation_fraction, "larger", because)
+
+
+def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
+    """The scheduler of a mixture that the federation trains, if it waits for a metric."""
+    if not isinstance(module, MixtureOfExperts) or module.lr_scheduler is None or overridden_hooks(module):
+        return None
+    scheduler = module.lr_scheduler(module.optimizer(module.parameter_groups()))
+    return scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+
+
+def trainer_key(phase: Phase, name: str) -> str:
+    """Where an argument of a phase's Trainers stands."""
+    return f"{'train.' if name in (phase.train.trainer or {}) else ''}trainer.{name}"
