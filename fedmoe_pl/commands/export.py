@@ -91,7 +91,7 @@ def export_clients(
     normalized, and ``image_size``, to which the shorter side was resized (bilinear, with antialiasing) before the
     square centre was cut out; what the data do not know is left out. Of time series, ``mean`` and ``std`` are those of
     the client's variables. ``vocabulary`` are the words of texts in the order of their ids, as the data module numbers
-    them (of ``AGNews``, from 2).
+    them (of ``AGNews``, from 2), and ``columns`` the names of a table's columns in their order in ``x``.
 
     Args:
         run: a run from a checkpoint.
@@ -156,7 +156,7 @@ def _about(datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
         mean, std = of_clients[datamodule.client_names[client]]
     size = getattr(datamodule, "image_size", None)
     known = {"classes": datamodule.classes, "mean": mean, "std": std, "image_size": size}
-    known["vocabulary"] = datamodule.vocabulary
+    known |= {"vocabulary": datamodule.vocabulary, "columns": datamodule.columns}
     return {name: value for name, value in known.items() if value is not None}
 
 

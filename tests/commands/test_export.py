@@ -22,7 +22,7 @@ from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
 from fedmoe_pl.algorithms import Local, PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
-from fedmoe_pl.data import IID, AGNews, ClientFolders, SyntheticTimeSeries
+from fedmoe_pl.data import IID, AGNews, ClientFolders, CsvFile, SyntheticTimeSeries
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models import BiLSTM, LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
@@ -109,6 +109,17 @@ def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
     torch.export.load(path, extra_files=about)
     mean, std = [*series.scales.values()][1]
     assert json.loads(about[export.ABOUT]) == {"mean": mean.tolist(), "std": std.tolist()}
+
+
+def test_a_file_has_the_columns_of_its_table(tmp_path):
+    (tmp_path / "a.csv").write_text("weight,age,y\n1,2,no\n3,4,yes\n5,6,no\n7,8,yes\n")
+    table = CsvFile(str(tmp_path / "a.csv"), target="y", num_clients=1, partitioner=IID(), test_fraction=0.5)
+    mixture = PersonalizedMoE(nn.Linear(2, 2), optimizer=SGD)
+    finished = run([Phase("A", Local(), gate=LocalOnly())], mixture, table, tmp_path, enable_checkpointing=True)
+    about = {export.ABOUT: ""}
+    finished.export(mixture, table, method="A", format="torch_export", output=str(tmp_path / "model"))
+    torch.export.load(tmp_path / "model", extra_files=about)
+    assert json.loads(about[export.ABOUT]) == {"classes": ["no", "yes"], "columns": ["age", "weight"]}
 
 
 def test_a_file_has_the_vocabulary_of_its_texts(tmp_path):
