@@ -112,8 +112,8 @@ def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
 
 
 def test_a_file_has_the_columns_of_its_table(tmp_path):
-    (tmp_path / "a.csv").write_text("weight,age,y\n1,2,no\n3,4,yes\n5,6,no\n7,8,yes\n")
-    table = CsvFile(str(tmp_path / "a.csv"), target="y", num_clients=1, partitioner=IID(), test_fraction=0.5)
+    (tmp_path / "a.csv").write_text("who,weight,age,y\n" + "a,1,2,no\na,3,4,yes\n" * 3)
+    table = CsvFile(str(tmp_path / "a.csv"), target="y", client="who", test_fraction=0.5)
     mixture = PersonalizedMoE(nn.Linear(2, 2), optimizer=SGD)
     finished = run([Phase("A", Local(), gate=LocalOnly())], mixture, table, tmp_path, enable_checkpointing=True)
     about = {export.ABOUT: ""}

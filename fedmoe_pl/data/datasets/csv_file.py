@@ -114,9 +114,12 @@ class CsvFile(FederatedDataModule):
 
     def _rows(self, argument: str, path: str) -> list[_Row]:
         """The rows of a file, or of all files of a folder."""
-        if (self.client is None) != Path(path).is_dir():
-            because = "a table needs a column of clients, unless each has a file"
-            raise InvalidArgumentError(self, "client", self.client, f"left out where {argument} is a folder", because)
+        is_folder = Path(path).is_dir()
+        if (self.client is None) != is_folder:
+            allowed, kind = (
+                ("left out", "a folder with a file for each client") if is_folder else ("a column", "one file")
+            )
+            raise InvalidArgumentError(self, "client", self.client, allowed, f"{argument} '{path}' is {kind}")
         files = files_of_clients(Path(path), ".csv") if self.client is None else [Path(path)]
         rows, allowed = list[_Row](), "a CSV file with rows, or a folder of such files"
         for each in files:
