@@ -69,7 +69,7 @@ def fit(
             trainer = Trainer(callbacks=callbacks, **settings)
         if settings["profiler"]:
             profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
-            profiler.filename = profiler.filename or "profile"  # what it prints is suppressed
+            profiler.filename = getattr(profiler, "filename", None) or "profile"  # what it prints is suppressed
         trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trainer.fit(module, batches, validation)

@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from datetime import date, time, timedelta
@@ -174,9 +175,11 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
         return _optimizer(value, depth)
     if isinstance(value, functools.partial):
         given = {"args": value.args} if value.args else {}
-        return {"class_path": _class_path(value.func), **_described({**given, **value.keywords}, "", depth)}
+        function = _described(value.func, "", depth)
+        function = function if isinstance(function, dict) else {"class_path": _class_path(value.func)}
+        return {**function, **_described({**given, **value.keywords}, "", depth)}
     if inspect.isfunction(value) and "<" in value.__qualname__:
-        return {"class_path": _class_path(value), **_described(_of_local(value), "", depth)}
+        return {"class_path": _class_path(value), "code": _of_local(value, depth)}
     if inspect.isroutine(value) or isinstance(value, type):
         return _class_path(value)
     if isinstance(value, Enum | PurePath | torch.dtype | torch.device):
@@ -214,15 +217,17 @@ def _optimizer(make: Callable[..., Any], depth: int) -> Any:
         return _class_path(make)
 
 
-def _of_local(function: FunctionType) -> dict[str, Any]:
-    """What tells a lambda or another function that cannot be imported from others: its code, and what that sees."""
+def _of_local(function: FunctionType, depth: int) -> str:
+    """A checksum of a lambda or another function that cannot be imported, and of what it sees, which may be private."""
     seen = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    return {"code": _checksum_of_code(function.__code__), "defaults": function.__defaults__, "closure": seen}
+    given = _described([function.__defaults__, function.__kwdefaults__, seen], "", depth)
+    checksum = zlib.crc32(repr((_code(function.__code__), given)).encode())
+    return f"{checksum:08x} in Python {sys.version_info.major}.{sys.version_info.minor}"  # each has code of its own
 
 
-def _checksum_of_code(code: CodeType) -> str:
-    constants = [_checksum_of_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
-    return f"{zlib.crc32(repr((code.co_code, code.co_names, _described(constants))).encode()):08x}"
+def _code(code: CodeType) -> tuple[Any, ...]:
+    constants = [_code(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    return code.co_code, code.co_names, _described(constants)
 
 
 def _checksum(array: Tensor | np.ndarray) -> str:

@@ -195,8 +195,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             stage: ignored; Lightning passes the type of run.
         """
         if self.trainer is not None and self.trainer.world_size > 1:  # Lightning divides only a DataLoader's batches
-            because = f"all processes would train on the same batches of {type(self).__name__}"
-            raise InvalidArgumentError("Trainer", "devices", self.trainer.num_devices, "1 with these data", because)
+            because = f"every process would get the same batches of {type(self).__name__}"
+            raise InvalidArgumentError("Trainer", "world_size", self.trainer.world_size, "1", because)
         if self.is_set_up:
             return
         self.deal()

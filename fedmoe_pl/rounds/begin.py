@@ -39,18 +39,33 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
         part = key.removeprefix("train.")
         if replacement is None:
             continue
-        because, kind = "", type(module)
+        kind = type(module).__name__
         if not isinstance(module, MixtureOfExperts):
-            given = with_article(kind.__name__)
+            given = with_article(kind)
             because = f"only a MixtureOfExperts lets a phase replace it, and the model is {given}"
-        elif key in train and kind.configure_optimizers is not MixtureOfExperts.configure_optimizers:
-            because = f"{kind.__name__} has a configure_optimizers of its own"
-        if because:
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         setattr(module, part, copy_module(replacement).to(_dtype(model)) if part == "gate" else replacement)
+        if key in train and not _uses(module, part):
+            because = f"configure_optimizers of {kind} does not call self.{part}"
+            raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         with naming(phase):
             module.check_parts()
     return module
+
+
+def _uses(module: MixtureOfExperts, part: str) -> bool:
+    """Whether ``configure_optimizers``, perhaps a subclass's own, calls what makes the optimizer or the scheduler."""
+    if type(module).configure_optimizers is MixtureOfExperts.configure_optimizers:
+        return True
+    make, calls = getattr(module, part), list[Any]()
+    setattr(module, part, lambda argument: calls.append(argument) or make(argument))
+    try:
+        module.configure_optimizers()
+    except Exception:  # it may need its Trainer
+        return True
+    finally:
+        setattr(module, part, make)
+    return bool(calls)
 
 
 def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:

@@ -53,7 +53,7 @@ def check_loss(phase: Phase, module: LightningModule) -> None:
     elif hooks:
         because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
     elif {"classes", "loss_of_outputs"} & {*phase.algorithm.needs} and _has_own_loss(module):
-        because = f"it computes losses of experts' outputs, and would skip {name}.loss; the argument loss it uses"
+        because = f"it computes experts' losses, and would skip {name}.loss; pass the loss as the argument loss instead"
     if because and phase.sample_privacy is not None:
         raise InvalidArgumentError(str(phase), "sample_privacy", phase.sample_privacy, "left out", because)
     if because:
@@ -126,8 +126,10 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
         with tried(f"{phase}: server_optimizer cannot be made"):
             server_optimizer = phase.server_optimizer(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
         with tried(f"{phase}: server_optimizer cannot be stepped"):
-            server_optimizer.step()  # changes nothing without gradients
+            server_optimizer.step()
         _check_rates(phase, "server_optimizer", server_optimizer)
     if phase.train.round_lr_scheduler is None and not phase.train.keep_optimizer:
         return

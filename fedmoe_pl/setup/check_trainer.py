@@ -51,10 +51,12 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
     check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
     for name, because in _LEFT_OUT.items():
-        if (value := arguments.get(name)) not in (None, TRAINER_DEFAULTS[name]):
+        value = arguments.get(name)
+        is_all = isinstance(value, float) and value == 1  # the integer is one batch
+        if value not in (None, TRAINER_DEFAULTS[name]) and not is_all:
             raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
     for name in ("limit_train_batches", "max_steps"):
-        if (value := arguments.get(name)) == 0:
+        if (value := arguments.get(name)) == 0 and arguments["max_epochs"]:
             because = "no client would train; max_epochs: 0 is for phases that train nothing"
             raise InvalidArgumentError(owner, f"{key}.{name}", value, "above 0, or left out", because)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):

@@ -143,6 +143,14 @@ def test_numbers_of_numpy_are_those_of_python(tmp_path):
     federation(tmp_path, second, evaluation_cohort_size=2, **numbers).fit(model(), data(), ckpt_path="last")
 
 
+def test_what_a_lambda_sees_is_not_in_the_configuration(tmp_path):
+    name = "Anna Meier"
+    module = model()
+    module.global_expert.extractor.append(Holder(lambda sample: sample == name))
+    texts = configuration(federation(tmp_path, [Phase("FedAvg", FedAvg())]), module, data())
+    assert "test_configuration" in texts["objects"] and name not in texts["objects"]
+
+
 def test_commands_that_do_not_train_warn_of_changes(stopped):
     with pytest.warns(match=r"trainer\.max_epochs was 1, now 3\.$"):
         federation(stopped, phases()[:2], trainer={"accelerator": "cpu", "max_epochs": 3}).predict(model(), data())
@@ -202,6 +210,8 @@ VALUES = [
     (lambda round: 0.9**round, lambda round: 0.1**round),
     (power(0.9), power(0.1)),
     (partial(max, 1), partial(max, 2)),
+    (partial(lambda a, b: a, 2), partial(lambda a, b: a + b, 2)),
+    (lambda *, a=1: a, lambda *, a=2: a),
     (
         partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=power(0.9)),
         partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=power(0.1)),

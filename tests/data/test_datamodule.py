@@ -86,12 +86,10 @@ def test_a_plain_trainer_takes_the_data_module_without_a_warning(tmp_path):
     assert sum(len(batch["logits"]) for batch in predictions) == len(data.global_test)
 
 
-def test_a_trainer_of_two_processes_is_refused_because_each_would_train_on_all_batches():
+def test_a_trainer_of_two_processes_is_refused_because_each_would_get_all_batches():
     data = Digits(num_clients=4)
-    data.trainer = SimpleNamespace(world_size=2, num_devices=2)
-    with pytest.raises(
-        InvalidArgumentError, match=r"^Trainer: devices is 2, but must be 1 with these data, because all"
-    ):
+    data.trainer = SimpleNamespace(world_size=2)
+    with pytest.raises(InvalidArgumentError, match=r"^Trainer: world_size is 2, but must be 1, because every"):
         data.setup("fit")
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     random_split,
@@ -79,10 +80,28 @@ class OneAttribute(LightningDataModule):
     test_dataloader = train_dataloader
 
 
-def test_an_attribute_may_have_the_samples_of_each_stage():
-    data = set_up(FromDataModule(OneAttribute(), num_clients=2))
+class Wrapped(OneAttribute):
+    def train_dataloader(self):
+        return DataLoader(Subset(self.samples, range(5)))
+
+
+class Removed(OneAttribute):
+    """Its samples for training are gone where it is tested."""
+
+    def setup(self, stage):
+        super().setup(stage)
+        self.training = self.samples if stage == "fit" else None
+
+    def train_dataloader(self):
+        return DataLoader(self.training)
+
+
+@pytest.mark.parametrize(("kind", "number"), [(OneAttribute, 15), (Wrapped, 5), (Removed, 15)])
+def test_training_samples_are_those_after_setup_for_fit(kind, number):
+    data = set_up(FromDataModule(kind(), num_clients=2))
     assert data.reader is not None
-    assert (len(data.reader.data.train_dataset), len(data.reader.data.test_dataset)) == (15, 7)
+    assert (len(data.reader.data.train_dataset), len(data.reader.data.test_dataset)) == (number, 7)
+    assert len(data.reader.data.train_dataset[0]) == 2
 
 
 def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():

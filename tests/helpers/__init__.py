@@ -48,6 +48,7 @@ class TensorData(FederatedDataModule):
 def mostly_slow(values, *fast):
     """Parameters of a test, all marked slow but those that are named."""
     slow = pytest.mark.slow
+    assert all(each in values for each in fast)
     return [
         value if value in fast else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=slow)
         for value in values

@@ -26,6 +26,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate
+from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.setup.check_run import check_phase
 from fedmoe_pl.setup.check_trainer import check_trainer
 
@@ -490,9 +491,23 @@ class WithOwnOptimizer(PersonalizedMoE):
         return sgd(self.parameters())
 
 
+class WithMoreOptimizer(PersonalizedMoE):
+    def configure_optimizers(self):
+        configured = super().configure_optimizers()
+        configured["optimizer"].param_groups[0]["weight_decay"] = 0.1
+        return configured
+
+
+def test_a_phase_s_optimizer_and_scheduler_are_used_by_a_configure_optimizers_that_extends_the_mixture_s():
+    train = Train(optimizer=sgd, lr_scheduler=partial(StepLR, step_size=1))
+    phase = Phase("p", FedAvg("global_expert.*"), train=train)
+    module = phase_module(WithMoreOptimizer(WithDropout(), optimizer=torch.optim.Adam), phase)
+    assert isinstance(module.configure_optimizers()["optimizer"], SGD)
+
+
 @pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
 def test_a_phase_s_optimizer_is_refused_where_a_mixture_has_its_own(name, tmp_path):
-    factory = {"optimizer": sgd, "lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)}[name]
+    factory = {"optimizer": sgd, "lr_scheduler": partial(StepLR, step_size=1)}[name]
     phase = Phase("p", FedAvg("global_expert.*"), train=Train(**{name: factory}))
     with pytest.raises(InvalidArgumentError, match=f"^Phase 'p': train.{name} is 'given', but must be left out"):
         federation(tmp_path, [phase]).fit(WithOwnOptimizer(WithDropout(), optimizer=sgd), data())

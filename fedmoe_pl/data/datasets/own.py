@@ -155,9 +155,8 @@ class FromDataModule(FederatedDataModule):
                 self.datamodule.setup("test")
         given = [name for name in ("test_dataloader", "val_dataloader") if self._overrides(name)]
         test = self._loader(given[0]) if given else None
-        again = self._loader("train_dataloader")  # of the same split as the test samples, if setup has drawn another
-        if test is None or again.dataset is not test.dataset:  # else an attribute has the samples of either stage
-            train = again
+        if test is not None and _have_common_samples(train.dataset, test.dataset):
+            train = self._loader("train_dataloader")  # setup("test") has drawn another split
         with seeded(self.partition_seed):  # a sampler may draw at random
             has_all = test is None or _has_each_sample_once(test)
         if not has_all:
@@ -193,6 +192,15 @@ class FromDataModule(FederatedDataModule):
             allowed, reason = f"one whose {name} gives one DataLoader", f"it gives {kinds or 'none'}"
             raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
         return given[0]
+
+
+def _have_common_samples(one: Any, other: Any) -> bool:
+    """Whether two parts of the same dataset, or of one that is read again, have samples in common."""
+    if not (isinstance(one, Subset) and isinstance(other, Subset)):
+        return False
+    wholes: list[Any] = [one.dataset, other.dataset]
+    is_same = type(wholes[0]) is type(wholes[1]) and len(wholes[0]) == len(wholes[1])
+    return is_same and bool({*one.indices} & {*other.indices})
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:
