@@ -192,7 +192,7 @@ def _arguments(value: object, depth: int = 0) -> dict[str, Any]:
     known = dict(value.hparams) if isinstance(value, LightningModule) else {}
     buffers = dict(value.named_buffers(recurse=False)) if isinstance(value, nn.Module) else {}
     known |= buffers | getattr(value, "__dict__", {})
-    parts = dict(value.named_children()) if isinstance(value, nn.Module) else {}
+    parts = dict(value._modules) if isinstance(value, nn.Module) else {}  # one may have two names
     found = {name: known[name] for name in parameters_of(type(value)) if name in known and name not in parts} | parts
     return {name: _described(item, name, depth + 1) for name, item in found.items()}
 

@@ -72,7 +72,7 @@ def describe(value: Any, configured: Any = None) -> Any:
     if isinstance(configured, dict) and not isinstance(locate(configured["class_path"]), type):
         return configured  # the function may have changed what it made, which the class does not tell
     if type(value) is nn.Sequential:
-        return _node(sequential, {"modules": {name: describe(part) for name, part in value.named_children()}})
+        return _node(sequential, {"modules": {name: describe(part) for name, part in value._modules.items()}})
     try:
         return _node(type(value), _arguments(value))
     except UndescribedError:

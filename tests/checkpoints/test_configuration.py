@@ -237,3 +237,14 @@ def test_a_value_of_any_kind_is_told_from_another(values, tmp_path):
     assert changes(one, same, []) == []
     (change,) = changes(one, other, [])
     assert change.key.startswith("model.global_expert.extractor.2.value")
+
+
+def test_a_layer_that_is_called_a_second_time_is_a_change(tmp_path):
+    def of(*, twice):
+        module, activation = model(), torch.nn.ReLU()
+        module.global_expert.extractor.extend([activation] * (1 + twice))
+        return configuration(federation(tmp_path, [Phase("FedAvg", FedAvg())]), module, data())
+
+    assert changes(of(twice=True), of(twice=True), []) == []
+    (change,) = changes(of(twice=False), of(twice=True), [])
+    assert change.key == "model.global_expert.extractor.3"

@@ -41,6 +41,11 @@ def half_squared_error(outputs, targets):
     return (outputs - targets).square().mean() / 2
 
 
+def with_one_activation() -> PersonalizedMoE:
+    activation = nn.ReLU()
+    return PersonalizedMoE(nn.Sequential(nn.Linear(8, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 3)))
+
+
 def sparse(*arguments, **kwargs) -> SparseMoE:
     return SparseMoE(ConvBlock(1, 2, 16), ConvExpert(2, 3, 6, 3, 4), *arguments, **kwargs)
 
@@ -66,6 +71,7 @@ MIXTURES = [
     (partial(PersonalizedMoE, CNN(5, 1, 3), channels_last=True), (1, 32, 32)),
     (partial(PersonalizedMoE, IFCACNN(1, 3, 0.1, True)), (1, 32, 32)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 3), SmallMLP(8, 9, 3), FeatureGate()), (8,)),
+    (with_one_activation, (8,)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 1), gate=LinearGate(), loss=nn.HuberLoss(delta=0.5)), (8,)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 1), gate=GlobalOnly(), task="regression", loss=half_squared_error), (8,)),
     *((partial(of_architectures, own), (8,)) for own in (None, 0, 1)),
