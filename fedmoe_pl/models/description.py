@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from argparse import ArgumentError
 from collections import OrderedDict
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from pydoc import locate
 from typing import Any
 
+import torch
+from lightning.pytorch.cli import instantiate_module
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedmoe_pl.checks import InvalidArgumentError, with_article
+from fedmoe_pl.seeds import seeded
 
 _CONFIGURED = "_configured"  # attribute of a module with the node of the configuration that it was made from
-_PLAIN = (type(None), bool, int, float, str, Tensor)
+_NUMBERS = (bool, int, float, str)
+_PLAIN = (type(None), *_NUMBERS, Tensor)
 _NOT_KEPT = ("device", "dtype", "size_average", "reduce")  # by torch's modules
 
 
@@ -41,28 +49,38 @@ def hyperparameters_of(module: nn.Module, arguments: Mapping[str, Any]) -> dict[
 
 
 def describe(value: Any, configured: Any = None) -> Any:
-    """A description of a value, as a configuration would have it; of a function, its import path.
+    """A description of a value, as a configuration would have it, from which the value can be made again.
 
     Modules of this package and of torch keep their arguments as attributes; others may have saved hyperparameters, or
     have no arguments. Of a module that does neither, and of whatever a function of the configuration has made, such as
-    ``torchvision.models.resnet18``, the description is the one in the configuration, if there is one.
+    ``torchvision.models.resnet18``, the description is the one in the configuration, if there is one. That of a
+    function is its import path.
 
     Raises:
-        UndescribedError: if there is none.
+        UndescribedError: if there is none, or what it makes differs from the module: a part may have been replaced.
 
     Example:
         >>> describe(nn.ReLU())
         {'class_path': 'torch.nn.modules.activation.ReLU', 'init_args': {'inplace': False}}
     """
-    if type(value) in _PLAIN:
-        return value
     if isinstance(value, (list, tuple, nn.ModuleList)):
         others = configured if isinstance(configured, list) else [None] * len(value)
         return [describe(part, other) for part, other in zip(value, others, strict=True)]
+    described = _described(value, configured)
+    if isinstance(value, nn.Module) and described is not configured and _CONFIGURED not in vars(value):
+        _check_made_again(value, described)
+    return described
+
+
+def _described(value: Any, configured: Any = None) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, (list, tuple, nn.ModuleList)):
+        return [_described(part) for part in value]
     if isinstance(value, dict):
-        return {name: describe(part) for name, part in value.items()}
+        return {name: _described(part) for name, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: describe(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: _described(getattr(value, each.name)) for each in fields(value)}
     if inspect.isfunction(value) and value.__name__.isidentifier() and "<locals>" not in value.__qualname__:
         return _class_path(value)
     if not isinstance(value, nn.Module):
@@ -72,13 +90,62 @@ def describe(value: Any, configured: Any = None) -> Any:
     if isinstance(configured, dict) and not isinstance(locate(configured["class_path"]), type):
         return configured  # the function may have changed what it made, which the class does not tell
     if type(value) is nn.Sequential:
-        return _node(sequential, {"modules": {name: describe(part) for name, part in value._modules.items()}})
+        return _node(sequential, {"modules": {name: _described(part) for name, part in value._modules.items()}})
     try:
         return _node(type(value), _arguments(value))
     except UndescribedError:
         if isinstance(configured, dict) and configured["class_path"].rpartition(".")[2] == type(value).__name__:
             return configured
         raise
+
+
+def _check_made_again(module: nn.Module, node: dict[str, Any]) -> None:
+    """Refuses a module that differs from the one that ``load_from_checkpoint`` makes, here without its numbers."""
+    arguments = deepcopy({**node.get("init_args", {}), **node.get("dict_kwargs", {})})  # parsing changes them
+    try:
+        with torch.device("meta"), seeded(0), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = instantiate_module(nn.Module, {"_class_path": node["class_path"], **arguments})
+    except ArgumentError as error:
+        raise UndescribedError from error
+    except Exception:  # of a constructor that needs numbers
+        return
+    if isinstance(getattr(module, "classifier", None), nn.Identity):  # in place of one that a mixture does not use
+        made.classifier = nn.Identity()
+    is_sized_later = any(isinstance(part, LazyModuleMixin) for part in made.modules()) or not _tensors(made)
+    if not (is_sized_later and _tensors(module)) and differ(module, made):
+        raise UndescribedError
+
+
+def differ(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules differ in their tensors' names, parts, hooks, or attributes that are numbers or strings."""
+    parts, others = (dict(each.named_modules(remove_duplicate=False)) for each in (one, other))
+    if _tensors(one) != _tensors(other) or parts.keys() != others.keys():
+        return True
+    return any(_part_differs(part, others[name]) for name, part in parts.items())
+
+
+def _tensors(module: nn.Module) -> list[str]:
+    """The names of a module's tensors, without other names that one has."""
+    return [name for name, _ in [*module.named_parameters(), *module.named_buffers()]]
+
+
+def _part_differs(one: nn.Module, other: nn.Module) -> bool:
+    if _class_path(type(one)) != _class_path(type(other)) or _hooks(one) != _hooks(other):
+        return True
+    names = [name for name in vars(one).keys() & vars(other).keys() if name != "training" and name[0] != "_"]
+    pairs = [(vars(one)[name], vars(other)[name]) for name in names]
+    return any(_is_plain(a) and _is_plain(b) and a != b for a, b in pairs)
+
+
+def _hooks(module: nn.Module) -> int:
+    """How many hooks may change what a module computes, without those of this package."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return len([hook for hook in hooks if not getattr(hook, "__module__", "").startswith("fedmoe_pl.")])
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _NUMBERS or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def stand_in(owner: str, argument: str, value: nn.Module) -> Any:
@@ -125,7 +192,7 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
         values = {}
     if not parameters.keys() <= values.keys():
         raise UndescribedError
-    return {name: describe(value) for name, value in values.items()}
+    return {name: _described(value) for name, value in values.items()}
 
 
 def _class_path(target: Any) -> str:

@@ -19,7 +19,8 @@ from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.cli import main
 from fedmoe_pl.commands.export import lightning_checkpoint
-from fedmoe_pl.models import Gate, NetworkGate
+from fedmoe_pl.models import ConstantGate, Gate, NetworkGate, SmallMLP
+from fedmoe_pl.models.description import describe
 
 
 class Classifier(LightningModule):
@@ -160,6 +161,56 @@ def test_a_part_that_cannot_be_described_must_be_given(name, value, tmp_path):
     loaded = PersonalizedMoE.load_from_checkpoint(path, **{name: value}).eval()
     x = torch.rand(4, 5)
     assert torch.equal(loaded(x), module.eval()(x))
+
+
+class Scaled(nn.Linear):
+    """Without arguments."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.scale = 1.0
+
+    def forward(self, input):
+        return self.scale * super().forward(input)
+
+
+def changed(expert, change) -> nn.Module:
+    change(expert)
+    return expert
+
+
+def with_a_layer_called_twice():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(5, 3))
+
+
+CHANGED = {
+    "part": lambda: changed(SmallMLP(5, 4, 3), lambda expert: expert.extractor.__setitem__(2, nn.Tanh())),
+    "slope": lambda: changed(Saving(features=5), lambda expert: setattr(expert.classifier[0], "negative_slope", 0.3)),
+    "attribute": lambda: changed(Scaled(), lambda expert: setattr(expert, "scale", 3.0)),
+    "hook": lambda: changed(nn.Linear(5, 3), lambda expert: expert.register_forward_hook(lambda *call: 2 * call[2])),
+    "layer called twice": with_a_layer_called_twice,
+    "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+@pytest.mark.parametrize("where", ["global_expert", "local_expert"])
+def test_a_part_that_was_changed_after_it_was_made_must_be_given(change, where, tmp_path):
+    module = PersonalizedMoE(nn.Linear(5, 3) if where == "local_expert" else CHANGED[change](), gate=ConstantGate(0.5))
+    module.local_expert = CHANGED[change]()
+    path = written(module, tmp_path / "own.ckpt")
+    with pytest.raises(InvalidArgumentError, match=f"{where} is .*, because the checkpoint cannot describe it"):
+        PersonalizedMoE.load_from_checkpoint(path)
+    loaded = PersonalizedMoE.load_from_checkpoint(path, **{where: CHANGED[change]()}).eval()
+    x = torch.rand(4, 5)
+    assert torch.equal(loaded(x), module.eval()(x))
+
+
+def test_a_description_leaves_the_random_numbers_as_they_are():
+    expert, state = SmallMLP(), torch.get_rng_state()
+    describe(expert)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 MODULE = """

@@ -21,6 +21,7 @@ from fedmoe_pl.models.description import (
     UndescribedError,
     configured_arguments,
     describe,
+    differ,
     hyperparameters_of,
     not_described,
     stand_in,
@@ -318,7 +319,10 @@ class MixtureOfExperts(LightningModule, ABC):
                 arguments[name] = describe(value, configured.get(name))
             except UndescribedError:
                 checkpoint[_UNDESCRIBED][name] = type(value).__name__
-                if name in _required_arguments(type(self)) and isinstance(value, nn.Module):
+                is_needed = name in _required_arguments(type(self))
+                if name == "local_expert" and not is_needed:  # without it, a copy of the global one, if of its class
+                    is_needed = type(value) is type(first := self._argument("global_expert")) and differ(value, first)
+                if is_needed and isinstance(value, nn.Module):
                     arguments[name] = stand_in(type(self).__name__, name, value)
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
 
@@ -334,7 +338,9 @@ class MixtureOfExperts(LightningModule, ABC):
             return super().load_from_checkpoint(*args, **kwargs)
         except ValueError as error:  # of jsonargparse, in many lines
             cause = error.__cause__
-            if not isinstance(cause, InvalidArgumentError):
+            while not isinstance(cause, InvalidArgumentError | None):
+                cause = cause.__cause__
+            if cause is None:
                 raise
         raise cause
 
