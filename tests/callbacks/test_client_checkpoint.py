@@ -94,6 +94,21 @@ def test_settings_in_one_argument_and_those_of_a_subclass_of_a_mixture_are_loade
     assert torch.equal(loaded(data().x), module(data().x))
 
 
+class OfOneOwnArgument(PersonalizedMoE):
+    """Saves its own argument alone."""
+
+    def __init__(self, hidden: int = 4, **kwargs):
+        super().__init__(SmallMLP(5, hidden, 3), **kwargs)
+        self.save_hyperparameters("hidden")
+
+
+def test_what_a_subclass_hands_on_is_kept_although_it_saves_its_own_argument_alone(tmp_path):
+    module = OfOneOwnArgument(6, gate=ConstantGate(0.9), mixing="probabilities").eval()
+    loaded = OfOneOwnArgument.load_from_checkpoint(written(module, tmp_path / "own.ckpt")).eval()
+    assert (loaded.gate.weight, loaded.mixing) == (0.9, "probabilities")
+    assert torch.equal(loaded(data().x), module(data().x))
+
+
 class Saving(Expert, HyperparametersMixin):
     """Saves its arguments, with Lightning's way for any class."""
 
