@@ -46,6 +46,10 @@ def with_one_activation() -> PersonalizedMoE:
     return PersonalizedMoE(nn.Sequential(nn.Linear(8, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 3)))
 
 
+def frozen() -> PersonalizedMoE:
+    return PersonalizedMoE(SmallMLP(8, 4, 3).requires_grad_(False), SmallMLP(8, 5, 3), LinearGate())
+
+
 def sparse(*arguments, **kwargs) -> SparseMoE:
     return SparseMoE(ConvBlock(1, 2, 16), ConvExpert(2, 3, 6, 3, 4), *arguments, **kwargs)
 
@@ -72,6 +76,7 @@ MIXTURES = [
     (partial(PersonalizedMoE, IFCACNN(1, 3, 0.1, True)), (1, 32, 32)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 3), SmallMLP(8, 9, 3), FeatureGate()), (8,)),
     (with_one_activation, (8,)),
+    (frozen, (8,)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 1), gate=LinearGate(), loss=nn.HuberLoss(delta=0.5)), (8,)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 1), gate=GlobalOnly(), task="regression", loss=half_squared_error), (8,)),
     *((partial(of_architectures, own), (8,)) for own in (None, 0, 1)),
@@ -101,6 +106,7 @@ def test_a_checkpoint_of_a_plain_trainer_builds_the_mixture_again(make, shape, t
     plain.save_checkpoint(tmp_path / "mixture.ckpt", weights_only=True)
     loaded = type(module).load_from_checkpoint(tmp_path / "mixture.ckpt", weights_only=True).eval()
     assert_same_bits(loaded.state_dict(), module.state_dict())
+    assert [each.requires_grad for each in loaded.parameters()] == [each.requires_grad for each in module.parameters()]
     assert str(loaded) == str(module), "with the same dropout"
     arguments = [{}, {}]
     for each, checkpoint in zip((module, loaded), arguments, strict=True):

@@ -49,6 +49,7 @@ Batch = tuple[Inputs, Tensor] | Mapping[str, Any]
 """Pairs of inputs and targets, or dicts with the targets under ``target_key``."""
 
 _OF_TRAINING = ("optimizer", "lr_scheduler")  # arguments that checkpoints do not have: a phase may have others
+_FROZEN = "frozen_parameters"  # of a checkpoint: their names
 _UNDESCRIBED = "undescribed_arguments"  # of a checkpoint: the classes of arguments that it cannot describe
 
 
@@ -326,6 +327,7 @@ class MixtureOfExperts(LightningModule, ABC):
                 if is_needed and isinstance(value, nn.Module):
                     arguments[name] = stand_in(type(self).__name__, name, value)
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
+        checkpoint[_FROZEN] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     @_restricted_classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
@@ -346,7 +348,7 @@ class MixtureOfExperts(LightningModule, ABC):
         raise cause
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses an argument of another class than the one that the checkpoint could not describe.
+        """Freezes what was frozen; refuses an argument of another class than the one that was not described.
 
         Raises:
             MisconfigurationException: if ``load_from_checkpoint`` did not get the argument.
@@ -355,6 +357,9 @@ class MixtureOfExperts(LightningModule, ABC):
             value = self._argument(name)
             if type(value).__name__ != kind:
                 raise not_described(self, name, value, kind)
+        if _FROZEN in checkpoint and self._trainer is None:  # a training that goes on has its own frozen parameters
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(name not in checkpoint[_FROZEN])
 
     def _saved_arguments(self) -> dict[str, Any]:
         """The arguments in the configuration, and what a subclass of your own gave to ``save_hyperparameters``."""
