@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from jsonargparse._parameter_resolvers import get_signature_parameters
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
@@ -312,7 +312,7 @@ class MixtureOfExperts(LightningModule, ABC):
         """Adds the constructor's arguments, from which ``load_from_checkpoint(path)`` makes the mixture again."""
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
         configured, kept = configured_arguments(self), _kept_arguments(type(self))
-        taken = {parameter.name for parameter in get_signature_parameters(type(self))}  # also those in **kwargs
+        taken = {*ArgumentParser().add_class_arguments(type(self), fail_untyped=False)}  # also those in **kwargs
         names = (kept if _is_own(type(self)) else kept & taken) | self._saved_arguments().keys()
         arguments, checkpoint[_UNDESCRIBED] = dict[str, Any](), dict[str, str]()
         for name in sorted(names - {*_OF_TRAINING}):
