@@ -69,11 +69,11 @@ class GeometricMedian(RobustAggregation):
         tried = set[int]()
         for _ in range(_MOST_STEPS):
             step, slope, nearest = _weiszfeld_step(vectors, center)
+            if slope <= flat:  # before any vector: of an even number on a line, many points are medians
+                break
             if nearest not in tried and _weiszfeld_step(vectors, vectors[nearest].double())[1] <= flat:
                 return vectors[nearest]
             tried.add(nearest)
-            if slope <= flat:
-                break
             center = center + step
         return center.to(vectors)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -27,8 +28,11 @@ def distribution_of(key: str, entry: Any) -> BaseDistribution:
         raise InvalidArgumentError("tune", argument, entry, "left out", "the best one of some seeds is luck")
     if isinstance(entry, Mapping) and {*entry} == {"choices"} and isinstance(entry["choices"], list):
         names = [_name(choice) for choice in entry["choices"]]
-        if not names or len({*map(str, names)}) < len(names):
-            raise InvalidArgumentError("tune", f"{argument}.choices", names, "a list that has every value once")
+        if not names or any(str(one) == str(other) or one == other for one, other in combinations(names, 2)):
+            because = "1, 1.0 and true are one to Optuna" if names else ""
+            raise InvalidArgumentError(
+                "tune", f"{argument}.choices", names, "a list that has every value once", because
+            )
         return CategoricalDistribution(names)
     if not isinstance(entry, Mapping) or not {"low", "high"} <= {*entry} <= {"low", "high", "log", "step"}:
         raise InvalidArgumentError("tune", argument, entry, _ALLOWED)

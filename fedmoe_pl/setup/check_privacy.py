@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -21,7 +21,9 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import Tree, of_algorithm, same_memory
 
 
-def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase]) -> None:
+def check_aggregation(
+    phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase], trained: Collection[str]
+) -> None:
     """Refuses an aggregation of what is no mean of parameters, what it refuses itself, and privacy that has a leak."""
     aggregation, algorithm, name = phase.aggregation, phase.algorithm, type(phase.algorithm).__name__
     if aggregation is None:
@@ -30,6 +32,7 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
     if phase.ckpt_path is None:  # a given result is not aggregated
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
+        idle = [name for name, _ in module.named_parameters() if name in shared and name not in trained]
         only_averages, hooks = averages(algorithm) and not of_algorithm(server), sends_more(algorithm, server)
         if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
             because = f"what {name} combines is not the mean of parameters"
@@ -37,6 +40,8 @@ def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, ear
             because = f"clients of {name} send more than their updates ({', '.join(hooks)})"
         elif is_private and phase.monitor is not None:
             because = "a select by clients' data is not in epsilon"
+        elif is_private and idle:
+            because = f"it adds noise to all that is shared, but nobody trains '{idle[0]}'; do not share that"
         else:
             aggregation.check(shared, {name for name, _ in module.named_parameters(remove_duplicate=False)}, cohort)
     for other in earlier if is_private else ():

@@ -82,7 +82,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         _warn_of_lost(run, trained, phase, module)
         cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
         _check_cohort(run, phase, cohort)
-        check_aggregation(phase, module, cohort, run.phases_before(phase))
+        check_aggregation(phase, module, cohort, run.phases_before(phase), trained[phase.name])
         check_secure_aggregation(run, phase, module, cohort)
         check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
         if trained[phase.name] and phase.ckpt_path is None:

@@ -91,6 +91,8 @@ def test_the_geometric_median_has_no_force_on_it():
     on_a_line = [[0.0], [1.0], [1000.0]]
     assert aggregate(GeometricMedian(), on_a_line).item() == pytest.approx(1, abs=1e-3)
     assert aggregate(GeometricMedian(), [[3.0, 1.0]] * 4).tolist() == [3, 1]
+    assert aggregate(GeometricMedian(), [[0.0], [10.0]]).item() == 5, "whoever is first: all points between are medians"
+    assert aggregate(GeometricMedian(), [[9.0], [0.0], [5.0], [1.0]]).item() == 3
 
 
 def sum_of_distances(y, x):

@@ -185,7 +185,6 @@ def test_values_are_the_same_after_a_kill(pretended, tmp_path, monkeypatch, caps
     assert "another one, because its space.yaml differs" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_bad_trial_is_ended(pretended, tmp_path, monkeypatch, capsys):
     drawn = iter([0.9, 0.1, 0.9])
     monkeypatch.setattr(optuna.samplers.RandomSampler, "sample_independent", lambda *_: next(drawn))
@@ -208,6 +207,7 @@ REFUSED = [
     ({LR: {"low": 1, "hihg": 3}}, [], r"but must be \{low: 1, high: 5\}, perhaps"),
     ({LR: 0.1}, [], r"is 0.1, but must be \{low"),
     ({LR: {"choices": [1, 1]}}, [], "a list that has every value once"),
+    ({LR: {"choices": [1, 1.0]}}, [], r"every value once, because 1, 1\.0 and true are one"),
     ({LR: {"choices": []}}, [], "a list that has every value once"),
     ({"seed_everything": {"low": 1, "high": 3}}, [], "left out, because the best one of some seeds is luck"),
     ({}, [], "keys of the run with their values"),
@@ -224,7 +224,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
 def test_what_is_wrong_is_refused_in_a_sentence_before_any_trial(capsys, tmp_path):
     for space, more, sentence in REFUSED:
         assert search(space, *more) == 2, sentence

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Phase, Select, Train
-from fedmoe_pl.aggregation import CoordinateMedian
+from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedProx, FineTuning, Local, PerFedAvg, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Need
 from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
@@ -489,6 +489,13 @@ def test_the_check_of_a_trainer_leaves_its_arguments_as_they_are(strategy):
 class WithOwnOptimizer(PersonalizedMoE):
     def configure_optimizers(self):
         return sgd(self.parameters())
+
+
+def test_noise_on_parameters_that_nobody_trains_is_refused(tmp_path):
+    algorithm = FedAvg("global_expert.*", trainable="global_expert.classifier.*")
+    phase = Phase("p", algorithm, gate=GlobalOnly(), aggregation=DifferentialPrivacy(1.0, 1.0, 0.01))
+    with pytest.raises(InvalidArgumentError, match=r"nobody trains 'global_expert\.extractor.*'; do not share that"):
+        federation(tmp_path, [phase]).fit(model(), data())
 
 
 class WithMoreOptimizer(PersonalizedMoE):
