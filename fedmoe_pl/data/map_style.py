@@ -89,10 +89,24 @@ class MapStyleData:
                     owner, "targets", self.classes, f"one integer from 0 for each of {n} samples"
                 )
             check_labels(owner, "targets", self.classes, n)
-        for ids, number in ((self.client_train, n_train), (self.client_test, n_test)):
-            if ids is not None and not (ids.shape == (number,) and all(i == i for i in ids.tolist())):
-                allowed = f"an id, other than nan, for each of the {number} samples"
-                raise InvalidArgumentError(owner, "groups", ids, allowed, f"it has shape {ids.shape}")
+        for part, ids, number in (("train", self.client_train, n_train), ("test", self.client_test, n_test)):
+            if ids is not None:
+                check_groups(owner, ids, ids, part, number)
+
+
+def check_groups(owner: object, groups: object, ids: np.ndarray, part: str, number: int) -> None:
+    """Refuses ids, which ``groups`` gives, unless each of the samples of a part has one."""
+    allowed = "a group of each sample"
+    if ids.shape != (number,):
+        raise InvalidArgumentError(owner, "groups", groups, allowed, f"it has shape {ids.shape}")
+    if missing := next(((index, each) for index, each in enumerate(ids) if _is_missing(each)), None):
+        reason = f"sample {missing[0]} of {part}_dataset has {missing[1]}"
+        raise InvalidArgumentError(owner, "groups", groups, allowed, reason)
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is None, nan or pandas' NA, which cannot be compared."""
+    return value is None or repr(value) == "<NA>" or bool(value != value)
 
 
 def is_pair(batch: Any) -> bool:

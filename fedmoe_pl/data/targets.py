@@ -183,6 +183,9 @@ def _to_array(values: Any) -> np.ndarray:
     if isinstance(values, Tensor):
         return values.numpy()
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except ValueError:  # lists of several lengths, such as the boxes in each image
         return np.fromiter(values, dtype=object)
+    # NumPy makes a text of nan among texts
+    has_nan = array.dtype.kind in "US" and array.ndim == 1 and any(value != value for value in values)
+    return np.asarray(values, dtype=object) if has_nan else array

@@ -1,5 +1,9 @@
 """Where the classes and groups of samples are found."""
 
+import re
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers.data import set_up
@@ -7,6 +11,7 @@ from torch.utils.data import Dataset, Subset
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDatasets
+from fedmoe_pl.data.map_style import check_groups
 from fedmoe_pl.data.targets import Samples, classes_of, values_of
 
 
@@ -83,16 +88,32 @@ def test_training_and_test_samples_have_the_same_numbers_of_classes():
     test.target_transform = [0, 2].__getitem__
     assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
     assert set_up(FromDatasets(train, train, num_clients=2)).num_classes == 2
+    train.class_to_idx = None  # or a method, of a dataset of another library
+    assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
 
 
 @pytest.mark.parametrize("missing", [float("nan"), None])
-@pytest.mark.parametrize("group", ["a", 1])
+@pytest.mark.parametrize("group", ["a", b"a", 1])
 def test_a_sample_without_a_group_is_named(missing, group):
     dataset = Transformed()
     dataset.user = [group, missing, group, missing]
-    because = rf"because sample 1 of train_dataset has {missing}, which would be a client\."
-    with pytest.raises(InvalidArgumentError, match=because):
-        FromDatasets(dataset, Transformed(), groups="user").setup()
+    refusal = f"groups is 'user', but must be a group of each sample, because sample 1 of train_dataset has {missing}."
+    for each in (dataset, Subset(dataset, range(4))):
+        with pytest.raises(InvalidArgumentError, match=re.escape(refusal)):
+            FromDatasets(each, Transformed(), groups="user").setup()
+
+
+def test_pandas_na_and_nat_are_no_groups():
+    for ids, missing in ((np.array(["a", pd.NA]), "<NA>"), (np.array(["2026", "NaT"], "M8[ns]"), "NaT")):
+        with pytest.raises(InvalidArgumentError, match=f"sample 1 of test_dataset has {missing}"):
+            check_groups("data", "user", ids, "test", 2)
+
+
+@pytest.mark.parametrize("groups", [["None", "nan", "None", "NaT"], ["ü".encode(), b"a", b"a", b"b"]])
+def test_groups_may_be_called_nan_or_be_bytes(groups):
+    dataset = Transformed()
+    dataset.user = groups
+    assert set_up(FromDatasets(dataset, dataset, groups="user")).num_clients == 3
 
 
 def test_true_and_false_are_classes():

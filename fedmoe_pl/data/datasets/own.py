@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from itertools import chain, islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
@@ -25,12 +24,11 @@ from torch.utils.data import (
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.map_style import MapStyleData, check_groups
 from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_MISSING = ("nan", "None", "<NA>", "NaT")  # as texts, because NumPy makes them of nan among names
 
 
 class FromDatasets(FederatedDataModule):
@@ -245,9 +243,7 @@ def _with_values(
     }
     ids = {} if groups is None else {part: values_of(its, "groups", groups) for part, its in samples.items()}
     for part, of_samples in ids.items():
-        if len(missing := np.flatnonzero(np.isin(of_samples.astype(str), _MISSING))):
-            reason = f"sample {missing[0]} of {part}_dataset has {of_samples[missing[0]]}, which would be a client"
-            raise InvalidArgumentError(owner, "groups", groups, "a group of each sample", reason)
+        check_groups(owner, groups, of_samples, part, len(of_samples))
     data.client_train, data.client_test = ids.get("train"), ids.get("test")
     if targets is None and (arrays := _arrays(data)) is not None:
         return arrays
@@ -262,7 +258,8 @@ def _class_numbers(dataset: Any) -> dict[str, int]:
     """The numbers that a dataset of torchvision gives to its classes; empty of others, and where it changes them."""
     if isinstance(dataset, Subset):
         return _class_numbers(dataset.dataset)
-    return {} if getattr(dataset, "target_transform", None) else dict(getattr(dataset, "class_to_idx", {}))
+    numbers = getattr(dataset, "class_to_idx", None)
+    return dict(numbers) if isinstance(numbers, Mapping) and not getattr(dataset, "target_transform", None) else {}
 
 
 def _arrays(data: MapStyleData) -> Arrays | None:
