@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -24,7 +25,7 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     sorted (integers by their size), and a warning tells which of them may be misspelt.
 
     Raises:
-        MisconfigurationException: if a class is not among ``owner.classes``, or there twice.
+        MisconfigurationException: if a class is not among ``owner.classes``, or appears there twice.
     """
     names = _composed(names)
     holders: dict[str, dict[str, None]] = {}
@@ -36,7 +37,8 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
         for name, other in pairwise(found if is_number else ()):
             if int(name) == int(other):
                 allowed = "given where one number is written in several ways"
-                because = f"{next(iter(holders[name]))} has '{name}' and {next(iter(holders[other]))} '{other}'"
+                one, another = next(iter(holders[name])), next(iter(holders[other]))
+                because = f"client {one} has '{name}' and {'' if one == another else f'client {another} '}'{other}'"
                 raise InvalidArgumentError(owner, "classes", None, allowed, because)
         owner.classes = found
         _warn_of_misspelt(owner, holders)
@@ -44,8 +46,8 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     if unknown := sorted({*holders} - {*classes}):
         because = f"{next(iter(holders[unknown[0]]))} has the class '{unknown[0]}'"
         raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes", because)
-    if twice := [name for name in classes if classes.count(name) > 1]:
-        because = f"'{twice[0]}' is there twice"
+    if twice := [name for name, number in Counter(classes).items() if number > 1]:
+        because = f"'{twice[0]}' appears twice"
         raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes, each once", because)
     number = {name: label for label, name in enumerate(classes)}
     return torch.tensor([number[name] for name in names], dtype=torch.int64)

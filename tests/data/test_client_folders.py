@@ -95,7 +95,7 @@ def test_classes_are_those_of_all_clients_in_a_given_order(folders):
     data = ClientFolders(str(folders), classes=["tumour", "healthy", "cyst", "other"], test_fraction=0.5)
     data.setup()
     assert data.classes[data.y[data.train_samples[1]][0]] == "healthy" and data.num_classes == 4
-    with pytest.raises(InvalidArgumentError, match=r"classes is .*, each once, because 'cyst' is there twice"):
+    with pytest.raises(InvalidArgumentError, match=r"classes is .*, each once, because 'cyst' appears twice"):
         ClientFolders(str(folders), classes=["tumour", "cyst", "healthy", "cyst"]).setup()
     with pytest.raises(InvalidArgumentError, match=r"classes is .*, because Klinikum Süd has the class 'cyst'"):
         ClientFolders(str(folders), classes=["tumour", "healthy"]).setup()
@@ -229,7 +229,7 @@ def test_a_table_whose_columns_would_be_mistaken_is_refused(tmp_path, header, ro
 @pytest.mark.parametrize(
     ("text", "encoding", "sentence"),
     [
-        ("site,größe,y\na,1,0\n", "cp1252", r"a CSV file of UTF-8, because '.*table\.csv' has another encoding; of Ex"),
+        ("site,größe,y\na,1,0\n", "cp1252", r"a CSV file in UTF-8, because '.*table\.csv' has another encoding; of Ex"),
         ("site,y\na,0\n", "utf-8", "a table with a column of numbers, beside those of targets and clients"),
     ],
 )
@@ -270,12 +270,14 @@ def test_columns_have_one_order_and_files_of_clients_may_be_hidden_or_in_capital
 @pytest.mark.parametrize(
     ("labels", "classes", "num_classes", "refusal"),
     [
-        ("0 1 1.0 0", None, 0, r"target is 'y', .* because line 4 of '.*' has '1\.0' among integers"),
+        ("0 1 1.0 0", None, 0, r"target is 'y', .* argument classes .* because line 4 of '.*' has '1\.0', which"),
+        ("-1 +1 +1 -1", None, 0, r"because line 3 of '.*' has '\+1', which"),
+        ("-1 +1 +1 -1", ["-1", "+1"], 2, None),
         ("2 1.0 1.5 0", None, 0, None),
         ("0.0 1.0 1.0 0.0", None, 0, None),
         ("0.0 1.0 1.0 0.0", ["0.0", "1.0"], 2, None),
         ("0 1 1.0 0", ["0", "1"], 0, r"because a has the class '1\.0'"),
-        ("01 0 1 0", None, 0, r"classes is None, .* because a has '01' and a '1'"),
+        ("01 0 1 0", None, 0, r"classes is None, .* because client a has '01' and '1'\."),
         ("01 0 1 0", ["0", "1", "01"], 3, None),
         ("01 02 02 01", None, 2, None),
     ],
@@ -287,6 +289,12 @@ def test_targets_are_classes_or_values_beyond_doubt(tmp_path, labels, classes, n
         with nullcontext() if refusal is None else pytest.raises(InvalidArgumentError, match=refusal):
             data.setup()
     assert refusal is not None or data.num_classes == num_classes
+
+
+def test_a_number_that_two_clients_write_in_several_ways_is_refused(tmp_path):
+    write_table(tmp_path / "table.csv", [["site", "x", "y"], ["a", 1, "01"], ["b", 1, "1"]])
+    with pytest.raises(InvalidArgumentError, match="because client a has '01' and client b '1'"):
+        CsvFile(str(tmp_path / "table.csv"), "y", "site").setup()
 
 
 def test_images_of_a_table_are_read(tmp_path):

@@ -64,20 +64,25 @@ def write_clients(folder, **of_clients):
 
 
 @pytest.mark.parametrize(
-    ("own", "argument", "because"),
+    ("own", "because"),
     [
-        ({"x": np.ones((2, 4, 5, 3))}, "x_train", r"'b\.npz' has torch\.float32 of .*, and 'a\.npz' torch\.uint8 of"),
-        ({"x": pixels(2, 6, 5, 3)}, "x_train", r"'b\.npz' has .* \(2, 3, 6, 5\), and 'a\.npz' .* \(2, 3, 4, 5\)"),
-        ({"y": np.ones(2)}, "y_train", r"'b\.npz' has torch\.float32"),
-        ({"y": np.arange(1)}, "y_train", r"'b\.npz' has torch\.int64 of shape \(1,\) for x_train"),
-        ({"x": IMAGES["x"][:0], "y": IMAGES["y"][:0]}, "path", r"'b\.npz' has none; delete it"),
+        ({"x": np.ones((2, 3, 4, 5))}, r"x_train of 'b\.npz' is torch\.float32 of .*, and of 'a\.npz' torch\.uint8 of"),
+        ({"x": pixels(2, 6, 5, 3)}, r"x_train of 'b\.npz' is .* \(2, 3, 6, 5\), and of 'a\.npz' .* \(2, 3, 4, 5\)"),
+        ({"y": np.ones(2)}, r"same type and shape, because y_train of 'b\.npz' is torch\.float32"),
+        ({"y": np.arange(1)}, r"y_train of 'b\.npz' is torch\.int64 of shape \(1,\), and x_train"),
+        ({"x": IMAGES["x"][:0], "y": IMAGES["y"][:0]}, r"'b\.npz' has none; delete it"),
     ],
 )
-def test_files_of_clients_that_do_not_fit_together_are_refused(own, argument, because, tmp_path):
+def test_files_of_clients_that_do_not_fit_together_are_refused(own, because, tmp_path):
     write_clients(tmp_path, a={}, b=own, c={"y": np.arange(3), "x": pixels(3, 4, 5, 3)})
     with pytest.raises(InvalidArgumentError, match=because) as error:
         NpzFile(str(tmp_path)).setup()
-    assert error.value.argument == argument
+    assert error.value.argument == "path"
+
+
+def test_clients_may_have_integers_beside_floats(tmp_path):
+    write_clients(tmp_path, a={"x": np.ones((2, 3), int)}, b={"x": np.full((2, 3), 0.5)})
+    assert set_up(NpzFile(str(tmp_path))).x[:, 0].tolist() == 2 * [1.0, 1.0, 0.5, 0.5]
 
 
 def test_files_of_clients_may_have_images_of_several_layouts_and_sizes(tmp_path):

@@ -90,9 +90,10 @@ def test_which_samples_of_a_class_a_client_gets_is_random(partitioner):
         ([[True, False], [False, True]], r"arrays of integers, because one of them is bool of shape \(2,\)"),
         ([[0.0, 1.0], [2.0]], "one of them is float32"),
         ([[[0, 1]], [[2, 3]]], r"of shape \(1, 2\)"),
-        ([[0, 1], [2, 6]], "from 0 to 5, because there is the index 6"),
-        ([[0, -1], [2]], "there is the index -1"),
-        ([[0, 1], [1, 2]], "without common indices, because the index 1 is there twice"),
+        ([[0, 1], [2, 6]], "from 0 to 5, because the index 6 occurs"),
+        ([[0, -1], [2]], "because the index -1 occurs"),
+        ([[0, 1], [1, 2]], "without common indices, because the index 1 occurs twice"),
+        ([], "at least one array"),
     ],
 )
 def test_what_an_own_partitioner_returns_is_checked(parts, reason):

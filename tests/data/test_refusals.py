@@ -219,6 +219,8 @@ class OnDevice(DictData):
         ("indices", of_indices([[0, 1], [1]])),
         ("indices", of_indices([[0, 12]])),
         ("indices", of_indices([[0], []])),
+        ("indices", of_indices([1, 2, 3])),
+        ("indices", of_indices({})),
         ("num_clients", of_noise(num_clients=5, partitioner=PredefinedIndices(lambda labels: [[0], [1]]))),
         ("datamodule", lambda: FromDataModule(OnDevice(), num_clients=2)),
         ("datamodule", of_loader(lambda data: DataLoader(data, sampler=WeightedRandomSampler([1.0] * 22, 22)))),

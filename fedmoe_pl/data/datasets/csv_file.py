@@ -86,12 +86,14 @@ class CsvFile(FederatedDataModule):
         )
 
     def _check_values(self, rows: Sequence[_Row], targets: Sequence[str], y: Tensor) -> None:
-        """Refuses integers of which some have a decimal point: nobody knows whether they are classes or values."""
-        with_point = [row for row, text in zip(rows, targets, strict=True) if not are_integers([text])]
-        if len(with_point) < len(rows) and torch.equal(y, y.round()):
-            first, text = with_point[0], with_point[0].cell(self, self.target)
-            allowed = "a column of classes, without a decimal point, or of values, all of them with one"
-            because = f"line {first.line} of '{first.path}' has '{text}' among integers"
+        """Refuses whole numbers of which some, such as 1.0 or +1, are no classes: nobody knows what the others are."""
+        others = [row for row, text in zip(rows, targets, strict=True) if not are_integers([text])]
+        if len(others) < len(rows) and torch.equal(y, y.round()):
+            first, text = others[0], others[0].cell(self, self.target)
+            allowed = (
+                "a column of classes, which the argument classes names, or of values that all have a decimal point"
+            )
+            because = f"line {first.line} of '{first.path}' has '{text}', which may be a class or a value"
             raise InvalidArgumentError(self, "target", self.target, allowed, because)
 
     def _inputs(self, rows: Sequence[_Row]) -> Tensor:
@@ -128,7 +130,7 @@ class CsvFile(FederatedDataModule):
                 text = each.read_text(encoding="utf-8-sig")
             except UnicodeDecodeError as error:
                 because = f"'{each}' has another encoding; of Excel's formats, 'CSV UTF-8' is the right one"
-                raise InvalidArgumentError(self, argument, path, "a CSV file of UTF-8", because) from error
+                raise InvalidArgumentError(self, argument, path, "a CSV file in UTF-8", because) from error
             with io.StringIO(text, newline="") as file:
                 reader = csv.DictReader(file)
                 names = reader.fieldnames or ()

@@ -66,14 +66,20 @@ class NpzFile(FederatedDataModule):
         for client, arrays in of_clients.items():
             for name in _NEEDED:
                 own, like = arrays[name], of_clients[first][name]
-                if own.dtype != like.dtype or own.shape[1:] != like.shape[1:]:
-                    because = f"'{client}.npz' has {_words(own)}, and '{first}.npz' {_words(like)}"
-                    raise InvalidArgumentError(self, name, self.path, "alike in all files", because)
+                kinds = {each.dtype for each in (own, like)}
+                # samples that are integers become floating point beside such ones; images and classes do not
+                is_alike = len(kinds) == 1 or (name.startswith("x") and torch.uint8 not in kinds)
+                if not is_alike or own.shape[1:] != like.shape[1:]:
+                    allowed = "a folder whose files have arrays of the same type and shape"
+                    because = f"{name} of '{client}.npz' is {_type_and_shape(own)}, and of '{first}.npz' "
+                    raise InvalidArgumentError(self, "path", self.path, allowed, because + _type_and_shape(like))
             for part in ("train", "test"):
                 x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
                 if x.shape[:1] != y.shape[:1]:
-                    because = f"'{client}.npz' has {_words(y)} for x_{part}, {_words(x)}"
-                    raise InvalidArgumentError(self, f"y_{part}", self.path, "a target for each sample", because)
+                    because = f"y_{part} of '{client}.npz' is {_type_and_shape(y)}, and x_{part} {_type_and_shape(x)}"
+                    raise InvalidArgumentError(
+                        self, "path", self.path, "a folder of files with targets of all samples", because
+                    )
             if not len(arrays["y_train"]):
                 because = f"'{client}.npz' has none; delete it if this client takes no part"
                 raise InvalidArgumentError(self, "path", self.path, "a folder of files with training samples", because)
@@ -116,5 +122,5 @@ class NpzFile(FederatedDataModule):
         raise InvalidArgumentError(self, name, f"{array.dtype} of shape {array.shape}", allowed)
 
 
-def _words(values: Tensor) -> str:
+def _type_and_shape(values: Tensor) -> str:
     return f"{values.dtype} of shape {tuple(values.shape)}"

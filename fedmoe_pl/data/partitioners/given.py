@@ -48,7 +48,7 @@ class PredefinedIndices(Partitioner):
 
     Raises:
         MisconfigurationException: when samples are dealt, if the lists cannot be read, a list is empty, an index is not
-            that of a sample, or is there twice.
+            that of a sample, or occurs twice.
     """
 
     needs_classes = False
@@ -65,9 +65,9 @@ class PredefinedIndices(Partitioner):
     ) -> list[np.ndarray] | dict[str, np.ndarray]:
         lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
+        check_parts(self, "indices", self.indices, parts, len(labels))
         if not all(map(len, parts)):
             raise InvalidArgumentError(self, "indices", self.indices, "lists, none of them empty")
-        check_parts(self, "indices", self.indices, parts, len(labels))
         _check_number(self, num_clients, len(parts))
         return dict(zip(map(str, lists), parts, strict=True)) if isinstance(lists, Mapping) else parts
 

@@ -67,7 +67,9 @@ class LabelPartitioner(Partitioner):
 
 
 def check_parts(owner: object, argument: str, given: object, parts: Sequence[np.ndarray], size: int) -> None:
-    """Refuses parts that are not arrays of indices of samples, from 0 to ``size`` - 1, or that have common ones."""
+    """Refuses no parts, and those that are not arrays of indices, from 0 to ``size`` - 1, or that have common ones."""
+    if not parts:
+        raise InvalidArgumentError(owner, argument, given, "at least one array")
     for part in parts:
         if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
             because = f"one of them is {part.dtype} of shape {part.shape}"
@@ -75,9 +77,9 @@ def check_parts(owner: object, argument: str, given: object, parts: Sequence[np.
     together = np.concatenate([part.astype(np.int64, copy=False) for part in parts])
     if len(wrong := together[(together < 0) | (together >= size)]):
         allowed = f"arrays of indices from 0 to {size - 1}"
-        raise InvalidArgumentError(owner, argument, given, allowed, f"there is the index {wrong[0]}")
+        raise InvalidArgumentError(owner, argument, given, allowed, f"the index {wrong[0]} occurs")
     if (counts := np.bincount(together, minlength=1)).max() > 1:
-        because = f"the index {counts.argmax()} is there twice"
+        because = f"the index {counts.argmax()} occurs twice"
         raise InvalidArgumentError(owner, argument, given, "arrays without common indices", because)
 
 
