@@ -45,9 +45,10 @@ class ConfigFile(ActionConfigFile):
             content = load(values if "{" in values else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
                 raise ValueError("it has no keys")
-            sections = [content, *(each for each in content.values() if isinstance(each, Mapping))]
-            if numbers := [name for section in sections for name in section if not isinstance(name, str)]:
-                raise ValueError(f"its key {numbers[0]} must be a text")
+            sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
+            keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
+            if wrong := next(keys, ""):
+                raise ValueError(f"its key {wrong} must be a text")
         except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
             raise MisconfigurationException(f"config is '{values}', but it cannot be read: {reason}.") from error

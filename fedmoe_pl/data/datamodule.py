@@ -177,6 +177,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         elif self.rotations is not None:
             n, copies = data.sizes[0], len(self.rotations)
             data = rotated(self, data, self.rotations, self.requested_clients, rng)
+            # in the order of rotation.py's _copies
             self.files = self.files and self.files[:n] * copies + self.files[n:] * copies
         self.y = data.targets
         self.num_classes = max(int(self.y.max()) + 1, len(self.classes or ())) if are_classes(self.y) else 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedmoe_pl.checkpoints.configuration import changes
 from fedmoe_pl.checkpoints.configuration import configuration as configuration_of
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
+from fedmoe_pl.checks import shown
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.deployment.messages import Message, one_line, problem_of_answer
@@ -70,8 +71,8 @@ def wait_for(
         if key := _first_difference(descriptions[0], description, _COMMON):
             verb = "are" if key in ("classes", "columns") else "is"
             raise MisconfigurationException(
-                f"client {client}: the {key.replace('_', ' ')} of its samples {verb} {description.get(key)}, but must "
-                f"be {descriptions[0].get(key)}, as client 0's."
+                f"client {client}: the {key.replace('_', ' ')} of its samples {verb} {shown(description.get(key))}, "
+                f"but must be {shown(descriptions[0].get(key))}, as client 0's."
             )
     return dict(sorted(descriptions.items()))
 

@@ -131,7 +131,7 @@ _DESCRIPTION = {
     "client": _CLIENT,
     "sizes": _sizes,
     "global_test": _SIZE,
-    **dict.fromkeys(("classes", "columns"), _or_nothing(_list(_text))),
+    **dict.fromkeys(("classes", "columns"), _or_nothing(_list(_name))),
     "shape": _shape,
     "dtype": _one_of(*DTYPES),
     "target_shape": _shape,

@@ -117,7 +117,7 @@ UNREADABLE = {
     "a: !!python/object:os.system {}": "could not determine a constructor",
     "": "it has no keys",
     "5: 3": "its key 5 must be a text",
-    "trainer: {5: 3}": "its key 5 must be a text",
+    "trainer: {yes: 2}": "its key trainer.True must be a text",
     b"\xff\xfe\x80": "'utf-8' codec can't decode",
 }
 

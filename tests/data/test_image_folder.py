@@ -31,7 +31,7 @@ def test_image_folders_are_read_and_test_classes_go_by_name(tmp_path):
     ("exif", "is_turned"),
     [(b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0" + 4 * b"\0", True), (b"Exif\0\0none", False)],
 )
-def test_photographs_are_turned_as_their_exif_data_say(tmp_path, exif, is_turned):
+def test_photographs_are_rotated_according_to_their_exif_orientation(tmp_path, exif, is_turned):
     image = pixels(2, 3, 3)
     for part in ("train", "test"):
         (tmp_path / part / "cat").mkdir(parents=True)

@@ -88,8 +88,9 @@ def test_training_and_test_samples_have_the_same_numbers_of_classes():
     test.target_transform = [0, 2].__getitem__
     assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
     assert set_up(FromDatasets(train, train, num_clients=2)).num_classes == 2
-    train.class_to_idx = None  # or a method, of a dataset of another library
-    assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
+    for of_another_library in (None, lambda: {}):
+        vars(train)["class_to_idx"] = of_another_library
+        assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
 
 
 @pytest.mark.parametrize("missing", [float("nan"), None])

@@ -42,6 +42,7 @@ def transport_with(tmp_path, change, kind="describe", most=None):
         (with_values(sizes=[10**12, 0, 0]), "its sizes is"),
         (with_values(shape=[10**6, 10**6]), "its shape is"),
         (with_values(dtype="load"), "its dtype is 'load'"),
+        (with_values(classes=["a" * 1001]), "its classes is"),
         (with_values(normalization=[[0.0]]), r"its normalization is \[\[0\.0\]\]"),
         (with_values(configuration={"hparams": "{"}), "its configuration cannot be read"),
         (lambda answer: Message("failed", {"reason": "no data"}), "no data"),
@@ -240,6 +241,13 @@ def test_other_names_of_classes_or_columns_are_refused_together(names, tmp_path)
         deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
 
 
+def test_many_names_of_classes_are_cut_in_the_refusal(tmp_path):
+    of_one = with_values(classes=["height"] * 1000)
+    with pytest.raises(MisconfigurationException) as error:
+        deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
+    assert len(str(error.value)) < 500
+
+
 def test_a_client_says_how_the_classes_and_columns_of_its_table_are_called(tmp_path):
     (tmp_path / "a.csv").write_text("weight,y,height\n1,no,3\n2,yes,4\n")
     table = CsvFile(str(tmp_path), "y", classes=["no", "yes"], test_fraction=0.5)
@@ -253,7 +261,9 @@ def test_a_client_says_how_the_classes_and_columns_of_its_table_are_called(tmp_p
 def test_classes_that_a_client_would_number_alone_are_refused(classes, made, tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,no\n3,yes\n4,no\n")
     table = made(path=str(tmp_path), target="y", classes=classes, test_fraction=0.5)
-    refused = pytest.raises(MisconfigurationException, match="classes must be given in a deployed federation")
+    refused = pytest.raises(
+        MisconfigurationException, match=rf"{made.__name__}: classes must be given in a deployed federation"
+    )
     with refused if classes is None else nullcontext():
         own_data(table, 0, federation(METHOD.phases(), tmp_path))
 

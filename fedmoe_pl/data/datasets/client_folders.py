@@ -19,8 +19,8 @@ class ClientFolders(FederatedDataModule):
 
     Clients are called as their folders, and numbered in the sorted order of their names. Classes are numbered in the
     sorted order of the names that any client has; a client may lack some. A warning tells which name may be misspelt.
-    Images are read as RGB, with 8 bits per channel, and turned as their EXIF data say. Files with another ending than
-    an image's are left out, and so are hidden files and folders.
+    Images are read as RGB, with 8 bits per channel, and rotated according to their EXIF orientation. Files with another
+    ending than an image's are left out, and so are hidden files and folders.
 
     Args:
         root: folder with the clients' folders.

@@ -13,8 +13,8 @@ from fedmoe_pl.data.datasets.images import VisibleImages, read_images
 class ImageFolder(FederatedDataModule):
     """A user's own images, one folder per class, such as ``train/cat/1.png`` and ``test/cat/2.png``.
 
-    Images are read as RGB, with 8 bits per channel, and turned as their EXIF data say, also from folders in those of
-    classes; hidden files are left out.
+    Images are read as RGB, with 8 bits per channel, and rotated according to their EXIF orientation, also from
+    folders in those of classes; hidden files are left out.
     Classes are numbered in the order of ``classes`` or, without it, of the sorted names of the folders in
     ``train_dir``.
 

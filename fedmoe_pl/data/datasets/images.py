@@ -66,7 +66,9 @@ def _is_visible(name: str) -> bool:
 
 
 def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> Tensor:
-    """Images from files as RGB, uint8, shape (n, 3, height, width), turned as EXIF says, resized as by :func:`resize`.
+    """Images from files as RGB, uint8, shape (n, 3, height, width), resized as by :func:`resize`.
+
+    They are rotated according to their EXIF orientation.
 
     Raises:
         MisconfigurationException: if a file cannot be read, or is a grey image of more than 8 bits, of which Pillow
