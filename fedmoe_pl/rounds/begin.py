@@ -57,7 +57,8 @@ def _uses(module: MixtureOfExperts, part: str) -> bool:
     """Whether ``configure_optimizers``, perhaps a subclass's own, calls what makes the optimizer or the scheduler."""
     if type(module).configure_optimizers is MixtureOfExperts.configure_optimizers:
         return True
-    make, calls = getattr(module, part), list[Any]()
+    make: Any = getattr(module, part)
+    calls = list[Any]()
     setattr(module, part, lambda argument: calls.append(argument) or make(argument))
     try:
         module.configure_optimizers()

@@ -94,7 +94,7 @@ def test_ctrl_c_says_how_to_go_on(evaluation_point, quickstart, tmp_path, capsys
     if evaluation_point == "between rounds":
         monkeypatch.setattr("fedmoe_pl.callbacks.ResultFiles.on_evaluation_end", interrupt)
     else:
-        monkeypatch.setattr("fedmoe_pl.models.PersonalizedMoE.loss", interrupt)
+        monkeypatch.setattr("fedmoe_pl.models.PersonalizedMoE.loss_of", interrupt)
     (tmp_path / "short.yaml").write_text(yaml.safe_dump(quickstart))
     with pytest.raises(SystemExit) as exit:
         main(["fit", "--config", str(tmp_path / "short.yaml")])
