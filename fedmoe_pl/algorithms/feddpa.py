@@ -68,9 +68,14 @@ class FedDPA(Algorithm):
         return super().server_init(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
-        """Loads the tensors; from the second round on, the loss needs the global adapter as it was received."""
+        """Loads the tensors; from the second round on, the loss needs the global adapter as it was received.
+
+        Clients that cannot train the global adapter, as newcomers, train the local one in the first round, too.
+        """
         super().client_init(client, sent)
-        received = of_parts(client.module.state_dict(), ["global_expert"]) if client.round else {}
+        parameters = client.module.get_submodule("global_expert").parameters()
+        trains_both = client.round or not any(parameter.requires_grad for parameter in parameters)
+        received = of_parts(client.module.state_dict(), ["global_expert"]) if trains_both else {}
         return {"received": {name: tensor.detach().clone() for name, tensor in received.items()}}
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, begin_client, client_of, trains_by_loss
+from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import check_states, joined, only
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
@@ -108,7 +111,11 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
         tensors = part.state_dict(prefix=f"{name}." if name else "")
         if tensors and all(map(is_shared, tensors)):
             part.eval()
-    if not _has_gradient(training, state):
+    if idle := _idles_before_training(training):
+        name = type(training.algorithm).__name__
+        because = f"{name} trains none of what they keep in some epochs before others of the same round"
+        rank_zero_warn(f"Phase '{training.phase}': newcomers train nothing, because {because}.")
+    if idle or not _has_gradient(training, state):
         module.requires_grad_(False)
 
 
@@ -124,6 +131,17 @@ def share_memory(training: LocalTraining, model: LightningModule) -> None:
             initial[name] = parameters[name].data = parameter.data
 
 
+def _idles_before_training(training: LocalTraining) -> bool:
+    """Whether in some epoch nothing is trained but in the next one something is, which a loss without gradient fails.
+
+    Epochs at a round's end that train nothing are left out.
+    """
+    names = [name for name, parameter in training.module.named_parameters() if parameter.requires_grad]
+    pairs = epochs_to_try(training.algorithm, range(training.rounds), training.max_epochs)[0]
+    trains = {pair for pair in pairs if any(training.algorithm.is_trainable(name, *pair) for name in names)}
+    return any(epoch and (round, epoch - 1) not in trains for round, epoch in trains)
+
+
 def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
     """Whether the loss of a batch depends on a parameter that is not frozen, as far as it can be tried."""
     samples_of = training.datamodule.train_samples
@@ -132,12 +150,16 @@ def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
     if not trains_by_loss(training):
         return True
     try:
-        client, constants, samples = begin_client(
-            training, copy_module(training.module), state.server, client_id, {}, 0
-        )
-        (batch,) = training.datamodule.batches(samples[:1], device=torch.device("cpu"))
-        with evaluating(client.module):
-            return training.algorithm.client_loss(client.module, batch, constants).requires_grad
+        for names, (round, _) in training.trainable.items():
+            module = copy_module(training.module)
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(name in names)
+            _, constants, samples = begin_client(training, module, state.server, client_id, {}, round)
+            (batch,) = training.datamodule.batches(samples[:1], device=torch.device("cpu"))
+            with evaluating(module):
+                if training.algorithm.client_loss(module, batch, constants).requires_grad:
+                    return True
+        return not training.trainable  # without epochs, there is nothing to freeze
     except Exception:  # a loss may need its Trainer; training reports other errors
         return True
 
@@ -311,9 +333,10 @@ def _same_gate(tree: Tree, other: Tree) -> bool:
 def _keeps_tensors(phase: Phase, module: LightningModule) -> bool:
     """Whether the clients of this phase have parameters to train, or weights to estimate, that they do not share."""
     algorithm = phase.algorithm
+    at_times = overrides(algorithm, "is_trainable")  # perhaps in a later round or epoch, at which freeze_shared looks
     estimated = isinstance(getattr(module, "gate", None), MixtureWeights) and not algorithm.is_shared("gate.weights")
     return estimated or any(
-        parameter.requires_grad and algorithm.is_trainable(name, 0, 0) and not algorithm.is_shared(name)
+        parameter.requires_grad and (at_times or algorithm.is_trainable(name, 0, 0)) and not algorithm.is_shared(name)
         for name, parameter in module.named_parameters()
     )
 

@@ -90,14 +90,14 @@ def is_evaluated_after(run: Run, phase: Phase, round: int) -> bool:
     return bool(phase.evaluate and every and (round % every == 0 or round == phase.rounds))
 
 
-def is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
+def is_over(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> bool:
     """Whether the phase ends early: its monitor or algorithm says so, or more rounds would change nothing."""
     waited = state.round - state.improved_round if state.improved_round else 0
     patience = phase.select and phase.select.patience
     if patience is not None and waited >= patience * _interval(run, phase):
         return True
     if not state.server_learns:
-        return not state.clients
+        return not state.clients and all(first < state.round for first, _ in training.trainable.values())
     return phase.algorithm.server_final(state.server, is_last=False) is not None
 
 

@@ -109,13 +109,14 @@ def run_round(
         _exchange(run, phase, plan, trained.failed, round, log)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
-    state.stopped = phase.select is None and is_over(run, phase, state)  # otherwise its evaluation says so
+    # with a selection, its evaluation says so
+    state.stopped = phase.select is None and is_over(run, phase, state, plan.training)
     evaluations: list[Evaluation] = []
     if is_evaluated_after(run, phase, state.round):
         if cohort is None:
             announce_round(run, phase, plan)
         evaluations = evaluate_round(run, phase, plan.training, plan)
-    state.stopped = is_over(run, phase, state)
+    state.stopped = is_over(run, phase, state, plan.training)
     plan.training.copies.check(algorithm)
     if log.transfers:
         run.call("on_transfers", phase, round, log.transfers)

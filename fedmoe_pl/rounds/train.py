@@ -84,7 +84,7 @@ def train_round(
 def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
     """Announces to the plan the next round, if there will be one whatever its clients' evaluation says."""
     state = run.states[phase.name]
-    if state.round == phase.rounds or is_over(run, phase, state):
+    if state.round == phase.rounds or is_over(run, phase, state, plan.training):
         return
     drawn = draw_cohort(run, phase, state)
     dropped = _dropped(run, phase, drawn)

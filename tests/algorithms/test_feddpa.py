@@ -88,6 +88,22 @@ def test_clients_keep_the_features_of_some_of_their_samples(tmp_path):
         assert "gate.references" not in federation.run.states["FedDPA"].server
 
 
+def test_newcomers_train_the_local_adapter_beside_the_federation_s_global_one(tmp_path):
+    data, module, its_phase = blobs((5, 4)), adapters(), phase("FedDPA", FedDPA(local_weight=0.3))
+    federation = run([its_phase], module, data, tmp_path, 1, enable_checkpointing=True, seed=3)
+    server, start = federation.run.states["FedDPA"].server, own_of(module.state_dict(), "local_expert.")
+    federation.personalize(module, data, rounds=2)
+    state = federation.run.states["FedDPA"]
+    assert_same_bits(state.server, server)
+    own = {**module.state_dict(), **server} | {f"local_expert.{name}": tensor for name, tensor in start.items()}
+    for round in range(2):
+        for x, y in round_batches(data, 0, round, 1):
+            loss = lambda s, x=x, y=y: F.cross_entropy(logits(s, x, constant(0.7, 0.3)), y)  # noqa: E731
+            own = stepped(own, ("local_expert.",), loss)
+    kept = own_of(state.clients[0], "local_expert.")
+    torch.testing.assert_close(kept, own_of(own, "local_expert."), rtol=0, atol=1e-10)
+
+
 def test_backends_agree():
     for round in (0, 1):
         assert_agree(local_training(adapters(), FedDPA(), blobs(), rounds=2), 1e-12, round=round)

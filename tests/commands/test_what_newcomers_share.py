@@ -111,6 +111,36 @@ def test_newcomers_with_nothing_to_learn_receive_the_model(tmp_path, algorithm, 
     torch.testing.assert_close(tensors(run.client_module("it", 1), "global_expert."), server, rtol=0, atol=0)
 
 
+class HeadLater(FedAvg):
+    """The head is trained from the second round on."""
+
+    def is_trainable(self, name, round, epoch):
+        return self.is_shared(name) or round >= 1
+
+
+class BodyFirst(FedAvg):
+    """The head is trained from the second epoch on."""
+
+    def is_trainable(self, name, round, epoch):
+        return self.is_shared(name) == (epoch < 1)
+
+
+def test_newcomers_wait_for_the_round_in_which_what_they_keep_is_trained(tmp_path):
+    run = federation(tmp_path, lambda: HeadLater(BODY), rounds=2)
+    run.fit(model(), blobs())
+    run.personalize(model(), blobs(sizes=(9, 6)), rounds=3)
+    state, start = run.run.states["it"], tensors(model(), "global_expert.classifier.")
+    assert state.round == 3 and not any(torch.equal(state.clients[0][name], start[name]) for name in start)
+
+
+def test_newcomers_whose_first_epoch_trains_nothing_are_told_so(tmp_path):
+    run = federation(tmp_path, lambda: BodyFirst(BODY))
+    run.fit(model(), blobs())
+    with pytest.warns(UserWarning, match="^Phase 'it': newcomers train nothing, because BodyFirst trains none"):
+        run.personalize(model(), blobs(sizes=(9, 6)), rounds=3)
+    assert not run.run.states["it"].clients
+
+
 def test_a_newcomer_s_model_can_be_trained_on_as_a_whole(tmp_path):
     run = federation(tmp_path, lambda: FedAvg(BODY))
     run.fit(model(), blobs())
