@@ -137,8 +137,9 @@ def fingerprint(datamodule: FederatedDataModule) -> str:
     Of many samples, the values of some are looked at: every n-th, at least ten thousand; a few if they are read one by
     one.
     """
-    checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
-    for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
+    parts = datamodule.train_samples, datamodule.test_samples
+    checksum, owned = 0, [part.indices for part in parts]
+    for tensor in (*(datamodule.y[samples] for samples in owned), *owned, *(part.sizes for part in parts)):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
     if datamodule.reader is None:
         some = datamodule.x[:: max(len(datamodule.x) // _SAMPLES, 1)]

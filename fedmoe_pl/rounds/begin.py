@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, is_interchangeable, load_tree
 
+ReadResult = Callable[[Phase, LightningModule, Mapping[str, Any]], PhaseState]
+"""Reads the result of a phase from ``ckpt_path``, for a module and the identity of a run."""
 _TRAINED = "after local training"  # in Evaluation.evaluation_point
 
 
@@ -193,16 +195,16 @@ def first_clients(
         yield client_of(own_training, modules[architecture], client_id, client_states.get(client_id, {}), round=0)
 
 
-def read_result(phase: Phase, module: LightningModule) -> PhaseState:
-    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits."""
-    saved = _read(phase, module)
+def read_result(phase: Phase, module: LightningModule, identity: Mapping[str, Any]) -> PhaseState:
+    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits, also the data of the run."""
+    saved = _read(phase, module, identity)
     check_moments(phase, saved)
     check_states(saved.clients)
     state = PhaseState({}, saved.server, saved.clients, round=phase.rounds, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 
 
-def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseState:
+def read_result_for_new_clients(phase: Phase, module: LightningModule, identity: Mapping[str, Any]) -> PhaseState:
     """Reads the phase's result for clients that were not in the federation, and that get nothing of what others kept.
 
     They have local rounds, which leave the server's state unchanged, if they keep, predict with, or are evaluated with
@@ -248,8 +250,11 @@ def _evaluates_trained(phase: Phase) -> bool:
     return phase.evaluate and phase.aggregates and "local_training" in phase.evaluation_points
 
 
-def _read(phase: Phase, module: LightningModule) -> PhaseState:
-    """The phase's saved state; from a checkpoint of Lightning, its first state with the server's parameters in it."""
+def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | None = None) -> PhaseState:
+    """The phase's saved state; from a checkpoint of Lightning, its first state with the server's parameters in it.
+
+    With the ``identity`` of a run, whose clients must be those of the checkpoint to get what these have kept.
+    """
     state, path = _from_start(phase, module, []), Path(phase.ckpt_path or "")
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
     is_of_peft = path.is_dir()
@@ -273,6 +278,15 @@ def _read(phase: Phase, module: LightningModule) -> PhaseState:
     if missing:
         because = f"'{phase.name}' has no '{missing[0]}' in this one"
         raise InvalidArgumentError(*refused, "a checkpoint of the same method and model", because)
+    if identity is None or all(content[key] == identity[key] for key in ("partition", "client_names")):
+        return saved
+    if saved.clients:
+        because = "clients would get what others have kept"
+        raise InvalidArgumentError(*refused, "the checkpoint of a run with the same clients and samples", because)
+    rank_zero_warn(
+        f"{phase}: ckpt_path is '{path}', a run with other clients or samples; clients may be tested on samples that "
+        "its result was trained on."
+    )
     return saved
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,7 +15,6 @@ from fedmoe_pl.algorithms.algorithm import Need, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
-from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
@@ -24,7 +23,7 @@ from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, warn_of_computed_parts
-from fedmoe_pl.rounds.begin import check_moments
+from fedmoe_pl.rounds.begin import ReadResult, check_moments
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_module import (
     check_has_optimizer,
@@ -64,7 +63,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         raise InvalidArgumentError("Federation", "phases", names, "at least one phase, and every name once")
 
 
-def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseState]) -> None:
+def check_run(run: Run, read_result: ReadResult) -> None:
     """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint."""
     _check_evaluated(run)
     by_name, trained = {phase.name: phase for phase in run.phases}, dict[str, set[str]]()
@@ -90,7 +89,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
             check_batches(phase, module, trainer, run.datamodule, run.seed)
             check_monitored(phase, module, trainer, run.datamodule, run.seed)
         if phase.ckpt_path and phase.name not in run.states:
-            run.given_results[phase.name] = read_result(phase, module)
+            run.given_results[phase.name] = read_result(phase, module, run.identity)
         state = run.states.get(phase.name)
         if state is not None and state.evaluations:
             check_moments(phase, state)

@@ -28,7 +28,6 @@ from fedmoe_pl.backends.workers.fork_server import end_fork
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
-from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming, tried
 from fedmoe_pl.data import FederatedDataModule
@@ -36,7 +35,7 @@ from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.mapped import return_freed_memory
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
-from fedmoe_pl.rounds.begin import freeze_shared, read_result, share_memory, sized
+from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, read_result, share_memory, sized
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed
@@ -53,7 +52,7 @@ def make_run(
     devices: list[torch.device],
     seed: int,
     initial: Mapping[str, Tree] | None = None,
-    read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
+    read_result: ReadResult = read_result,
     **attributes: Any,
 ) -> Run:
     """Makes a run and makes all its checks, before any training."""

@@ -35,7 +35,8 @@ def test_every_client_splits_its_samples_by_a_seed_of_its_own(fractions):
 def test_the_fingerprint_is_a_checksum_of_who_holds_which_samples():
     data = set_up(Own(vectors(50), num_clients=4, partitioner=Dirichlet(0.9), test_fraction=0.3))
     owned = torch.cat([*data.train_samples, *data.test_samples])
-    held = data.y[owned].numpy().tobytes() + owned.numpy().tobytes()
+    sizes = torch.tensor([len(part) for parts in (data.train_samples, data.test_samples) for part in parts])
+    held = b"".join(tensor.numpy().tobytes() for tensor in (data.y[owned], owned, sizes))
     for x in (data.x, data.x + 1):
         data.x = x
         checksum = zlib.crc32(held + x.numpy().tobytes())

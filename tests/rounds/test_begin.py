@@ -8,9 +8,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE, Phase, Select, Train
-from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
-from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.begin import phase_module
 
 
@@ -86,6 +86,19 @@ def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training
     with pytest.raises(MisconfigurationException, match="cannot be loaded"):
         federation(tmp_path / "wide", given).fit(PersonalizedMoE(Wide()), data())
     assert not (tmp_path / "wide").exists()
+
+
+def test_a_result_of_other_clients_is_refused_with_what_they_kept_and_else_warned_of(tmp_path):
+    whole = federation(tmp_path / "whole")
+    whole.fit(model(), data())
+    path = str(whole.run_dir / "checkpoints/last.ckpt")
+    others = data(sizes=(11, 8, 13))
+    shared = [Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), ckpt_path=path)]
+    with pytest.warns(UserWarning, match="other clients or samples; clients may be tested on samples"):
+        federation(tmp_path / "shared", shared).fit(model(), others)
+    kept = [Phase("Local", Local(), gate=LocalOnly(), ckpt_path=path)]
+    with pytest.raises(MisconfigurationException, match=r"^Phase 'Local': ckpt_path .* what others have kept"):
+        federation(tmp_path / "kept", kept).fit(model(), others)
 
 
 @pytest.mark.parametrize("gate", [LinearGate(5), FeatureGate(), LinearGate()], ids=["given", "features", "lazy"])
