@@ -111,12 +111,12 @@ class KillsItsProcess(PersonalizedMoE):
         self.file = str(file)
         self.driver = os.getpid()
 
-    def loss(self, batch):
+    def loss_of(self, scores, y, reduction="mean"):
         if os.getpid() != self.driver:
             with contextlib.suppress(FileNotFoundError):  # another worker may be the first
                 os.unlink(self.file)
                 os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(batch)
+        return super().loss_of(scores, y, reduction)
 
 
 def killing_model(file):
