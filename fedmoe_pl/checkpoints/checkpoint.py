@@ -45,7 +45,7 @@ _OF_ANOTHER_VERSION = f"which another version of this package wrote; this one re
 _TENSORS = "tensors"  # the folder of their files, beside the checkpoints
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
-_IDENTITY = {"seed", "partition", "client_names", "classes", "normalization", "vocabulary"}
+_IDENTITY = {"seed", "partition", "client_names", "classes", "columns", "normalization", "vocabulary"}
 _KEYS = _IDENTITY | {"configuration", "versions", "models", "phases", "rows"}
 
 

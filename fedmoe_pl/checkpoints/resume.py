@@ -53,7 +53,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
             f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
     for name, now in identity.items():
-        if content.get(name, now) != now:
+        if content[name] != now:
             config = path.parent.parent / "config.yaml"
             advice = f"take the configuration of that run, '{config}', or " if config.is_file() else ""
             raise MisconfigurationException(
@@ -125,9 +125,8 @@ def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
     """The seed, partition, names, image normalization and vocabulary of a run, which tell it apart from others."""
     normalization = datamodule.normalization and [*datamodule.normalization]  # as JSON gives it back
     names = [*datamodule.client_names] if datamodule.client_names.given else None
-    read = {"client_names": names, "classes": datamodule.classes}
+    read = {"client_names": names, "classes": datamodule.classes, "columns": datamodule.columns}
     read |= {"normalization": normalization, "vocabulary": datamodule.vocabulary}
-    read |= {} if datamodule.columns is None else {"columns": datamodule.columns}
     return {"seed": seed, **read, "partition": fingerprint(datamodule)}
 
 

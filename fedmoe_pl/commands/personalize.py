@@ -41,12 +41,10 @@ def set_up_new_clients(
         datamodule.classes = datamodule.classes or content["classes"]
     set_up(datamodule, phases, seed)
     identity = identify(seed, datamodule)
-    if content["classes"] not in (None, datamodule.classes):
-        allowed = f"left out or those of the federation, {content['classes']}"
-        raise InvalidArgumentError(datamodule, "classes", datamodule.classes, allowed)
-    if content.get("columns", datamodule.columns) != datamodule.columns:
-        allowed = f"those of the federation, {content['columns']}"
-        raise InvalidArgumentError(datamodule, "columns", datamodule.columns, allowed)
+    for name, given in (("classes", datamodule.classes), ("columns", datamodule.columns)):
+        if content[name] not in (None, given):
+            allowed = f"{'left out or ' * (name == 'classes')}those of the federation, {content[name]}"
+            raise InvalidArgumentError(datamodule, name, given, allowed)
     for name, what in (("normalization", "normalizes images"), ("vocabulary", "numbers words")):
         if content[name] != identity[name]:
             allowed = f"that of a federation that {what} as the new clients' data do"

@@ -30,9 +30,8 @@ def distribution_of(key: str, entry: Any) -> BaseDistribution:
         names = [_name(choice) for choice in entry["choices"]]
         if not names or any(str(one) == str(other) or one == other for one, other in combinations(names, 2)):
             because = "1, 1.0 and true are one to Optuna" if names else ""
-            raise InvalidArgumentError(
-                "tune", f"{argument}.choices", names, "a list that has every value once", because
-            )
+            argument, allowed = f"{argument}.choices", "a list that has every value once"
+            raise InvalidArgumentError("tune", argument, names, allowed, because)
         return CategoricalDistribution(names)
     if not isinstance(entry, Mapping) or not {"low", "high"} <= {*entry} <= {"low", "high", "log", "step"}:
         raise InvalidArgumentError("tune", argument, entry, _ALLOWED)

@@ -253,7 +253,7 @@ def _evaluates_trained(phase: Phase) -> bool:
 def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | None = None) -> PhaseState:
     """The phase's saved state; from a checkpoint of Lightning, its first state with the server's parameters in it.
 
-    With the ``identity`` of a run, whose clients must be those of the checkpoint to get what these have kept.
+    If the ``identity`` of a run is given, its clients must be those of the checkpoint to get what they have kept.
     """
     state, path = _from_start(phase, module, []), Path(phase.ckpt_path or "")
     refused = (str(phase), "ckpt_path", phase.ckpt_path)

@@ -21,6 +21,8 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.fit import server_parameters
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
+_MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
+
 
 def check_tensors(module: LightningModule) -> None:
     """Refuses tensors that have no memory to load others into."""
@@ -102,9 +104,6 @@ def check_has_optimizer(phase: Phase, module: LightningModule) -> None:
     if configured is None:
         because = f"{phase} would train nothing"
         raise InvalidArgumentError(module, "what configure_optimizers returns", None, "an optimizer", because)
-
-
-_MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
 
 
 def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) -> None:

@@ -32,6 +32,17 @@ from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
 
 _PROCESSES_PER_CORE = 8
+_LEFT_OUT = {
+    "overfit_batches": "every epoch would draw other batches; limit_train_batches limits their number",
+    "limit_test_batches": "evaluations are of all samples",
+    "limit_predict_batches": "predictions are of all samples",
+}
+_OF_KIND = {
+    "callbacks": (Callback, "Callbacks"),
+    "logger": (Logger | bool, "Loggers, true or false"),
+    "profiler": (Profiler | str, "a Profiler or the name of one"),
+}
+_KNOWN = ("fedmoe_pl.", "lightning.")  # what is not in these packages may log any metric
 
 
 def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
@@ -84,20 +95,6 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
         raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
     return devices
-
-
-_LEFT_OUT = {
-    "overfit_batches": "every epoch would draw other batches; limit_train_batches limits their number",
-    "limit_test_batches": "evaluations are of all samples",
-    "limit_predict_batches": "predictions are of all samples",
-}
-
-
-_OF_KIND = {
-    "callbacks": (Callback, "Callbacks"),
-    "logger": (Logger | bool, "Loggers, true or false"),
-    "profiler": (Profiler | str, "a Profiler or the name of one"),
-}
 
 
 def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
@@ -209,9 +206,6 @@ def _fewest_batches(
     client = min(clients, key=lambda client: len(samples[client]))
     number = len(datamodule.batches(samples[client], batch_size, drop_single=drop_single))
     return number, f"client {datamodule.client_names[client]}"
-
-
-_KNOWN = ("fedmoe_pl.", "lightning.")  # what is not in these packages may log any metric
 
 
 def check_monitored(

@@ -107,7 +107,7 @@ class CsvFile(FederatedDataModule):
         if not columns:
             allowed = "a table with a column of numbers, beside those of targets and clients"
             raise InvalidArgumentError(self, "path", self.path, allowed)
-        for row in rows:
+        for row in {row.path: row for row in rows}.values():  # the rows of a file have the same columns
             if extra := [name for name in row.cells if name is not None and name not in rows[0].cells]:
                 because = f"'{row.path}' has a column '{extra[0]}', and '{rows[0].path}' has none"
                 raise InvalidArgumentError(self, "path", self.path, "tables of the same columns", because)
@@ -118,10 +118,9 @@ class CsvFile(FederatedDataModule):
         """The rows of a file, or of all files of a folder."""
         is_folder = Path(path).is_dir()
         if (self.client is None) != is_folder:
-            allowed, kind = (
-                ("left out", "a folder with a file for each client") if is_folder else ("a column", "one file")
-            )
-            raise InvalidArgumentError(self, "client", self.client, allowed, f"{argument} '{path}' is {kind}")
+            kind = "a folder with a file for each client" if is_folder else "one file"
+            allowed, because = "left out" if is_folder else "a column", f"{argument} '{path}' is {kind}"
+            raise InvalidArgumentError(self, "client", self.client, allowed, because)
         files = files_of_clients(Path(path), ".csv") if self.client is None else [Path(path)]
         rows, allowed = list[_Row](), "a CSV file with rows, or a folder of such files"
         for each in files:
