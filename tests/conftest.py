@@ -8,6 +8,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import random
 import socket
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -27,7 +28,16 @@ def pytest_configure(config):
         pretended.register()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` leaves tests out
 def pytest_collection_modifyitems(items):
+    repetitions = Counter()
+    for item in items:
+        if few := item.get_closest_marker("few"):
+            test, *_ = item.nodeid.split("[")
+            repetitions[test] += 1
+            number = repetitions[test]
+            if not (number <= few.args[0] if isinstance(few.args[0], int) else item.callspec.id in few.args):
+                item.add_marker(pytest.mark.slow)
     if not (torch.cuda.is_available() or PRETENDS_GPU):
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -187,6 +187,7 @@ def faults_of(number: int, seed: int, folder, capfd) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_two_malformed_configurations_are_refused(tmp_path, capfd):
     faults = faults_of(2, 0, tmp_path, capfd)
     assert not faults, "\n".join(faults)

@@ -116,6 +116,7 @@ SAME_MEANS = {
 }
 
 
+@pytest.mark.few("FedAvg", "some of five", "Scaffold", "privacy")
 @pytest.mark.parametrize("name", SAME_MEANS)
 def test_means_are_those_without_it_up_to_rounding(name, tmp_path):
     plain = partial(torch.optim.SGD, lr=0.1)

@@ -57,6 +57,7 @@ ONES = torch.ones(3, dtype=torch.float64)
 EXPECTED_SAMPLES = sum(size**2 for size in SIZES) / sum(SIZES)  # the mean of n, weighted by n
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every_batch", [False, True])
 def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_loaded(every_batch, tmp_path):
     plain, counted = (
@@ -103,6 +104,7 @@ def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_do
             assert whole.run.states[name].clients[client]["book/rounds"].item() == rounds
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:.* have each trained for themselves")  # FedAvg shares them
 @pytest.mark.parametrize(
     ("stage", "trained"),
@@ -145,6 +147,7 @@ class Recorder(nn.Module):
         return x
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("frozen_train_mode", [False, True])
 @pytest.mark.parametrize(
     ("stage", "trained"),

@@ -103,6 +103,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rounds_are_those_of_a_bare_rewrite(name, tmp_path):
     settings = SETTINGS[name]

@@ -28,6 +28,7 @@ from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.trees import load_tree
 
 
+@pytest.mark.few("samples-sizes1-PureOneWeight", "uniform-sizes1-OneWeight")
 @pytest.mark.parametrize("module", [PureOneWeight, OneWeight])
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 1)])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])

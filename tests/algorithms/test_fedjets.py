@@ -23,6 +23,7 @@ def phases(rounds=2, anchors=True, **kwargs) -> list[Phase]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("anchors", [False, True])
 def test_two_rounds_are_those_of_bare_pytorch(tmp_path, anchors):
     data, model = blobs(FOUR), choosy()
@@ -63,6 +64,7 @@ def test_the_validation_loss_is_that_of_the_likelihood_without_the_anchors_term(
         assert federation.results["FedJETs"].clients[client].validation_loss == pytest.approx(loss, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_the_embedding_is_not_sent_and_an_anchor_is_told_its_expert(tmp_path):
     model = choosy()
     states = {

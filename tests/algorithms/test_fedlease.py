@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import blobs, mostly_slow, phase, run
+from helpers import blobs, phase, run
 from helpers.adapters import LAYERS, adapters, logits, sgd, stepped
 from helpers.bare import round_batches
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -221,7 +221,8 @@ def rewritten(module, data, warmup_rounds, rounds):
     return states, labels
 
 
-@pytest.mark.parametrize("warmup_rounds", mostly_slow([1, 2], 1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("warmup_rounds", [1, 2])
 def test_it_is_the_rewrite(tmp_path, warmup_rounds):
     data, rounds = blobs(SIZES), warmup_rounds + 2
     lease = phase("it", FedLEASE(warmup_rounds), rounds=rounds)

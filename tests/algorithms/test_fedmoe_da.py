@@ -128,6 +128,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("num_experts", [[1, 3, 2]], ids=str)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_federation_gives_what_it_gives_by_hand(name, num_experts, tmp_path):
@@ -235,6 +236,7 @@ def whole(tmp_path_factory) -> Federation:
     return fitted(tmp_path_factory.mktemp("whole"), logger=True)
 
 
+@pytest.mark.slow
 def test_experts_that_are_alike_have_no_weight_of_a_global_expert(whole):
     clients = whole.results["DA"].clients
     assert [client.gate_weights.shape[1] for client in clients] == [3, 2, 3]

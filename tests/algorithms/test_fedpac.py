@@ -84,6 +84,7 @@ def mean_state(modules, weights):
     return {name: sum(w * s[name] for w, s in zip(weights, states, strict=True)) / sum(weights) for name in states[0]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 def test_rounds_equal_a_loop_by_the_paper(clients_per_round, tmp_path):
     data, weight, rounds = without_a_class(), 0.7, 3
@@ -187,6 +188,7 @@ def test_one_client_per_round_keeps_its_own_classifier(tmp_path):
     assert_same_bits(subtree(state.server, f"classifiers/{client}."), subtree(kept, CLASSIFIER))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_later_phase_starts_from_the_combined_classifiers(in_files, tmp_path):
     phases = [it(rounds=3, clients_per_round=2), phase("later", Local(), train=Train(max_epochs=0), start="it")]

@@ -24,6 +24,7 @@ PHASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PHASES)
 def test_a_model_in_bfloat16_is_trained_aggregated_and_evaluated(name, tmp_path):
     model = (METHODS[name].model() if name in METHODS else mixture()).to(torch.bfloat16)

@@ -62,6 +62,7 @@ def test_the_lowest_loss_is_that_of_the_model_with_its_weights_of_classes():
     assert differs, "cross-entropy would choose another cluster"
 
 
+@pytest.mark.few("1.0")
 @pytest.mark.parametrize("epsilon", [0.4, 1.0])
 def test_with_exploration_every_cluster_is_picked_with_the_probability_of_epsilon_greedy(epsilon):
     module = clustered(gate=only(0))
@@ -243,6 +244,7 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_
     assert federation.results["IFCA"].selection == "last round"
 
 
+@pytest.mark.slow
 def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
     """With a patience that never runs out, every validated cluster ends with the weights that validated best."""
     watch = Watch()

@@ -50,6 +50,7 @@ def simulate(data, w, cohorts, decay, server_lr, weights):
     return w, kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("decay", "server_lr", "weighting"), [(0.0, 1.0, "samples"), (0.2, 0.5, "uniform"), (0.0, 1.5, "samples")]
 )
@@ -65,6 +66,7 @@ def test_pfedme_takes_the_steps_of_its_algorithm_and_keeps_theta(decay, server_l
         assert_near(of_tree(state.clients[client], "local_expert."), theta[client])
 
 
+@pytest.mark.slow
 def test_theta_ends_between_the_client_s_minimum_and_w_which_moves_towards_it(tmp_path):
     """The minimum of 1/2 ||theta - c||^2 + lambda/2 ||theta - w||^2 is (c + lambda w) / (1 + lambda)."""
     data = TensorData(torch.zeros(2, 1), torch.tensor([1, 3]), [[0], [1]], dtype=torch.float64)

@@ -53,6 +53,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few(*(f"{name}-1-6.0" for name in OPTIMIZERS), "FedAdam-4-0.0")
 @pytest.mark.parametrize("start", [0.0, 6.0])
 @pytest.mark.parametrize("rounds", [1, 4])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -72,6 +73,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LIMITS)
 def test_without_momentum_and_adaptivity_it_is_fedavg(name, tmp_path):
     optimizer, tolerance = LIMITS[name]

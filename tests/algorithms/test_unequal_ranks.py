@@ -161,6 +161,7 @@ def test_an_adapter_that_is_padded_with_zeros_trains_like_one_of_the_lower_rank(
         assert b.abs().max() > 0.01, "something was trained"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", [HetLoRA(RANKS), FlexLoRA(RANKS)])
 def test_clients_send_and_receive_their_own_ranks_and_predict_with_them(algorithm, tmp_path):
     phases = [Phase("it", algorithm, rounds=2)]

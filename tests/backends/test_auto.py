@@ -166,6 +166,7 @@ def assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **argume
             torch.testing.assert_close(kept[client], expected_kept[client], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TRAPS)
 def test_auto_stacks_where_that_gives_what_an_ordinary_trainer_gives(name):
     make, algorithm, arguments = TRAPS[name]
@@ -227,6 +228,7 @@ NOT_STACKED = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NOT_STACKED)
 def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_other_way(name):
     make, algorithm, trainer, reason = NOT_STACKED[name]

@@ -38,6 +38,7 @@ def validated_losses(module, datamodule, client, seed, round, names, optimizer, 
     return checks
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", ["Fine-tuned", "Mixture"])
 def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samples_trains_to_the_end(tmp_path, stage):
     patience, min_delta, every, epochs = 2, 0.02, 2, 40
@@ -81,6 +82,7 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
     assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", [FedProx(mu=5.0), Scaffold()], ids=["FedProx", "SCAFFOLD"])
 @pytest.mark.parametrize("every_batch", [False, True])
 def test_the_validation_loss_is_the_module_s_without_terms_of_the_algorithm(tmp_path, algorithm, every_batch):

@@ -46,6 +46,7 @@ def test_true_is_tensorboard_in_the_root_folder_and_false_is_none(tmp_path):
     assert named(False) == [] and named([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself
 def test_runs_of_mlflow_are_named(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")

@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("in_workers", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_the_trainer_of_a_client_has_the_federation_s_data_module(tmp_path, case, in_workers):

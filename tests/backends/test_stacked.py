@@ -76,18 +76,21 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
     module = mixture(LinearGate(5), optimizer=optimizer)
     assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
+@pytest.mark.few("FedAvg, uniform", "Local", "PFL-MF", "opt-out", "FedProx")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
     algorithm, gate = ALGORITHMS[name]
     assert_agree(local_training(mixture(gate(5)), algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
 
 
+@pytest.mark.few("PFL-FT-probabilities", "specialist and gate-log_probabilities")
 @pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
 @pytest.mark.parametrize("name", ["PFL-FT", "specialist and gate"])
 def test_backends_agree_whatever_is_mixed(name, mixing):
@@ -97,6 +100,7 @@ def test_backends_agree_whatever_is_mixed(name, mixing):
     assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_experts", [3, [2, 3, 1]], ids=str)
 @pytest.mark.parametrize("algorithm", [FedMoEDA(), FedMoEDA(trainable=["gate.*", "experts.*"])], ids=["all", "frozen"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "nesterov with decay"])
@@ -128,6 +132,7 @@ CLUSTERED = {
 }
 
 
+@pytest.mark.few("IFCA, epsilon-greedy", "mixture of clusters")
 @pytest.mark.parametrize("name", CLUSTERED)
 def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
     algorithm, gate = CLUSTERED[name]
@@ -213,6 +218,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", OTHERS)
 def test_backends_agree(name):
     make, algorithm, data, arguments = OTHERS[name]

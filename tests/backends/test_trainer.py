@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, mostly_slow, phase, run
+from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
 from helpers.backends import FEW, UNEQUAL, Keeping, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
 from helpers.models import plain_trainer, trainer
@@ -87,7 +87,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(RUNS, "interleaved"))
+@pytest.mark.few("interleaved")
+@pytest.mark.parametrize("name", RUNS)
 def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, served, name):
     states = []
     for every_batch in (False, True):
@@ -111,6 +112,7 @@ KEPT = ["a buffer", "a buffer that is not saved", "an attribute", "a list", "a q
 KEPT += ["an object", "a tensor that is no buffer", "a generator", "a weight"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("what", KEPT)
 def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_path, served):
     results = []
@@ -163,6 +165,7 @@ LEAN = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LEAN)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
@@ -407,6 +410,7 @@ def live_parameters(training) -> int:
     return sum(tensor.shape == shape for tensor in found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cycles", [False, True])
 def test_models_are_freed_at_once_or_if_they_form_cycles_when_they_are_too_large(kind, cycles, monkeypatch):

@@ -23,6 +23,7 @@ def training(algorithm, rounds, max_epochs, gate=None) -> LocalTraining:
     return LocalTraining(module, {}, algorithm, blobs(), trainer, None, 0, rounds)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("numbers", [(1, MANY), (MANY, MANY), (MANY, 3)])
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedRep(shared="global_expert.*", head_epochs=2), PFLMoE()])
 def test_many_rounds_and_epochs_take_no_time(numbers, algorithm):

@@ -129,6 +129,7 @@ def named_layers():
     return layers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -158,6 +159,7 @@ def absolute_error(outputs, targets):
     return (outputs - targets).abs().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -209,6 +211,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", CHANGED)
 @pytest.mark.parametrize("where", ["global_expert", "local_expert"])
 def test_a_part_that_was_changed_after_it_was_made_must_be_given(change, where, tmp_path):
@@ -317,6 +320,7 @@ def has_its_tensors(module, path) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in module.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")  # of Lightning, when it is loaded
 def test_all_arguments_of_a_configurations_modules_are_known(tmp_path, monkeypatch, caplog):
     base = node("parts_of_yaml.Base", hidden=3)

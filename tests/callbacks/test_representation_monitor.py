@@ -93,6 +93,7 @@ def test_experts_of_which_each_gets_a_part_of_the_samples_are_shown_with_all(tmp
     assert torch.equal(found["experts 1"], module.experts[1].extractor(x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("samples", "spoil"), [(1, 0.0), (9, math.nan)])
 def test_what_cannot_be_drawn_is_named_and_does_not_end_the_run(samples, spoil, tmp_path):
     datamodule = blobs(dtype=torch.float32)

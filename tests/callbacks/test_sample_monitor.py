@@ -114,6 +114,7 @@ def test_a_client_that_is_not_there_is_refused_and_data_that_cannot_be_shown_are
         run([Phase("FedAvg", FedAvg("*"))], model(), images(), tmp_path, callbacks=[SampleMonitor()])
 
 
+@pytest.mark.slow
 def test_chosen_clients_have_curves_and_what_is_cut_says_so(tmp_path):
     fed = fitted(tmp_path, AccuracyMonitor([1]), GateMonitor(max_clients=2))
     log = EventAccumulator(str(fed.run_dir / "FedAvg")).Reload()

@@ -243,6 +243,7 @@ def test_whose_last_rows_are_damaged_the_checkpoint_before_is_offered(whole, cop
     assert rows.read_bytes() == (whole.run_dir / "checkpoints/rows.jsonl").read_bytes()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moment", ["before the rows", "after the rows", "after the previous checkpoint"])
 def test_a_kill_after_a_return_to_the_checkpoint_before_leaves_both_readable(
     whole, copy, moment, tmp_path, monkeypatch

@@ -80,6 +80,7 @@ def test_every_client_s_model_is_that_of_contiguous_format_up_to_rounding(whole,
             assert values == pytest.approx(others, rel=1e-9), "the same accuracies"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path, callbacks=[Kill("on_client_end", 8)]).fit(model(), data())

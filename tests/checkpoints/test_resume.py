@@ -29,6 +29,7 @@ def whole(tmp_path_factory) -> Federation:
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("hook", "n"),
     [

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import blobs, mostly_slow
+from helpers import blobs
 from helpers.runs import Kill, assert_same, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
@@ -66,7 +66,8 @@ def whole(tmp_path_factory) -> Federation:
     return run
 
 
-@pytest.mark.parametrize("cached", mostly_slow([0, 2**20], 0))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("cached", [0, 2**20])
 def test_a_run_that_keeps_in_files_is_the_run_that_keeps_in_memory(whole, tmp_path, monkeypatch, cached):
     monkeypatch.setattr(client_state, "_CACHED", cached)
     in_files, in_memory = fitted(tmp_path / "files"), fitted(tmp_path / "memory", enable_checkpointing=False)
@@ -93,14 +94,13 @@ def test_a_run_stopped_in_a_round_goes_on_to_the_same_bits(whole, tmp_path):
     assert_only_needed_files(run)
 
 
+@pytest.mark.few("os.replace-4-before", "pathlib.Path.unlink-6-after")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     ("call", "n"),
     [
-        *(("os.replace", n) for n in (4, 33)),
-        *(pytest.param("os.replace", n, marks=pytest.mark.slow) for n in (3, 5, 8, 9, 10, 19)),
-        ("pathlib.Path.unlink", 6),
-        *(pytest.param("pathlib.Path.unlink", n, marks=pytest.mark.slow) for n in (1, 4, 8)),
+        *(("os.replace", n) for n in (3, 4, 5, 8, 9, 10, 19, 33)),
+        *(("pathlib.Path.unlink", n) for n in (1, 4, 6, 8)),
     ],
 )
 def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
@@ -187,6 +187,7 @@ def test_a_result_of_another_run_is_taken_from_its_files(whole, tmp_path, enable
         assert_only_needed_files(run)  # what is kept is this run's own
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_a_missing_or_damaged_file_ends_in_one_sentence(tmp_path, damage):
     with pytest.raises(KeyboardInterrupt):

@@ -85,6 +85,7 @@ def test_what_the_user_can_fix_is_one_line_that_names_the_key(sentence, tmp_path
     assert not list(tmp_path.rglob("version_*")), "nothing was started"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("evaluation_point", ["in a client's training", "between rounds"])
 def test_ctrl_c_says_how_to_go_on(evaluation_point, quickstart, tmp_path, capsys, monkeypatch):
     def interrupt(*arguments, **kwargs):

@@ -14,14 +14,12 @@ OF_ADAPTERS = {  # they need peft, the zoo does not
 DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
 
 
+@pytest.mark.few(
+    "adaptive_experts_digits", "fedmoe_da_digits", "opt_out_digits", "pfl_moe_variants_digits", "time_series"
+)
 @pytest.mark.parametrize(
     "path",
-    [
-        # all methods one after the other; each has tests of its own
-        pytest.param(path, marks=[pytest.mark.slow] if path.stem == "zoo_digits" else [])
-        for path in [*DIGITS, REPOSITORY / "docs/figures/board.yaml"]
-        if str(path) != QUICKSTART
-    ],
+    [path for path in [*DIGITS, REPOSITORY / "docs/figures/board.yaml"] if str(path) != QUICKSTART],
     ids=lambda path: path.stem,
 )
 def test_every_configuration_of_digits_runs_one_round(path, tmp_path, capfd, monkeypatch):

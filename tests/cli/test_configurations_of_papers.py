@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 import yaml
-from helpers import mostly_slow
 from helpers.configurations import (
     CONFIGURATIONS,
     REPOSITORY,
@@ -21,49 +20,17 @@ from fedmoe_pl import data
 from fedmoe_pl.cli.command_line import configured
 
 PAPERS = [path for path in CONFIGURATIONS if not needs_no_download(path)]
-# These differ from a faster one in their data, shares or widths alone.
-SIMILAR = {
-    *("adaptive_experts_cifar10", "adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist"),
-    *("fedmoe_da_svhn", "opt_out_cifar10", "opt_out_dirichlet", "opt_out_shares", "pfedmoe_cifar100"),
-    *("pfedmoe_homogeneous", "pfedmoe_practical", "pfl_moe_cifar10_vgg16"),
-}
-
-# seconds each, because they are long or overlays of long ones
-SLOW = {
-    *("adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist", "fedmoe_da_svhn", "opt_out_dirichlet"),
-    "pfl_moe_cifar10_vgg16",
-    *("adaptive_experts_cifar10", "opt_out_shares"),
-} | {path.stem for path in PAPERS if path.stem.startswith("pfedmoe")}
-# seconds each; their methods run in the configurations of digits, too
-LONG = {
-    "adaptive_experts_femnist",
-    "fedmoe_da_cifar10",
-    "opt_out_agnews",
-    "opt_out_fmnist",
-    "pfedmoe_cifar10",
-    "pfl_moe_fmnist_lenet5",
-}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in {*SIMILAR, *LONG} else []) for path in PAPERS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_every_configuration_of_a_paper_runs_one_round(path, tmp_path, capfd):
     run_short(path, tmp_path, capfd)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [])
-        for path in PAPERS
-        if path.stem in SIMILAR
-    ],
-    ids=lambda path: path.stem,
-)
-def test_configurations_that_are_not_run_pass_all_checks(path, tmp_path):
+@pytest.mark.few("adaptive_experts_rotated_cifar10", "opt_out_cifar10", "pfl_moe_cifar10_lenet5")
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
+def test_every_configuration_of_a_paper_passes_all_checks(path, tmp_path):
     configured(["--config", str(short_file(path, tmp_path))], check=True)
 
 
@@ -88,13 +55,14 @@ def data_of(config, size, classes, monkeypatch):
     return kind(partitioner=make(**partitioner["init_args"]), **arguments)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stem", "classes", "size", "for_training", "columns"),
     [
-        pytest.param("opt_out_cifar10", 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0), marks=pytest.mark.slow),
         ("opt_out_fmnist", 10, 72_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
-        pytest.param("opt_out_agnews", 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0), marks=pytest.mark.slow),
-        pytest.param("adaptive_experts_cifar10", 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0), marks=pytest.mark.slow),
+        ("opt_out_cifar10", 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_agnews", 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
+        ("adaptive_experts_cifar10", 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0)),
     ],
 )
 def test_majority_samples_have_their_share_of_every_clients_training_samples(
@@ -113,7 +81,8 @@ def test_majority_samples_have_their_share_of_every_clients_training_samples(
             assert abs(len(samples) - for_training) <= 4
 
 
-@pytest.mark.parametrize("stem", mostly_slow(["pfedmoe_cifar10", "pfedmoe_practical"], "pfedmoe_cifar10"))
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["pfedmoe_cifar10", "pfedmoe_practical"])
 def test_pfedmoe_has_the_papers_numbers_of_clients_of_which_ten_train_in_a_round(stem, monkeypatch):
     config = printed(REPOSITORY / f"configs/{stem}.yaml")
     original = data_of(config, 60_000, 10, monkeypatch)

@@ -120,11 +120,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_an_argument_that_cannot_be_parsed_is_named(sentence):
     assert refusal("--config", QUICKSTART, *REFUSED[sentence]).startswith(sentence)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("1 +", "invalid syntax"), ("raise RuntimeError('of mine')", "of mine."), ("assert False", "AssertionError.")],
@@ -144,6 +146,7 @@ def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault
         assert message.startswith(key) and f": {reason}" in message
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
@@ -230,6 +233,7 @@ def test_an_overlay_without_its_base_says_so():
     assert message.startswith("model.") and "An overlay needs the --config that it changes" in message
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -75,6 +75,7 @@ def test_phases_have_the_aggregations_and_server_optimizers_of_the_configuration
         torch.testing.assert_close(yogi.server[name], yogi.initial[name] + 0.1 * m / (v.sqrt() + 0.01))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -228,14 +229,11 @@ def whole(tmp_path_factory):
         return fitted(tmp_path_factory.mktemp("whole"), ALL)
 
 
+@pytest.mark.few("one alone")
 @pytest.mark.parametrize(
     "phases",
     [
-        pytest.param(
-            [FEDAVG, OTHER, TUNED, {**OWN, "name": "second model"}, JOINT, MIXED, OWN],
-            marks=pytest.mark.slow,
-            id="added between",
-        ),
+        pytest.param([FEDAVG, OTHER, TUNED, {**OWN, "name": "second model"}, JOINT, MIXED, OWN], id="added between"),
         pytest.param([OWN, FEDAVG, TUNED, MIXED], id="in another order without one"),
         pytest.param([JOINT], id="one alone"),
     ],

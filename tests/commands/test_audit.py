@@ -11,7 +11,7 @@ import torch
 from helpers import blobs, mixture, phase, run, sparse_mixture
 from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
-from helpers.methods import CHOOSING, METHODS, Messages, data, in_layers, kind, ledger
+from helpers.methods import CHOOSING, FEW_METHODS, METHODS, Messages, data, in_layers, kind, ledger
 from helpers.runs import assert_same
 
 from fedmoe_pl import Algorithm, Federation, Phase, Select, algorithms
@@ -20,8 +20,6 @@ from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.models import EqualWeights, GlobalOnly
-
-QUICK = {"FedAvg", "FedAPEN", "FedMix", "FedMoEDA", "FedPAC", "SpecialistMixture"}
 
 
 def fitted(name, folder, datamodule, messages):
@@ -62,6 +60,7 @@ def test_these_are_all_methods_of_the_package():
     assert {type(phase.algorithm) for method in METHODS.values() for phase in method.phases()} == kinds
 
 
+@pytest.mark.few(*FEW_METHODS)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_ledger_of_every_method_adds_up_to_its_traffic(name, recorded):
     federation, _ = recorded(name)
@@ -104,9 +103,8 @@ def test_the_audit_declares_what_the_ledger_of_every_method_then_has(name, recor
             assert values == expected
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.few("FedAvg", "FedPAC", "FedMoEDA")
+@pytest.mark.parametrize("name", METHODS)
 def test_nothing_but_messages_of_the_round_s_clients_reaches_anyone(name, recorded, tmp_path):
     """Data of absent clients change, and those of one that takes part, which sends the same all the same.
 

@@ -150,6 +150,7 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
     assert not (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").exists()
 
 
+@pytest.mark.slow
 def test_lightning_loads_the_models_of_one_client_or_of_all(fed, tmp_path, capsys):
     exported(fed, method="PFL-MF", client="all", format="lightning")
     exported(fed, method="FedAvg", client="all", format="lightning", output=str(tmp_path))
@@ -200,6 +201,7 @@ MODELS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_every_family_are_exported(name):
     torch.manual_seed(0)

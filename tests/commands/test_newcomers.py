@@ -71,6 +71,7 @@ def new_data(**kwargs):
     return data
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, rounds):
     fine_tuned = Phase("Fine-tuned", FineTuning(), gate=ConstantGate(0.0))

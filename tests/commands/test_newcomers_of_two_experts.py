@@ -39,6 +39,7 @@ def joined(request, tmp_path_factory):
     return name, run.run.states[name], later
 
 
+@pytest.mark.few(1)
 def test_newcomers_have_the_federation_s_shared_model_and_train_a_private_one(joined):
     name, state, later = joined
     shared = {key: tensor for key, tensor in state.server.items() if key.startswith("global_expert.")}

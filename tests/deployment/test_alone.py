@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import blobs, mostly_slow
+from helpers import blobs
 from helpers.deployed import deploy, federation, name_of, of_client, split
 from helpers.methods import METHODS, data
 from helpers.reports import csv_rows
@@ -22,7 +22,7 @@ def evaluated(name):
     return replace(method, phases=lambda: [replace(phase, evaluate=True) for phase in method.phases()])
 
 
-@pytest.fixture(scope="module", params=mostly_slow(NAMES, "PFLMoE", "FedProto"))
+@pytest.fixture(scope="module", params=NAMES)
 def deployed(request, tmp_path_factory):
     """A method, its folder, and the simulation of it."""
     folder, method = tmp_path_factory.mktemp(request.param), evaluated(request.param)
@@ -40,6 +40,7 @@ def alone(method, folder):
     )
 
 
+@pytest.mark.few("FedProto")
 def test_its_accuracies_are_those_of_the_simulation(deployed):
     method, folder, simulation, run = deployed
     settings, model, own = alone(method, folder)
@@ -55,6 +56,7 @@ def test_its_accuracies_are_those_of_the_simulation(deployed):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.few("FedProto")
 def test_it_predicts_and_exports_its_own_samples_only(deployed, capsys):
     method, folder, simulation, run = deployed
     settings, model, own = alone(method, folder)
@@ -65,6 +67,7 @@ def test_it_predicts_and_exports_its_own_samples_only(deployed, capsys):
         settings.export(model, own, str(run / "checkpoints/last.ckpt"), method=next(iter(simulation.results)), client=0)
 
 
+@pytest.mark.few("FedProto")
 def test_it_makes_models_for_newcomers(deployed):
     method, folder, simulation, run = deployed
     if len(method.phases()) > 1 and method.phases()[0].name == "Local":
@@ -75,6 +78,7 @@ def test_it_makes_models_for_newcomers(deployed):
     assert results.keys() == simulation.results.keys()
 
 
+@pytest.mark.few("FedProto")
 def test_a_damaged_file_of_the_client_is_named(deployed):
     method, folder, _, run = deployed
     whole = (run / "client.json").read_text()

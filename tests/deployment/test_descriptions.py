@@ -36,6 +36,7 @@ def transport_with(tmp_path, change, kind="describe", most=None):
     return transport
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

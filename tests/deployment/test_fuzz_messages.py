@@ -7,7 +7,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
-from helpers import mostly_slow
 from helpers.deployed import HOSTILE, Passing, deploy, participant, participants
 from helpers.methods import METHODS, data
 from helpers.odd_messages import odd
@@ -16,7 +15,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message, descriptions
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each
 
-SEEDS = mostly_slow(range(11), 0)
+SEEDS = range(11)
 ODD = 100  # messages of each seed
 ANSWERS = {"description", "prepared", "begun", "requested", "given", "update", "kept", "evaluation", "finished"}
 ANSWERS |= {"answers", "leaves", FAILED, UNPREPARED, NOT_BEGUN}
@@ -96,6 +95,7 @@ class OddClient(Passing):
             return Message(FAILED, {"reason": str(error)})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_client(seed, tmp_path, recwarn):
     method = method_of(seed, rounds=ODD)
@@ -112,6 +112,7 @@ def test_odd_messages_from_a_client(seed, tmp_path, recwarn):
     assert transport.slowest < 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_descriptions_of_a_client(seed, tmp_path):
     client = participant(METHODS["FedPer"], data(), tmp_path, 0, **OF_TRAINER)
@@ -135,6 +136,7 @@ def heard(method, folder):
     return [message.to_bytes() for client, message in transport.passed if client == 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_server(seed, tmp_path, tmp_path_factory):
     rng, method, kept = random.Random(seed), method_of(seed, 2), {}

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import mostly_slow
 from helpers.deployed import HOSTILE, tensors, with_hostile, with_values, without
 
 from fedmoe_pl.deployment import Message
@@ -76,9 +75,10 @@ UPDATES = [  # the hostile client has 8 samples
 OF_FEDAVG = [update for update in UPDATES if update[0] == "FedAvg"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
-    mostly_slow(UPDATES, *OF_FEDAVG),
+    UPDATES,
     ids=lambda value: value if type(value) is str else "",
 )
 def test_an_update_that_the_client_cannot_have_made(name, change, reason, tmp_path):
@@ -97,6 +97,7 @@ def test_an_update_with_which_the_algorithm_cannot_compute_is_the_failure_of_who
     assert f"round 1: client {client} is left out: its update cannot be used" in warning
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -120,6 +121,7 @@ def test_a_request_that_cannot_be_met_asks_for_nothing(tmp_path):
         with_hostile("FedMix", tmp_path, "request", lambda answer: request)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "warning"),
     [

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import mixture, mostly_slow, sparse_mixture
+from helpers import mixture, sparse_mixture
 from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants
 from helpers.methods import METHODS, Method, alone, data, everything, linear_gate, one, phase
 
@@ -41,6 +41,7 @@ EXCHANGING = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_an_honest_exchange_sends_nothing_private(name, tmp_path):
     method = EXCHANGING[name]
@@ -69,10 +70,8 @@ def newest(tmp_path, phase):
     return max(int(path.name.partition("_")[0]) for path in files_of(tmp_path) if path.parent.name == phase)
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_slow(["FedAvg of everything", "FedPer", "Ditto", "Scaffold", "PFLMoE", "FedMoEDA"], "FedPer", "PFLMoE"),
-)
+@pytest.mark.few("FedPer")
+@pytest.mark.parametrize("name", ["FedAvg of everything", "FedPer", "Ditto", "Scaffold", "PFLMoE", "FedMoEDA"])
 def test_no_read_gets_what_stays_with_the_client(name, tmp_path):
     method = METHODS[name]
     client, server, values = deployed_client(method, tmp_path)
@@ -155,7 +154,8 @@ def assert_ends_as_simulated(method, deployed, tmp_path):
     return state
 
 
-@pytest.mark.parametrize("name", mostly_slow(["FedPer", "FedMoEDA"], "FedPer"))
+@pytest.mark.few("last-FedPer")
+@pytest.mark.parametrize("name", ["FedPer", "FedMoEDA"])
 @pytest.mark.parametrize("checkpoint", ["last", "previous"])
 def test_a_server_finds_what_both_of_its_checkpoints_refer_to(name, checkpoint, tmp_path):
     """It is killed in the last of five rounds, when clients have already removed what they can."""
@@ -202,7 +202,8 @@ def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
     assert state.best_round < 6 and len(files_of(tmp_path)) <= 5
 
 
-@pytest.mark.parametrize("round", mostly_slow([9, 50], 50))
+@pytest.mark.few("50")
+@pytest.mark.parametrize("round", [9, 50])
 def test_a_later_round_makes_no_file_old(round, tmp_path):
     """The server is killed after a training for the next round; then a hostile one names the newest file."""
     method = longer("FedPer", 60, **everything())

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import mostly_slow
 from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants, parts_of, with_hostile
 from helpers.methods import METHODS, data, ledger
 
@@ -52,9 +51,8 @@ ONE_MESSAGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "evaluation_points"), mostly_slow(ONE_MESSAGE, ("FedAvg", None), ("PFedMoE", None), ("FedPer", "both"))
-)
+@pytest.mark.few("FedAvg-None", "FedPer-both")
+@pytest.mark.parametrize(("name", "evaluation_points"), ONE_MESSAGE)
 def test_a_round_is_one_message(name, evaluation_points, tmp_path):
     transport = run(method_of(name, evaluate=Evaluate(after=evaluation_points)), tmp_path)
     last = "evaluate" if evaluation_points is None else SEVERAL
@@ -90,6 +88,7 @@ class Unanswered(Passing):
         return {client: None if client in of_training else answer for client, answer in answers.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("evaluate", [False, True])  # with an evaluation, in whose message training rides
 def test_what_was_sent_is_counted_whether_a_client_answers_or_not(away, evaluate, tmp_path):
@@ -191,6 +190,7 @@ ANSWERS_OF_NONE = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answer", ANSWERS_OF_NONE)
 def test_answers_that_are_none_cost_the_client_its_round(answer, tmp_path):
     class Odd:
@@ -215,12 +215,10 @@ def test_no_other_message_is_a_part(kind):
         Message.from_bytes(whole.to_bytes())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "evaluation_points"),
-    mostly_slow(
-        [("unprepared", None), ("not begun", None), ("begun", None), ("begun", "both")],
-        ("unprepared", None),
-    ),
+    [("unprepared", None), ("not begun", None), ("begun", None), ("begun", "both")],
 )
 def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, evaluation_points, tmp_path, monkeypatch):
     """It answers just in time, always that it must be prepared."""

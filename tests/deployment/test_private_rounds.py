@@ -149,6 +149,7 @@ LOST = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lost", LOST)
 def test_a_client_that_has_lost_its_secret_or_its_count_of_epsilon_trains_no_more(lost, tmp_path):
     """Otherwise it would have other noise in a round that it counts once, or begin anew at 0."""

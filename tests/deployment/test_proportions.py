@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from helpers import mostly_slow
 from helpers.deployed import HOSTILE, tensors, with_hostile
 
 from fedmoe_pl import ClientFailures
@@ -69,9 +68,8 @@ METHODS_AND_CLIENTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "client"), mostly_slow(METHODS_AND_CLIENTS, ("FedAvg", HOSTILE), ("FedMoEDA", HOSTILE))
-)
+@pytest.mark.few(f"FedMoEDA-{HOSTILE}")
+@pytest.mark.parametrize(("name", "client"), METHODS_AND_CLIENTS)
 def test_huge_values_cost_their_sender_its_round_and_nobody_else(name, client, tmp_path):
     with pytest.warns(UserWarning) as warned:
         deployed = with_hostile(name, tmp_path, "train", tensors(huge), client, clients_per_round=1.0, rounds=2)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import mostly_slow
 from helpers.deployed import (
     Passing,
     assert_ends_as,
@@ -36,7 +35,8 @@ def simulated(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["train", "evaluate", "begin", "prepare"], "train"))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["train", "evaluate", "begin", "prepare"])
 def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, simulated, tmp_path):
     restarted = []
 
@@ -51,7 +51,8 @@ def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind,
     assert_ends_as(simulated, deployed, tmp_path)
 
 
-@pytest.mark.parametrize("messages", mostly_slow([3, 12, 20, 33, 47], 20))
+@pytest.mark.few("20")
+@pytest.mark.parametrize("messages", [3, 12, 20, 33, 47])
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulated, tmp_path):
     transport = killed(METHOD, data(), tmp_path, messages, **OF_TRAINER)
     # killed before its first checkpoint, it begins again

@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from helpers import mostly_slow
 from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants
 from helpers.methods import METHODS, data, ledger
 
@@ -15,16 +14,6 @@ from fedmoe_pl.deployment import Participant
 from fedmoe_pl.deployment.secure.client import KEYS, SHARES
 
 REFUSED = ("PMMoE",)
-FAST = (
-    "FedPer",
-    "PFLMoE",
-    "PFedMoE",
-    "IFCA",
-    "SpecialistMixture",
-    "FedMoEDA",
-    "DifferentialPrivacy",
-    "SecureAggregation",
-)
 OF_ROUNDS = ("request", "train", "exchange", "train masked", "mask")
 OF_PROTOCOL = {KEYS, SHARES}  # of secure aggregation: as headers, they are in no ledger
 WAYS = {"down": "down", "between_clients": "down", "requests": "up", "up": "up"}
@@ -68,7 +57,8 @@ def assert_sends_what_the_ledger_has(transport, simulated):
     assert not [way for *_, way, _, _, _ in transport.sent(["finish"]) if way == "up"]
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name in METHODS if name not in REFUSED], *FAST))
+@pytest.mark.few("FedPer", "FedMoEDA")
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
 def test_every_method(name, tmp_path):
     method, datamodule = evaluated(METHODS[name]), data(**SPLIT)
     simulated = federation(

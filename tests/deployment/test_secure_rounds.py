@@ -9,7 +9,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import mostly_slow
 from helpers.deployed import (
     Changing,
     Passing,
@@ -95,7 +94,8 @@ def expected_after(trained, clients):
     return start + mean.reshape(start.shape)
 
 
-@pytest.mark.parametrize("step", mostly_slow(STEPS, STEPS[-1]))
+@pytest.mark.few(STEPS[-1])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tmp_path, trained):
     transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {2})
     if step != "unmask":
@@ -111,7 +111,8 @@ def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tm
     assert [*transport.unmasked] == [client for client in CLIENTS if client != 2]
 
 
-@pytest.mark.parametrize("step", mostly_slow(STEPS, STEPS[-1]))
+@pytest.mark.few(STEPS[-1])
+@pytest.mark.parametrize("step", STEPS)
 def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
     transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {1, 2})
     with pytest.warns(UserWarning) as warned, pytest.raises(ClientError) as error:
@@ -155,7 +156,8 @@ def test_with_the_run_s_seed_for_its_noise_a_deployment_has_the_bits_of_a_simula
 
 
 @needs_opacus
-@pytest.mark.parametrize("step", mostly_slow(STEPS, STEPS[-1]))
+@pytest.mark.few(STEPS[-1])
+@pytest.mark.parametrize("step", STEPS)
 def test_a_client_that_drops_out_after_its_training_has_spent_epsilon(step, tmp_path):
     """The server counts it in any case, because it cannot know whether the client has trained."""
     private = method(sample_privacy=PRIVATE)
@@ -215,6 +217,7 @@ NOT_MASKED = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "change", "reason"), NOT_MASKED)
 def test_an_answer_that_is_none_is_the_failure_of_who_sent_it(kind, change, reason, tmp_path):
     with pytest.warns(UserWarning, match=f"round 1: client 1 is left out: {reason}"):
@@ -230,6 +233,7 @@ ALTERED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "change", "reason"), ALTERED)
 def test_what_is_altered_is_noticed_and_the_round_is_refused(kind, change, reason, tmp_path):
     with pytest.warns(UserWarning), pytest.raises(ClientError, match=reason):
@@ -265,6 +269,7 @@ def test_a_client_that_is_started_again_has_lost_what_it_had_trained(tmp_path):
     assert state.failed == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("masks", [True, False])
 def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, trained, monkeypatch):
     """Looked for in every byte, before each message and at the end; without masks, all are found."""

@@ -104,6 +104,7 @@ def by_hand(module, datamodule, samples):
     return squared.mean().sqrt().item(), r2.item(), squared.mean().item()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["FedAvg", "PFL-FT", "PFL-MF"])
 def test_each_client_has_the_metrics_of_its_model_on_each_set(fitted, method):
     data = fitted.run.datamodule
@@ -136,6 +137,7 @@ def test_the_worst_tenth_has_the_highest_errors():
     assert evaluation.spread("local_test_rmse").worst_tenth == 1.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend, StackedBackend, TwoInThisProcess])
 def test_all_backends_give_the_same_metrics(backend, tmp_path):
     run = federation(tmp_path, phases(), errors(), backend=backend())
@@ -405,6 +407,7 @@ def test_a_report_knows_that_lower_is_better_where_all_clients_are_equal(tmp_pat
     assert (found.rounds, found.best) == (1 + of_rounds.index(min(of_rounds)), min(of_rounds))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "expert"),
     [

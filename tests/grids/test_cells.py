@@ -94,6 +94,7 @@ def test_a_condition_that_has_begun_is_not_checked_again(tmp_path, monkeypatch):
     assert checks == [False, True, False]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("cell", "changes"),
     [
@@ -121,6 +122,7 @@ def cells_of_file(path):
     return make_cells(grid_of(path), lambda arguments, check: configured(arguments, False))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("path", [*GRIDS, *STUDIES], ids=lambda path: path.stem)
 def test_the_grids_of_papers_and_studies_name_their_command(path):
     grid, text = grid_of(path), path.read_text()

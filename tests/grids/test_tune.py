@@ -185,6 +185,7 @@ def test_values_are_the_same_after_a_kill(pretended, tmp_path, monkeypatch, caps
     assert "another one, because its space.yaml differs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_bad_trial_is_ended(pretended, tmp_path, monkeypatch, capsys):
     drawn = iter([0.9, 0.1, 0.9])
     monkeypatch.setattr(optuna.samplers.RandomSampler, "sample_independent", lambda *_: next(drawn))
@@ -224,6 +225,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_refused_in_a_sentence_before_any_trial(capsys, tmp_path):
     for space, more, sentence in REFUSED:
         assert search(space, *more) == 2, sentence
@@ -238,6 +240,7 @@ def test_without_optuna_it_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == 'fedmoe: tune needs Optuna: pip install "fedmoe-pl[tune]".\n'
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_configuration_of_the_package_and_code_that_runs(capsys):
     page = (REPOSITORY / "docs/guide/tune.md").read_text()
     (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)

@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
@@ -43,16 +42,6 @@ class TensorData(FederatedDataModule):
     def setup(self, stage=None):
         super().setup(stage)
         self.x = self.x.to(self.dtype)
-
-
-def mostly_slow(values, *fast):
-    """Parameters of a test, all marked slow but those that are named."""
-    slow = pytest.mark.slow
-    assert all(each in values for each in fast)
-    return [
-        value if value in fast else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=slow)
-        for value in values
-    ]
 
 
 def blobs(sizes=(13, 8, 11), features=5, classes=3, dtype=torch.float64, **kwargs) -> TensorData:

@@ -280,6 +280,13 @@ METHODS = {
 CHOOSING = {"FedKD", "FedLEASE", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # what is sent depends on the clients' data
 
 
+FEW_METHODS = (
+    *("FedAvg", "DifferentialPrivacy", "SecureAggregation", "Scaffold", "FedPer", "FedExLoRA", "FedProto"),
+    *("PFLMoE", "PFedMoE", "IFCA", "SpecialistMixture", "FedMoEDA"),
+)
+"""Those of the five papers, and one of each kind of the others: for tests that take long."""
+
+
 def kind(tensor):
     """The name without numbers, and without the factors of which FedKD may send a tensor."""
     return re.sub("/[usv]$", "", without_numbers(f".{tensor}"))

@@ -40,6 +40,7 @@ def runs_of(client, logger):
     return dict(zip(names, below, strict=True))
 
 
+@pytest.mark.slow
 def test_each_method_is_a_run_of_mlflow_with_the_same_names(tmp_path, client):
     logger = of_mlflow(tmp_path, tags={"team": "ours"})
     results = fit(tmp_path, logger)

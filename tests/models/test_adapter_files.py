@@ -100,6 +100,7 @@ def saved(module, fresh, adapter, folder):
     return peft.PeftModel.from_pretrained(copy.deepcopy(fresh), str(folder)).eval()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("kind", [AdapterMoE, LayerwiseAdapterMoE])
 def test_peft_loads_every_expert_with_the_same_logits(name, kind, tmp_path):

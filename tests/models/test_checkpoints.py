@@ -98,6 +98,7 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.few(4)
 @plain_trainer
 @pytest.mark.parametrize(("make", "shape"), MIXTURES)
 def test_a_checkpoint_of_a_plain_trainer_builds_the_mixture_again(make, shape, tmp_path):

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import mostly_slow
 from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, data, federation, model
 from helpers.workers import SIZES, TwoInThisProcess
@@ -76,6 +75,7 @@ def healthy(tmp_path_factory):
     return run.run.states["FedAvg"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", REASONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, healthy, tmp_path, capsys):
@@ -171,7 +171,8 @@ def test_with_raise_the_run_stops_and_names_phase_round_and_client(backend, tmp_
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("backend", mostly_slow(["trainer", "stacked"], "trainer"))
+@pytest.mark.few("trainer")
+@pytest.mark.parametrize("backend", ["trainer", "stacked"])
 def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
     run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), failures=ClientFailures(timeout=2))
     fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than failures.timeout, 2 s"])

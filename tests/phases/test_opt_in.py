@@ -71,10 +71,8 @@ def trained(data, algorithm, tmp_path, monitor="validation_loss", **kwargs):
     return federation.run.states["FedAvg"].server, federation.results["FedAvg"]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [*(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in ALGORITHMS[:2]), ALGORITHMS[2]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_images_that_opt_out_change_no_bit_of_what_the_server_has_and_of_the_round_it_selects(algorithm, tmp_path):
     chosen = split_by_choice(image_data(images()), algorithm)
     assert all(len(samples) for samples in chosen.values())
@@ -115,6 +113,7 @@ def assert_same_losses(a, b):
     assert all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in pairs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_images_are_normalized_by_those_that_opt_in(algorithm, tmp_path):
     data = image_data(images())
@@ -133,6 +132,7 @@ def assert_normalized_by(chosen, data):
     torch.testing.assert_close(data.x[: sum(SIZES)].double(), expected[: sum(SIZES)], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_validation_is_that_of_samples_that_opt_in_and_nan_without_any(algorithm, tmp_path):
     data = image_data(images())
@@ -186,6 +186,7 @@ def trained_texts(data, algorithm, tmp_path):
     return federation.run.states["FedAvg"].server
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_texts_that_opt_out_change_neither_the_vocabulary_nor_a_bit_of_what_the_server_has(algorithm, tmp_path):
     rows = write_texts(tmp_path / "data")

@@ -45,6 +45,7 @@ def global_expert_of(run, client) -> dict:
     return copies_of_parts(dict(run.client_module("before", client).state_dict()), {"local_expert": "global_expert"})
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "shared"), CASES)
 def test_without_epochs_a_local_expert_is_what_its_client_had(name, shared, tmp_path):
     run = fitted(tmp_path, shared, COPYING[name]())

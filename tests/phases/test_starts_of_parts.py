@@ -102,6 +102,7 @@ def test_a_part_that_was_evaluated_as_another_than_the_one_that_is_taken_is_warn
     assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", [name for name in METHODS if chooses_model(METHODS[name].phases()[-1].algorithm)])
 def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evaluated_tensors(name, tmp_path):
     run = Federation(METHODS[name].phases(), {"max_epochs": 2}, default_root_dir=str(tmp_path), logger=False)
@@ -148,6 +149,7 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_memory_and_in_files(
         assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].clients[client])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "evaluation_point", [("on_client_end", 14), ("on_phase_end", 2)]
 )  # a client of the mixture; before it

@@ -58,6 +58,7 @@ LONG = ["FedMoE-DA (top_p 5, load_balancing 0.01, mixing logits)", "gate over Fe
 MANY = [*LONG, *(f"method {i}" for i in range(11))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("labels", [["FedAvg"], MANY], ids=["one", "many"])
 def test_curves_and_boxes_have_room_for_the_names(labels):
     methods = [method(label) for label in labels] + [method("once", accuracies=(0.6,))]
@@ -95,6 +96,7 @@ def rows_of_clients(values, **columns):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("clients", "classes"), [(3, 2), (100, 62)])
 def test_maps_of_many_clients_and_classes_are_legible(clients, classes):
     counts = np.random.default_rng(0).integers(0, 9, (clients, classes)).astype(float)

@@ -57,6 +57,7 @@ def test_the_page_needs_nothing_but_itself(page):
     assert parsed.unclosed == []
 
 
+@pytest.mark.slow
 def test_every_number_of_the_summary_is_on_the_page(page, finished):
     parsed, *_ = page
     header, *lines = parsed.tables["every"]

@@ -59,6 +59,7 @@ AVERAGING = {
 }
 
 
+@pytest.mark.few("FedAvg", "OptInFedAvg")
 @pytest.mark.parametrize("name", AVERAGING)
 def test_without_noise_or_attackers_it_is_the_mean_of_every_algorithm_that_averages(name, tmp_path):
     algorithm, model = AVERAGING[name]

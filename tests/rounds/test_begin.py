@@ -50,6 +50,7 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["federation", "lightning"])
 def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(tmp_path, kind):
     whole = federation(tmp_path / "whole", callbacks=[ClientCheckpoint(["FedAvg"])])

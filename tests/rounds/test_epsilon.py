@@ -81,6 +81,7 @@ def test_rounds_that_two_results_have_in_common_count_once(chain, tmp_path):
         assert states[name].epsilon == pytest.approx(private().epsilon([[1.0, 2.0, rounds]]), rel=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["federation", "Lightning"])
 def test_a_result_without_privacy_has_an_infinite_epsilon(kind, tmp_path, caplog):
     run = fit(tmp_path / "open", [phase()])

@@ -36,6 +36,7 @@ def curve(tmp_path_factory):
     return fitted(tmp_path_factory.mktemp("curve"), phases=personalization(every=2))
 
 
+@pytest.mark.slow
 def test_every_point_is_the_result_of_a_phase_of_so_many_epochs(curve, tmp_path):
     means, weights = (points(curve, "PFL-MF", tag) for tag in ("global_test/mean", "mean_gate_weight/global"))
     assert [step for step, _ in means] == [step for step, _ in weights] == [0, 2, 4, 5]

@@ -89,6 +89,7 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
     assert capsys.readouterr().out.strip() in printed, "the same table from the checkpoint"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("evaluate_after", ["local_training", "both"])
 def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after):
     runs = [

@@ -154,6 +154,7 @@ def test_a_result_from_a_checkpoint_costs_what_its_run_cost(tmp_path):
     assert run.run.states["it"].sample_epsilon == math.inf
 
 
+@pytest.mark.slow
 def test_a_newcomer_does_not_pay_for_the_steps_of_a_client_with_its_number(tmp_path, caplog):
     first = fit(tmp_path / "first", [phase(privacy=private(2.0), rounds=1)])
     path = str(first.run_dir / "checkpoints/last.ckpt")

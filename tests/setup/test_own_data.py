@@ -81,6 +81,7 @@ def test_worker_processes_whose_samples_are_read_by_others_change_no_bit(whole, 
     assert result(run)[1] == result(whole)[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_with_the_same_random_transforms(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)]).fit(model(), data())

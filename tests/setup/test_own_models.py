@@ -32,6 +32,7 @@ def phases(own=wide) -> list[Phase]:
     ]
 
 
+@pytest.mark.slow
 def test_methods_with_different_models_give_the_bits_of_federations_of_their_own(tmp_path):
     both = federation(tmp_path / "both", phases())
     both.fit(narrow(), data())
