@@ -14,6 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fedmoe_pl.checks import shown
 from fedmoe_pl.trees import Tree, subtree
 
 OPTIMIZER = "optimizer/"
@@ -82,8 +83,8 @@ def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimize
                 continue
             if not isinstance(value, Tensor):
                 raise MisconfigurationException(
-                    f"{type(optimizer).__name__}: {key} of its state is a {type(value).__name__}, but must be a tensor "
-                    "to be kept from round to round, as in SGD and Adam."
+                    f"{type(optimizer).__name__}: {key} of its state is {shown(value)}, but must be a tensor to be "
+                    "kept from round to round, as in SGD and Adam."
                 )
             kept[f"{OPTIMIZER}{names[parameter]}/{key}"] = value.detach().cpu().clone()
     for index, group in enumerate(optimizer.param_groups):

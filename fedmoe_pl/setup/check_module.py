@@ -14,11 +14,19 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends import overridden_hooks
-from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
-from fedmoe_pl.checks import InvalidArgumentError, tried
+from fedmoe_pl.backends.optimizers import (
+    OPTIMIZER,
+    learning_rates,
+    load_optimizer_state,
+    optimizer_and_scheduler,
+    optimizer_state,
+)
+from fedmoe_pl.checkpoints.client_state import RemoteStates
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checks import InvalidArgumentError, naming, tried
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.rounds.fit import server_parameters
+from fedmoe_pl.rounds.fit import server_parameters, server_step
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
 _MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
@@ -144,6 +152,29 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
             may_end = phase.select is not None or overrides(phase.algorithm, "server_final")  # before its last round
             learning_rates(module, phase.train.round_lr_scheduler, min(1 if may_end else _MOST_STEPS, phase.rounds - 1))
+
+
+def check_kept_optimizers(phase: Phase, module: LightningModule, state: PhaseState | None) -> None:
+    """Refuses optimizers whose state clients cannot keep, or that cannot go on from that of a run which is resumed."""
+    other = "must have the class and options with which the phase began, whose state it cannot go on from"
+    if state is not None and state.server_optimizer and phase.server_optimizer is not None:
+        new = {name: torch.ones_like(tensor) for name, tensor in state.server.items()}
+        with tried(f"{phase}: server_optimizer {other}"):
+            server_step(phase.server_optimizer, module, state.server, new, state.server_optimizer)
+    if not phase.train.keep_optimizer:
+        return
+    module = copy_module(module)
+    optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
+    assert optimizer is not None, "check_optimizer has refused it"
+    clients = {} if state is None or isinstance(state.clients, RemoteStates) else state.clients
+    kept = next((tree for tree in clients.values() if any(name.startswith(OPTIMIZER) for name in tree)), {})
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with tried(f"{phase}: with train.keep_optimizer, the optimizer {other if kept else 'cannot be stepped'}"):
+        load_optimizer_state(module.named_parameters(), optimizer, kept)
+        optimizer.step(lambda: torch.zeros(()))  # pyright: ignore[reportArgumentType]
+    with naming(phase):
+        optimizer_state(module.named_parameters(), optimizer)
 
 
 def _check_rates(phase: Phase, key: str, optimizer: torch.optim.Optimizer) -> None:

@@ -27,6 +27,7 @@ from fedmoe_pl.rounds.begin import ReadResult, check_moments
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_module import (
     check_has_optimizer,
+    check_kept_optimizers,
     check_loss,
     check_optimizer,
     check_predictions,
@@ -86,6 +87,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
         if trained[phase.name] and phase.ckpt_path is None:
             check_has_optimizer(phase, module)
+            check_kept_optimizers(phase, module, run.states.get(phase.name))
             check_batches(phase, module, trainer, run.datamodule, run.seed)
             check_monitored(phase, module, trainer, run.datamodule, run.seed)
         if phase.ckpt_path and phase.name not in run.states:

@@ -215,6 +215,11 @@ REFUSED = {
         WithMomentum(),
         "each client keeps the state of its optimizer",
     ),
+    "number": (
+        {"train": Train(keep_optimizer=True), "rounds": 2},
+        mixture(optimizer=torch.optim.LBFGS),
+        "^Phase 'it': LBFGS: func_evals of its state is 1, but must be a tensor",
+    ),
 }
 
 
@@ -230,6 +235,26 @@ def test_what_cannot_be_scheduled_or_kept_is_refused_before_any_training(tmp_pat
             tmp_path,
             backend=backend,
         )
+
+
+@pytest.mark.parametrize("key", ["server_optimizer", "train.optimizer"])
+def test_a_resumed_run_refuses_an_optimizer_that_cannot_go_on_from_the_state_of_another_before_any_training(
+    tmp_path, key
+):
+    def federation(optimizer, **kwargs):
+        of_clients = {"train": Train(optimizer=optimizer, keep_optimizer=True)}
+        it = phase("it", FedAvg(), rounds=3, **of_clients if key[0] == "t" else {key: optimizer})
+        return Federation([it], {"max_epochs": 1}, default_root_dir=str(tmp_path), logger=False, **kwargs)
+
+    with pytest.raises(KeyboardInterrupt):
+        federation(momentum_sgd, callbacks=[Kill("on_round_end", 2)]).fit(mixture(), blobs())
+    allowed = {"ckpt_path": "last", "allow_changes": [f"phases.it.{key}"]}
+    adam, start = partial(torch.optim.Adam, lr=0.1), Kill("on_fit_start", 1)
+    with pytest.raises(MisconfigurationException, match=r"^Phase 'it': .*optimizer must have the class and options"):
+        federation(adam, callbacks=[start]).fit(mixture(), blobs(), **allowed)
+    faster = partial(torch.optim.SGD, lr=0.2, momentum=0.9)
+    with pytest.raises(KeyboardInterrupt):
+        federation(faster, callbacks=[start]).fit(mixture(), blobs(), **{**allowed, "allow_changes": ["phases"]})
 
 
 def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path):
