@@ -66,12 +66,14 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         is_all = isinstance(value, float) and value == 1  # the integer is one batch
         if value not in (None, TRAINER_DEFAULTS[name]) and not is_all:
             raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
-    for name in ("limit_train_batches", "max_steps"):
-        if (value := arguments.get(name)) == 0 and arguments["max_epochs"]:
-            because = "no client would train; max_epochs: 0 is for phases that train nothing"
-            raise InvalidArgumentError(owner, f"{key}.{name}", value, "above 0, or left out", because)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
+        seconds = Timer(arguments.get("max_time")).time_remaining()
+        for name, value in {**arguments, "max_time": seconds}.items():
+            is_limit = name in ("limit_train_batches", "max_steps", "max_time")
+            if is_limit and value == 0 and arguments["max_epochs"]:
+                because = "no client would train; max_epochs: 0 is for phases that train nothing"
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, "above 0, or left out", because)
         accelerator, cores = trainer.accelerator, len(cores_of_process())
         devices = arguments.get("devices", "auto")
         if devices == "auto" and not FORKS:

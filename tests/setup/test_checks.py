@@ -461,6 +461,7 @@ TRAINERS = [
     ("limit_predict_batches", {"limit_predict_batches": 0.5}),
     ("limit_train_batches is 0, but must be above 0, or left out, because no client would", {"limit_train_batches": 0}),
     ("max_steps is 0", {"max_steps": 0}),
+    ("max_time is 0", {"max_time": "00:00:00:00"}),
     ("max_epoch is 3, but must be left out, because it is not an argument of Trainer .max_epochs is", {"max_epoch": 3}),
 ]
 
