@@ -275,8 +275,10 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     saved = content["phases"][phase.name]
     load_tree(module, _selected(state.initial, saved.server))
     missing = [name for name in state.server if name not in saved.server]
-    if missing:
-        because = f"'{phase.name}' has no '{missing[0]}' in this one"
+    surplus = [name for name in saved.server if name in state.initial and name not in state.server]
+    if missing or surplus:
+        verb, name = ("has no", missing[0]) if missing else ("also shares", surplus[0])
+        because = f"'{phase.name}' {verb} '{name}' in this one"
         raise InvalidArgumentError(*refused, "a checkpoint of the same method and model", because)
     if identity is None or all(content[key] == identity[key] for key in ("partition", "client_names")):
         return saved

@@ -336,6 +336,14 @@ def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
         later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
 
 
+def test_a_result_with_more_than_the_phase_shares_is_refused(tmp_path):
+    """FedPer would be evaluated with FedAvg's classifier, which its clients would not have."""
+    _, checkpoint = trained(tmp_path, fedavg("global_expert.*"))
+    later = federation(tmp_path / "later", [fedavg(FEDPER)])
+    with pytest.raises(MisconfigurationException, match=r"because 'FedAvg' also shares 'global_expert\.classifier"):
+        later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
+
+
 def test_personalizing_twice_gives_the_same_models_twice(tmp_path):
     _, checkpoint = trained(tmp_path, fedavg(FEDPER, rounds=2))
     later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])
