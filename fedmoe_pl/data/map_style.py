@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -42,6 +42,7 @@ class MapStyleData:
             transforms; None for ``train_dataset``.
         classes: the class of each sample, the training samples first, shape (n,), integers from 0; None if the targets
             are no classes.
+        class_numbers: the number of each class by its name, where the datasets number the classes; else empty.
         target_key: the key of the targets in batches that are dicts; None if they are not dicts.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples.
@@ -55,6 +56,7 @@ class MapStyleData:
     test_dataset: Any | None = None
     eval_dataset: Any | None = None
     classes: Tensor | None = None
+    class_numbers: Mapping[str, int] = field(default_factory=dict)
     target_key: str | None = None
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None

@@ -30,7 +30,7 @@ Description = dict[str, Any]
 _FILE = "descriptions.json"
 _SECONDS_BETWEEN_LOOKS = 2.0
 _BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
-_COMMON = ("classes", "columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
+_COMMON = ("classes", "class_numbers", "columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
 _OWN = ("sizes", "global_test", "num_classes")
 
 
@@ -69,7 +69,7 @@ def wait_for(
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     for client, description in sorted(descriptions.items()):
         if key := _first_difference(descriptions[0], description, _COMMON):
-            verb = "are" if key in ("classes", "columns") else "is"
+            verb = "are" if key in ("classes", "class_numbers", "columns") else "is"
             raise MisconfigurationException(
                 f"client {client}: the {key.replace('_', ' ')} of its samples {verb} {shown(description.get(key))}, "
                 f"but must be {shown(descriptions[0].get(key))}, as client 0's."
@@ -170,6 +170,7 @@ def described(federation: Any, model: LightningModule, datamodule: FederatedData
         "sizes": [len(part[client]) for part in parts],
         "global_test": len(datamodule.global_test),
         "classes": datamodule.classes,
+        "class_numbers": {} if datamodule.reader is None else {**datamodule.reader.data.class_numbers},
         "columns": datamodule.columns,
         "shape": [*x.shape[1:]],
         "dtype": str(x.dtype).removeprefix("torch."),

@@ -132,6 +132,7 @@ _DESCRIPTION = {
     "sizes": _sizes,
     "global_test": _SIZE,
     **dict.fromkeys(("classes", "columns"), _or_nothing(_list(_name))),
+    "class_numbers": _by_name(_count(MOST_UNITS)),
     "shape": _shape,
     "dtype": _one_of(*DTYPES),
     "target_shape": _shape,

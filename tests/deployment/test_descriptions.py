@@ -212,6 +212,20 @@ def test_samples_that_are_read_one_by_one(tmp_path):
     assert_same(server.run.states["FedPer"].server, simulation.run.states["FedPer"].server)
 
 
+def test_folders_that_number_a_class_differently_are_refused_together(tmp_path):
+    """torchvision's ImageFolder gives the numbers in the order of the folders that there are."""
+    parts, clients = data().partitioner.parts, {}
+    for client, part in enumerate(parts):
+        samples = lazy(samples=part)
+        names = ["a", "b", "c"] if client != CLIENT else ["b", "c"]
+        samples.train_dataset.class_to_idx = {name: number for number, name in enumerate(names)}
+        of_client = federation(METHOD.phases(), tmp_path, **OF_TRAINER)
+        clients[client] = Participant(of_client, METHOD.model(), samples, client, tmp_path / f"{client}")
+    refused = rf"^client {CLIENT}: the class numbers of its samples are {{'b': 0, 'c': 1}}, but must be {{'a': 0, "
+    with pytest.raises(MisconfigurationException, match=refused):
+        serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), Passing(clients), len(parts))
+
+
 def test_a_client_with_more_classes_than_the_model_is_named(tmp_path):
     evaluated = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], evaluate=True)])
     transport = Passing(participants(evaluated, data(), tmp_path, **OF_TRAINER))
