@@ -192,3 +192,14 @@ def test_a_collate_function_that_leaves_samples_out_is_refused():
     data = set_up(FromDatasets(samples, samples, num_clients=2, collate_fn=keep))
     with pytest.raises(MisconfigurationException, match="collate_fn makes 2 samples of 3, but must keep all"):
         list(labelled_batches(data, torch.tensor([0, 1, 2])))
+
+
+@pytest.mark.parametrize("without", ["train", "test"])
+def test_a_warning_tells_that_only_one_dataset_has_classes(without):
+    of_classes = [(torch.zeros(5), number % 3) for number in range(12)]
+    named = [(x, f"class {number}") for x, number in of_classes]
+    parts = (named, of_classes) if without == "train" else (of_classes, named)
+    datamodule = FromDatasets(*parts, num_clients=2, partitioner=IID())
+    with pytest.warns(UserWarning, match=f"the targets of {without}_dataset are not one integer for each sample"):
+        datamodule.setup()
+    assert not datamodule.num_classes

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -234,7 +235,8 @@ def _with_values(
             reason = "samples are dealt to clients by their number, which a stream does not have"
             raise InvalidArgumentError(owner, f"{part}_dataset", type(dataset).__name__, "one with a length", reason)
     number, of_test = _class_numbers(data.train_dataset), _class_numbers(data.test_dataset)
-    for name in number if targets is None else ():
+    data.class_numbers = number = number if targets is None else {}
+    for name in number:
         if of_test.get(name, number[name]) != number[name]:  # a folder without some of the classes numbers others so
             allowed, reason = "one with train_dataset's numbers", f"'{name}' is {of_test[name]}, not {number[name]}"
             raise InvalidArgumentError(owner, "test_dataset", type(data.test_dataset).__name__, allowed, reason)
@@ -250,6 +252,12 @@ def _with_values(
     data.target_key = targets if isinstance(targets, str) else None
     classes = [classes_of(its, targets) for its in samples.values()]
     known = [part for part in classes if part is not None]
+    if 0 < len(known) < len(classes):
+        with_classes, without = ("train", "test") if classes[1] is None else ("test", "train")
+        rank_zero_warn(
+            f"{type(owner).__name__}: the targets of {without}_dataset are not one integer for each sample, as those "
+            f"of {with_classes}_dataset are; so there are no classes, and no accuracies."
+        )
     data.classes = torch.cat(known) if len(known) == len(classes) else None
     return data
 
