@@ -24,7 +24,9 @@ from fedmoe_pl.seeds import seeded
 _CONFIGURED = "_configured"  # attribute of a module with the node of the configuration that it was made from
 _NUMBERS = (bool, int, float, str)
 _PLAIN = (type(None), *_NUMBERS, Tensor)
-_NOT_KEPT = ("device", "dtype", "size_average", "reduce")  # by torch's modules
+_NOT_KEPT = ("device", "dtype", "size_average", "reduce", "min_value", "max_value")  # by torch's modules
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # Identity takes any, for nothing
 
 
 class UndescribedError(Exception):
@@ -181,7 +183,8 @@ def _arguments(module: nn.Module) -> dict[str, Any]:
         values = {name: value for name, value in module.hparams.items() if not name.startswith("_")}  # not Lightning's
         parameters = {name: each for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
     elif is_of_torch:
-        names = [name for name in parameters if name not in _NOT_KEPT and not name.startswith("_")]
+        others = {name for name, each in parameters.items() if each.kind in _VARIADIC}
+        names = [name for name in parameters if name not in {*_NOT_KEPT, *others} and not name.startswith("_")]
         parameters = {name: parameters[name] for name in names}
         values = {name: getattr(module, name) for name in names if hasattr(module, name)}
         if "bias" in values:  # a tensor, None, or whether there is one

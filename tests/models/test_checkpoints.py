@@ -46,6 +46,13 @@ def with_one_activation() -> PersonalizedMoE:
     return PersonalizedMoE(nn.Sequential(nn.Linear(8, 4), activation, nn.Linear(4, 4), activation, nn.Linear(4, 3)))
 
 
+def with_parts_of_odd_arguments() -> PersonalizedMoE:
+    """Arguments that torch has renamed, or takes and does not use."""
+    return PersonalizedMoE(
+        nn.Sequential(nn.Linear(8, 4), nn.Hardtanh(-2.0, 2.0), nn.Identity(5, unused=0.1), nn.Linear(4, 3))
+    )
+
+
 def frozen() -> PersonalizedMoE:
     return PersonalizedMoE(SmallMLP(8, 4, 3).requires_grad_(False), SmallMLP(8, 5, 3), LinearGate())
 
@@ -76,6 +83,7 @@ MIXTURES = [
     (partial(PersonalizedMoE, IFCACNN(1, 3, 0.1, True)), (1, 32, 32)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 3), SmallMLP(8, 9, 3), FeatureGate()), (8,)),
     (with_one_activation, (8,)),
+    (with_parts_of_odd_arguments, (8,)),
     (frozen, (8,)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 1), gate=LinearGate(), loss=nn.HuberLoss(delta=0.5)), (8,)),
     (partial(PersonalizedMoE, SmallMLP(8, 6, 1), gate=GlobalOnly(), task="regression", loss=half_squared_error), (8,)),
