@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import cached_property
 from pathlib import Path
 
@@ -97,6 +97,11 @@ class ClientNames(list[str]):
         return int(number)
 
 
-def files_of_clients(folder: Path, ending: str) -> list[Path]:
+def files_of_clients(owner: object, argument: str, folder: Path, ending: str) -> list[Path]:
     """The files of a folder, one for each client; hidden ones are none, and the ending may be in capitals."""
-    return sorted(each for each in folder.iterdir() if each.suffix.lower() == ending and not each.name.startswith("."))
+    files = sorted(each for each in folder.iterdir() if each.suffix.lower() == ending and each.name[0] != ".")
+    for name, number in Counter(file.stem for file in files).items():
+        if number > 1:
+            because = f"'{name}' has {number}"
+            raise InvalidArgumentError(owner, argument, str(folder), "a folder with one file for each client", because)
+    return files

@@ -80,6 +80,13 @@ def test_files_of_clients_that_do_not_fit_together_are_refused(own, because, tmp
     assert error.value.argument == "path"
 
 
+def test_a_client_with_two_files_is_refused(tmp_path):
+    write_clients(tmp_path, a={}, b={})
+    (tmp_path / "b.npz").rename(tmp_path / "a.NPZ")
+    with pytest.raises(InvalidArgumentError, match=r"path is .*, but must be a folder with one file .*'a' has 2\."):
+        NpzFile(str(tmp_path)).setup()
+
+
 def test_clients_may_have_integers_beside_floats(tmp_path):
     write_clients(tmp_path, a={"x": np.ones((2, 3), int)}, b={"x": np.full((2, 3), 0.5)})
     assert set_up(NpzFile(str(tmp_path))).x[:, 0].tolist() == 2 * [1.0, 1.0, 0.5, 0.5]

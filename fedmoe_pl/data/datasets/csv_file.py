@@ -121,7 +121,7 @@ class CsvFile(FederatedDataModule):
             kind = "a folder with a file for each client" if is_folder else "one file"
             allowed, because = "left out" if is_folder else "a column", f"{argument} '{path}' is {kind}"
             raise InvalidArgumentError(self, "client", self.client, allowed, because)
-        files = files_of_clients(Path(path), ".csv") if self.client is None else [Path(path)]
+        files = files_of_clients(self, argument, Path(path), ".csv") if self.client is None else [Path(path)]
         rows, allowed = list[_Row](), "a CSV file with rows, or a folder of such files"
         for each in files:
             before = len(rows)

@@ -59,7 +59,7 @@ class NpzFile(FederatedDataModule):
 
     def _read_files(self, folder: Path) -> dict[str, Any]:
         """The arrays of all files of a folder, one after another, with the names of the files as ids."""
-        of_clients = {path.stem: self._read(path) for path in files_of_clients(folder, ".npz")}
+        of_clients = {path.stem: self._read(path) for path in files_of_clients(self, "path", folder, ".npz")}
         if not of_clients:
             raise InvalidArgumentError(self, "path", self.path, "an .npz file, or a folder with one for each client")
         first = next(iter(of_clients))
