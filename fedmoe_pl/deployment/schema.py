@@ -18,6 +18,7 @@ from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
 from fedmoe_pl.evaluation.evaluation import METRICS
 
 Check = Callable[[Any], bool]
+_OTHER_SPACES = re.compile("[\u00a0\u2000-\u200a\u202f\u205f\u3000]")  # which isprintable() refuses
 _MOST = 10**8  # samples of a client, values of a sample: more would take the server's memory
 _MOST_CLIENTS = 10**6
 _MOST_FILES = 1000  # of a client, in one message
@@ -47,7 +48,8 @@ def _text(value: Any) -> bool:
 
 
 def _name(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= 1000 and value.isprintable()
+    """A text of one line, whose spaces may be of any kind, such as those of a table that Excel has written."""
+    return isinstance(value, str) and len(value) <= 1000 and _OTHER_SPACES.sub(" ", value).isprintable()
 
 
 def _flag(value: Any) -> bool:

@@ -17,6 +17,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
 from fedmoe_pl.deployment.descriptions import own_data
+from fedmoe_pl.deployment.schema import problem_of_values
 from fedmoe_pl.setup.data import TooManyClassesError
 
 METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
@@ -261,6 +262,16 @@ def test_many_names_of_classes_are_cut_in_the_refusal(tmp_path):
     with pytest.raises(MisconfigurationException) as error:
         deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"), [("poids\u00a0(kg)", ""), ("\u4f53\u91cd\u3000kg", ""), ("a\nb", "its columns")]
+)
+def test_names_of_columns_may_have_spaces_of_other_kinds(name, problem, tmp_path):
+    """Such as those before a unit in a table of Excel."""
+    answer = participant(METHOD, data(), tmp_path, 0, **OF_TRAINER).answer(Message("describe", {"num_clients": 3}))
+    found = problem_of_values("description", {**answer.values, "columns": [name]})
+    assert found.partition(" is")[0] == problem
 
 
 def test_a_client_says_how_the_classes_and_columns_of_its_table_are_called(tmp_path):
