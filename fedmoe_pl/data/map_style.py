@@ -42,7 +42,6 @@ class MapStyleData:
             transforms; None for ``train_dataset``.
         classes: the class of each sample, the training samples first, shape (n,), integers from 0; None if the targets
             are no classes.
-        class_numbers: the number of each class by its name, where the datasets number the classes; else empty.
         target_key: the key of the targets in batches that are dicts; None if they are not dicts.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples.
@@ -50,13 +49,13 @@ class MapStyleData:
         eval_collate_fn: the same for evaluation; None for ``collate_fn``.
         num_workers: number of processes that read samples; 0 for none.
         worker_init_fn: called in each of these processes with its number; None for none.
+        class_numbers: the number of each class by its name, where the datasets number the classes; else empty.
     """
 
     train_dataset: Any
     test_dataset: Any | None = None
     eval_dataset: Any | None = None
     classes: Tensor | None = None
-    class_numbers: Mapping[str, int] = field(default_factory=dict)
     target_key: str | None = None
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None
@@ -64,6 +63,7 @@ class MapStyleData:
     eval_collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     worker_init_fn: Callable[[int], None] | None = None
+    class_numbers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, int]:
