@@ -163,12 +163,12 @@ def check_kept_optimizers(phase: Phase, module: LightningModule, state: PhaseSta
             server_step(phase.server_optimizer, module, state.server, new, state.server_optimizer)
     if not phase.train.keep_optimizer:
         return
-    module = copy_module(module)
+    module = copy_module(module, {name for name, each in module.named_parameters() if not each.requires_grad})
     optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
     assert optimizer is not None, "check_optimizer has refused it"
     clients = {} if state is None or isinstance(state.clients, RemoteStates) else state.clients
     kept = next((tree for tree in clients.values() if any(name.startswith(OPTIMIZER) for name in tree)), {})
-    for parameter in module.parameters():
+    for parameter in (each for each in module.parameters() if each.requires_grad):
         parameter.grad = torch.zeros_like(parameter)
     with tried(f"{phase}: with train.keep_optimizer, the optimizer {other if kept else 'cannot be stepped'}"):
         load_optimizer_state(module.named_parameters(), optimizer, kept)
