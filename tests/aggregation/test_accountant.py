@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from fedmoe_pl.aggregation.accountant import epsilon
+from fedmoe_pl.aggregation.accountant import epsilon, noise_for
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 
@@ -41,6 +41,12 @@ def test_rounds_add_up():
     assert max(epsilon([(0.1, 1.0, 60)], 1e-5), epsilon([(0.5, 2.0, 3)], 1e-5)) < both
     assert epsilon([], 1e-5) == epsilon([(0.1, 0.0, 0)], 1e-5) == 0
     assert epsilon([(0.1, 0.0, 1), (0.5, 2.0, 3)], 1e-5) == math.inf
+
+
+def test_the_noise_that_is_found_counts_the_rounds_before():
+    before = [(0.1, 1.0, 30)]
+    z = noise_for(6.0, 1e-5, 0.2, 50, before)
+    assert 5.9 < epsilon([*before, (0.2, z, 50)], 1e-5) <= 6.0
 
 
 def test_very_weak_and_very_strong_noise_have_an_epsilon_too():

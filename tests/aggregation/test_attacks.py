@@ -37,8 +37,9 @@ def test_the_attacks_are_those_of_their_papers():
         [3 + 1.5 * deviations[0], 4 + 1.5 * deviations[1]]
     )
     assert ALittleIsEnough()(HONEST[:1], generator).tolist() == [1, 2]
-    draws = GaussianNoise(3.0)(torch.zeros(2, 10_000), generator)
+    draws = GaussianNoise(3.0)(torch.ones(2, 10_000), generator)
     assert abs(draws.std().item() - 3) < 0.1 and draws.dtype == torch.float32
+    assert abs(draws.mean().item()) < 0.2, "in place of the change, not on top of it"
 
 
 def test_only_the_attackers_vectors_are_replaced_and_without_an_aggregation_the_mean_is_weighted():

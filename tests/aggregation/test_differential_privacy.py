@@ -91,18 +91,19 @@ def test_the_norm_follows_the_quantile():
 
 def test_bits_and_changes_together_cost_the_noise_multiplier():
     """Andrew et al., Theorem 1; the bits' sum changes by 1/2 with one client."""
-    private = DifferentialPrivacy(1.0, 0.1, 1e-5, quantile=0.5, bit_noise=2.0)
+    private = DifferentialPrivacy(1.0, 0.1, 1e-5, quantile=0.5, bit_noise=0.7)
     changes = private.noise_of_changes(COHORT)
     assert changes > 1
-    assert changes**-2 + (2.0 / 0.5) ** -2 == pytest.approx(1.0**-2)
+    assert changes**-2 + (0.7 / 0.5) ** -2 == pytest.approx(1.0**-2)
     by_default = DifferentialPrivacy(1.0, 0.1, 1e-5, quantile=0.5)
     assert by_default.noise_of_bits(Cohort(100, range(1000))) == 5
     assert DifferentialPrivacy(1.0, 0.1, 1e-5).noise_of_changes(COHORT) == 1
-    norms = [
-        aggregate(private, [], {"aggregation/max_norm": torch.tensor(1.0)}, seed)[1]["aggregation/max_norm"].log()
-        for seed in range(600)
-    ]
-    assert torch.stack(norms).std().item() == pytest.approx(0.2 * 2.0 / 4, rel=0.1)
+    results = [aggregate(private, [], {"aggregation/max_norm": torch.tensor(1.0)}, seed) for seed in range(600)]
+    noise = torch.stack([update.sent["a"] for update, _ in results]).std(0)
+    assert noise.tolist() == pytest.approx([changes / 4] * 2, rel=0.05), "more than the multiplier alone"
+    assert changes > 1.1
+    norms = [state["aggregation/max_norm"].log() for _, state in results]
+    assert torch.stack(norms).std().item() == pytest.approx(0.2 * 0.7 / 4, rel=0.1)
 
 
 def test_without_opacus_noise_is_refused(monkeypatch):

@@ -145,7 +145,7 @@ def test_a_client_far_away_moves_the_geometric_median_by_its_direction_only():
 
 @pytest.mark.parametrize("selected", [1, 3, None])
 def test_krum_averages_the_vectors_with_the_lowest_scores(selected):
-    x = np.random.default_rng(2).normal(size=(8, 6))
+    x = np.random.default_rng(4).normal(size=(8, 6)) ** 3  # distances that are not squared choose other vectors
     f = 2
     scores = [np.sort([((x[i] - x[j]) ** 2).sum() for j in range(8) if j != i])[: 8 - f - 2].sum() for i in range(8)]
     best = np.argsort(scores)[: selected or 8 - f]
@@ -221,8 +221,18 @@ def test_one_client_of_ten_moves_the_result_only_so_far_whatever_it_sends(rule, 
     for row in (0, 9):
         start = {"w": torch.zeros(4)}
         sent = [{"w": torch.full((4,), value) if client == row else honest[client]} for client in range(10)]
-        combined = rule.of_client(SimpleNamespace(id=0), Update(sent[0], 1))
+        combined = rule.of_client(SimpleNamespace(id=0), Update(sent[0], 17))
         for client in range(1, 10):
             combined = rule.combine(combined, rule.of_client(SimpleNamespace(id=client), Update(sent[client], 1)))
         update, _ = rule.aggregate(start, combined, {}, Cohort(10, range(10)), Generator().manual_seed(0))
+        assert update.weight == 10, "whatever a client says, it weighs 1"
         assert update.sent["w"].norm() < 1
+
+
+def test_a_change_with_one_number_that_is_not_finite_counts_as_none():
+    rule, combined = TrimmedMean(0), None
+    for client, sent in enumerate(([math.nan, 9.0], [5.0, 3.0])):
+        update = rule.of_client(SimpleNamespace(id=client), Update({"w": torch.tensor(sent)}, 1))
+        combined = rule.combine(combined, update) if combined else update
+    new, _ = rule.aggregate({"w": torch.ones(2)}, combined, {}, Cohort(2, range(2)), Generator())
+    assert new.sent["w"].tolist() == [3, 2], "half of the change of the other client"

@@ -18,6 +18,7 @@ from helpers.clusters import (
     all_phases,
     cluster,
     clustered,
+    local_training,
     losses_by_hand,
     only,
     tensors_of,
@@ -28,6 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FineTunedCluster, Local
 from fedmoe_pl.algorithms.ifca import cluster_picks
+from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.callbacks import ClusterMonitor
 from fedmoe_pl.callbacks.cluster_monitor import cluster_figure
 from fedmoe_pl.models import ConstantGate, NetworkGate
@@ -105,21 +107,36 @@ def test_a_client_is_evaluated_with_and_fine_tunes_the_cluster_of_its_lowest_tra
     phases = all_phases()
     phases[2].train.max_epochs = 0
     tuned = Phase("tuned", FineTunedCluster(), gate=only(0), train=Train(max_epochs=5), start="IFCA")
-    federation = run([*phases, tuned], clustered(), data, tmp_path)
+    federation = run([*phases, tuned], clustered(seed=5), data, tmp_path)
     trained = copy_module(federation.run.model)
     trained.load_state_dict({**trained.state_dict(), **tensors_of(federation.run.states["IFCA"].server)})
+    chosen = []
     for client in range(5):
         losses = losses_by_hand(trained, data, client)
-        best = trained.global_experts[min(range(3), key=losses.__getitem__)]
+        chosen.append(min(range(3), key=losses.__getitem__))
+        best = trained.global_experts[chosen[-1]]
         for name in ("IFCA", "Fine-tuned"):
             used = federation.client_module(name, client).global_experts[0]
             assert_same_bits(used.state_dict(), best.state_dict())
         after = federation.client_module("tuned", client)
         assert losses_by_hand(after, data, client)[0] < min(losses)
         assert_same_bits(tensors(after.global_experts[2]), tensors(trained.global_experts[2]))
+    assert chosen[0] and 0 in chosen, "client 0 has not the first cluster, and another client has"
     permuted = federation.client_module("IFCA", 0)  # no cluster is lost
     sums = sorted(expert.classifier[1].weight.sum().item() for expert in permuted.global_experts)
     assert sums == sorted(expert.classifier[1].weight.sum().item() for expert in trained.global_experts)
+
+
+def test_a_client_chooses_its_cluster_once_also_if_it_missed_the_first_round():
+    module, data = clustered(gate=only(0), seed=5), blobs()
+    losses = losses_by_hand(module, data, 0)
+    best, worst = (choice(range(3), key=losses.__getitem__) for choice in (min, max))
+    assert best, "or the first cluster would be in the first place anyway"
+    training, own = local_training(module, FineTunedCluster(), data), tensors(module.global_experts[worst])
+    kept = {f"global_experts.0.{name}": tensor for name, tensor in own.items()}
+    for round, state, expected in ((0, {}, best), (2, {}, best), (2, kept, worst)):
+        client, _, _ = begin_client(training, copy_module(module), {}, 0, {0: state}, round)
+        assert_same_bits(tensors(client.module.global_experts[0]), tensors(module.global_experts[expected]))
 
 
 def test_a_mixture_of_local_experts_that_nobody_trained_is_refused(tmp_path):

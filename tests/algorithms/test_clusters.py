@@ -9,6 +9,7 @@ from torch import nn
 
 from fedmoe_pl import Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA
+from fedmoe_pl.algorithms.shared.clusters import clusters_of
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, GlobalOnly
 from fedmoe_pl.trees import copy_module
 
@@ -33,6 +34,8 @@ def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
 
     again = run([good], module, data, tmp_path / "again")
     assert_same_bits(*(tensors_of(f.run.states["IFCA"].server) for f in (federation, again)))
+    other = run([good], module, data, tmp_path / "other", seed=1).run.states["IFCA"].server
+    assert not torch.equal(other["global_experts.0.classifier.1.weight"], weights[2]), "draws depend on the seed"
     without = run(
         [phase("IFCA", EpsilonGreedyIFCA(0.0), gate=good.gate, train=Train(max_epochs=0))],
         drawn,
@@ -41,6 +44,11 @@ def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
     )
     kept = run([good], drawn, data, tmp_path / "kept")  # models that are good already are not drawn anew
     assert_same_bits(*(tensors_of(f.run.states["IFCA"].server) for f in (without, kept)))
+
+
+def test_of_numbers_of_clusters_that_are_as_good_the_lowest_is_taken():
+    """Where all clients are as far from each other, each silhouette is 0."""
+    assert clusters_of(1 - torch.eye(4, dtype=torch.float64), most=3).max() == 1
 
 
 def two_clusters(seed):

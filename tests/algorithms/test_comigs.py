@@ -43,11 +43,11 @@ class Words(nn.Module):
         return self.classifier((x * mask).sum(1) / mask.sum(1))
 
 
-def model(gate=None, optimizer=adamw) -> LayerwiseAdapterMoE:
+def model(gate=None, optimizer=adamw, blocks=("mlp",)) -> LayerwiseAdapterMoE:
     torch.manual_seed(0)
     lora = LoRA([*LAYERS], r=2, lora_alpha=4, modules_to_save=["classifier"])
     gate = gate or TokenGate(top_k=1, init_std=1.0)
-    module = LayerwiseAdapterMoE(Words(), lora, gate, blocks=["mlp"], pad_token_id=0, optimizer=optimizer).double()
+    module = LayerwiseAdapterMoE(Words(), lora, gate, blocks=blocks, pad_token_id=0, optimizer=optimizer).double()
     torch.manual_seed(1)  # the same with any gate
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
@@ -92,6 +92,13 @@ def test_the_factors_of_three_experts():
     p, d, f = (0.65, 0.25, 0.1), (0.5, 0.25, 0.25), (1 / 0.6, 2 / 2.4, 2 / 2.4)
     expected = 3 * sum(a * b * c for a, b, c in zip(p, d, f, strict=True))
     assert balance_loss(shares, torch.ones(1, 2), 2, 0.2).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_balance_losses_of_several_layers_are_averaged():
+    """With two experts, both among the top k and of equal importance, each of them is 1."""
+    module, batch = model(TokenGate(top_k=2), blocks=()), next(iter(data().batches(torch.arange(8))))
+    losses = [CoMiGS(balance=balance).client_loss(module, batch, {}) for balance in (0, 0.3)]
+    assert (losses[1] - losses[0]).item() == pytest.approx(0.3, rel=1e-12)
 
 
 def rewritten_loss(state, x, y, importance, balance):
@@ -229,6 +236,13 @@ def test_steps_of_one_part_leave_the_bits_of_the_other(tmp_path):
     assert names and not any(name.startswith("gate.") for name in names), "what has changed"
     assert_same_bits({name: with_routers[name] for name in names}, {name: without[name] for name in names})
     assert not torch.equal(with_routers["gate.routers.mlp.weight"], initial["gate.routers.mlp.weight"])
+
+
+def test_routers_that_a_limit_of_steps_cut_short_have_had_their_turn(tmp_path):
+    """Of client 0's six steps, five train experts, and one the routers, which would take two more; client 1 has 4."""
+    it = phase(CoMiGS(5, 3), 1, trainer={"max_steps": 6})
+    kept = run([it], model(), data(), tmp_path, EPOCHS).run.states["it"].clients
+    assert [kept[client]["comigs/steps"].item() for client in (0, 1)] == [8, 4]
 
 
 def always_global(gate):

@@ -11,11 +11,24 @@ from helpers.architectures import pair
 from helpers.backends import FEW, begin, local_training
 from helpers.clusters import clustered, only
 from helpers.methods import FEW_METHODS, METHODS, data
+from helpers.mixtures_of_learners import learners
 from helpers.prototypes import without_a_class
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 
-from fedmoe_pl.algorithms import FD, FML, EpsilonGreedyIFCA, FedAPEN, FedKD, FedMix, FedMoEDA, FedPAC, FedProto, HetLoRA
+from fedmoe_pl.algorithms import (
+    FD,
+    FML,
+    EpsilonGreedyIFCA,
+    FedAPEN,
+    FedEM,
+    FedKD,
+    FedMix,
+    FedMoEDA,
+    FedPAC,
+    FedProto,
+    HetLoRA,
+)
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
@@ -93,6 +106,7 @@ def test_the_order_in_which_updates_are_combined_changes_only_the_rounding(algor
         (FedAPEN(), mixture(MixtureWeights()), {}),
         (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [0, 2]}),
         (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [3]}),
+        (FedEM(), learners(), {"received": {}, "log_pi": torch.tensor([0.5, 0.3, 0.2]).double().log()}),
     ],
 )
 def test_samples_without_a_label_do_not_count(algorithm, module, constants):

@@ -14,6 +14,7 @@ from torch import Generator
 
 from fedmoe_pl import Phase, Select
 from fedmoe_pl.algorithms import FedALA
+from fedmoe_pl.algorithms.fedala import _have_settled
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.backends.local_client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
@@ -121,6 +122,13 @@ def test_rounds_are_those_of_a_bare_rewrite(name, tmp_path):
             close(actual, expected)
             inner += ((actual > 0) & (actual < 1)).sum().item()
     assert inner, "or the weights say nothing"
+
+
+def test_first_passes_end_once_the_last_ten_of_more_losses_deviate_by_less_than_a_tenth():
+    """The standard deviation of as many of a as of b is half their distance."""
+    assert _have_settled([9.0, *[1.0, 1.19] * 5])
+    assert not _have_settled([9.0, *[1.0, 1.21] * 5])
+    assert not _have_settled([1.0, 1.19] * 5)
 
 
 class Bare(LightningModule):

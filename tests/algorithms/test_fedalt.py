@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedALT, Local
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms.shared import uploads
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.models import LocalOnly, TokenGate
@@ -64,6 +65,13 @@ def test_a_newcomer_gets_the_mean_of_all_and_a_single_client_nothing():
     assert received(server_of(upload(0, 1.0, 1.0)), 0) == {}
 
 
+def test_an_upload_does_not_change_with_the_module_that_trains_the_next_client():
+    weight = torch.ones(2, requires_grad=True)
+    sent = uploads.upload(3, {"A": weight})
+    weight.data.fill_(2.0)
+    assert sent["uploads/tensors/A"].tolist() == [[1, 1]] and sent["uploads/ids"].tolist() == [3]
+
+
 def test_it_takes_the_steps_of_a_bare_rewrite(tmp_path):
     data, module = blobs(), adapters(TokenGate())
     state = run([phase("FedALT", FedALT(), rounds=3)], module, data, tmp_path, 1, seed=3).run.states["FedALT"]
@@ -102,6 +110,7 @@ def test_backends_agree():
     servers = [FedALT().server_update({}, update) for update, _ in (one, other)]  # which orders the clients
     torch.testing.assert_close(servers[0], servers[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(one[1], other[1], rtol=1e-12, atol=1e-12)
+    assert one[0].weight == 3, "clients weigh the same, whatever their numbers of samples"
     moved = servers[0]["uploads/tensors/0.lora_A.weight"] - training.initial["local_expert.0.lora_A.weight"]
     assert moved.abs().max() > 1e-3
 

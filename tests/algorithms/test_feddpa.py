@@ -16,11 +16,11 @@ from fedmoe_pl.models import GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGa
 pytest.importorskip("peft")
 
 
-def heads(gate=None):
+def heads(gate=None, dropout=0.0):
     """Adapters in the first layer, with the last one as a head, whose input are the features."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    lora = LoRA(["0"], r=2, modules_to_save=["2"])
+    lora = LoRA(["0"], r=2, lora_dropout=dropout, modules_to_save=["2"])
     return LayerwiseAdapterMoE(base, lora, gate, optimizer=sgd).double()
 
 
@@ -75,15 +75,16 @@ def test_its_global_adapter_is_that_of_fedavg_to_the_bit(tmp_path):
 
 
 def test_clients_keep_the_features_of_some_of_their_samples(tmp_path):
-    data, module = blobs(sizes=(13, 3, 11)), heads(SimilarityGate(6))
+    data, module = blobs(sizes=(13, 3, 11)), heads(SimilarityGate(6), dropout=0.5)
     federation = run([phase("FedDPA", FedDPA(), rounds=2)], module, data, tmp_path, 1)
     for client, number in ((0, 5), (1, 3)):
-        own = federation.client_module("FedDPA", client)
+        own = federation.client_module("FedDPA", client).eval()
         references = own.gate.references
         features = own.local_features(data.x[data.train_samples[client]])
         distances = torch.cdist(references[:number].double(), features.detach())
         assert (distances.min(1).values < 1e-6).all()
         assert len(distances.argmin(1).unique()) == number
+        assert client or distances.argmin(1).tolist() != [*range(number)], "drawn, not the first ones"
         assert not references[number:].any()
         assert "gate.references" not in federation.run.states["FedDPA"].server
 

@@ -37,7 +37,7 @@ def uploads(b, names=("layer",)):
 # --- distances and clusters ---
 
 
-def test_the_betweenof_four_clients():
+def test_the_distances_of_four_clients():
     found = distances(uploads(POINTS), torch.arange(4))
     expected = [0.019419, 1, 0.900496, 0.803884, 0.707286, 0.004963]
     torch.testing.assert_close(
@@ -147,6 +147,12 @@ def test_what_the_server_sends_replaces_what_a_client_has_kept_since_it_missed_t
     client = SimpleNamespace(id=1, state={f"{OWN}layer.lora_A.weight": torch.ones(2), "head.bias": torch.ones(1)})
     own = FedLEASE().personal_tensors(client, server)
     assert own[f"{OWN}layer.lora_A.weight"].tolist() == [1.0, 0.0] and own["head.bias"] == 1
+    client.module, kept, sent = model(), model(seed=1).state_dict(), model(seed=2).state_dict()
+    client.state = {name: tensor for name, tensor in kept.items() if name.startswith((OWN, "base.0."))}
+    FedLEASE().client_init(client, {name: tensor for name, tensor in sent.items() if name.startswith(OWN)})
+    loaded = client.module.state_dict()
+    assert torch.equal(loaded[f"{OWN}0.lora_A.weight"], sent[f"{OWN}0.lora_A.weight"])
+    assert torch.equal(loaded["base.0.weight"], kept["base.0.weight"])
 
 
 def test_b_of_zeros_is_refused(tmp_path):

@@ -82,6 +82,15 @@ def test_where_the_gate_s_weights_underflow_the_losses_share_a_sample_out():
     torch.testing.assert_close(weights, (right / right.sum(1, keepdim=True)).sum(0).detach())
 
 
+def test_responsibilities_are_computed_without_dropout():
+    data, model = blobs(FOUR), choosy()
+    samples, before = data.train_samples[0], model.embedding
+    weights = []
+    for model.embedding in (before, torch.nn.Sequential(before, torch.nn.Dropout(0.5))):
+        weights.append(FedMix().expert_weights(Client(0, 0, 0, model.train(), samples, {}, data), [0, 3]))
+    assert torch.equal(*weights)
+
+
 def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_each_sample(tmp_path):
     arguments = {"enable_progress_bar": False, "logger": False}
     phases = [Phase("FedMix", FedMix(), rounds=2)]

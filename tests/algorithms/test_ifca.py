@@ -197,6 +197,10 @@ def test_a_cluster_goes_out_of_play_with_its_best_weights_as_they_were_validated
     def value(index):
         return {tensor.flatten()[0].item() for tensor in cluster(server, index).values()}
 
+    two = algorithm.combine(*(stopping_update(0, 1.0, loss, shape) for loss in (0.4, 1.0)))
+    best = algorithm.server_update(server, two)["clusters/best_loss"]
+    assert best.tolist() == pytest.approx([0.7, math.inf]), "the mean of the two clients that validated it"
+
     sent_all = len(algorithm.server_send(server, 0, {}))
     # Round t validates what round t - 1 left: values 0 (initial), 1, 2, 3 with losses 0.9, 0.5, 0.6, 0.7.
     for loss, trained in ((0.9, 1.0), (0.5, 2.0), (0.6, 3.0), (0.7, 4.0)):

@@ -103,6 +103,13 @@ def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
     assert len({*chosen}) == 3, "the test shows nothing if all take the same"
 
 
+def test_where_clients_have_one_class_each_they_take_the_largest_tau(tmp_path):
+    data = TensorData(torch.zeros(40, 1), torch.arange(40) // 20, torch.arange(40).split(20), validation_fraction=0.4)
+    untrained = fedavg(1, train=Train(max_epochs=0))
+    run = fitted(tmp_path, untrained, prior(LabelPrior("auto")), model=PersonalizedMoE(nn.Linear(1, 2)), data=data)
+    assert [run.run.states["prior"].clients[client]["prior/tau"].item() for client in range(2)] == [2, 2]
+
+
 def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_path):
     data = blobs((23, 12))
     mixtures = [

@@ -109,7 +109,10 @@ def test_a_clients_opt_in_samples_are_the_rest_of_a_split_by_seed_and_client_alo
     again = OptInFedAvg(opt_out_data=0.4).client_samples(a_client(samples, id=3, seed=5, round=9))
     assert torch.equal(chosen, again)
     if n == 33:
-        others = [algorithm.client_samples(a_client(samples, **other)) for other in ({"id": 4}, {"id": 3, "seed": 6})]
+        others = [
+            algorithm.client_samples(a_client(samples, **other))
+            for other in ({"id": 4, "seed": 5}, {"id": 3, "seed": 6})
+        ]
         assert all(set(other.tolist()) != set(chosen.tolist()) for other in others)
 
 

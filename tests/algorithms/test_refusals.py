@@ -96,6 +96,8 @@ MISFITS = {
     "shared without some elsewhere": (FedBN("*.classifier.*"), mixture(expert=WithBatchNorm())),
     "similarity of frozen layers": (FedMoEDA(similarity="updates", trainable="gate.*"), sparse_mixture()),
     "momentum": (Scaffold(), mixture()),
+    "weight_decay": (Scaffold(), mixture(optimizer=partial(sgd, weight_decay=0.1))),
+    "optimizer of two rates": (Scaffold(), with_part(mixture(LinearGate(5), optimizer=sgd), gate_lr=0.7)),
     "optimizer": (PFedMe(), mixture(optimizer=partial(torch.optim.Adam, lr=0.1))),
 }
 

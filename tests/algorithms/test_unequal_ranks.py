@@ -15,6 +15,7 @@ from torch import nn
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedExLoRA, FlexLoRA, HetLoRA
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms.shared.low_rank import mean_of_products
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.federation import Federation
@@ -70,6 +71,7 @@ def test_hetlora_keeps_the_rows_that_no_client_of_a_round_has():
     server = {A("first"): torch.tensor([[1.0, 2], [3, 4], [5, 6]]).double(), B("first"): torch.ones(2, 3).double()}
     new = combined(HetLoRA([1, 2, 3]), server, cut([[1, 0]], [[1], [0]]), cut([[0, 1], [1, 1]], [[1, 0], [2, 1]]))
     assert new[A("first")][2].tolist() == [5, 6] and new[B("first")][:, 2].tolist() == [1, 1]
+    assert server[A("first")][0].tolist() == [1, 2], "the state before the round is as it was"
     near(new[A("first")][:2], [[0.231662, 0.768338], [0.768338, 0.768338]])
 
 
@@ -91,13 +93,20 @@ def test_flexlora_sends_a_client_of_lower_rank_the_best_approximation_of_that_ra
     near(2 * product({name.removeprefix("cut/"): tensor for name, tensor in sent.items()})[0], [0.276393, 1.170820])
 
 
+def test_flexlora_averages_other_tensors_with_the_weights_of_products():
+    updates = [cut([[1, 0]], [[1], [0]], 3), cut([[0, 1]], [[1], [2]], 1)]
+    for update, value in zip(updates, (0.0, 4.0), strict=True):
+        update.sent["global_expert.bias"] = torch.tensor(value)
+    assert combined(FlexLoRA([1]), of_rank(1), *updates)["global_expert.bias"].item() == 1
+
+
 def test_flexlora_leaves_rows_as_they_are_for_which_there_is_no_singular_value():
-    old = of_rank(3) | {A("first"): torch.tensor([[1.0, 2], [3, 4], [5, 6]]).double()}
+    old = {A("first"): torch.tensor([[1.0, 2], [3, 4], [5, 6]]).double(), B("first"): torch.ones(2, 3).double()}
     new = combined(FlexLoRA([1]), old, cut([[0, 2]], [[1], [2]], 3), cut([[0, 1]], [[1], [2]], 1))
     near(product(new), [[0, 1.75], [0, 3.5]], 1e-12)
     near(new[A("first")], [[0, 1], [3, 4], [5, 6]], 1e-12)
     unchanged = combined(FlexLoRA([1]), old, cut([[0, 2]], [[0], [0]]), cut([[3, 1]], [[0], [0]]))
-    assert_same_bits(unchanged, old)
+    assert_same_bits(unchanged, old | {B("first"): torch.zeros(2, 3).double()})
 
 
 def mean_of_round(algorithm, sent, sizes):
@@ -196,6 +205,13 @@ def test_equal_clients_are_one_client():
     near(new["base.first.weight"], torch.zeros(2, 2))
 
 
+def test_a_mean_of_products_in_half_precision_is_computed_in_float32():
+    """In bfloat16, a third and two thirds are 1.002 together."""
+    ones = {A("first"): torch.ones(1, 1, dtype=torch.bfloat16), B("first"): torch.ones(1, 1, dtype=torch.bfloat16)}
+    mean = mean_of_products(ones, 1, ones, 2)
+    assert product(mean).item() == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_flexlora_of_a_high_rank_and_fedex_have_the_same_mean_product(seed):
     """Rank 2 is all that a product of this size can have."""
@@ -207,6 +223,8 @@ def test_flexlora_of_a_high_rank_and_fedex_have_the_same_mean_product(seed):
     updates = (of_client(a.tolist(), b.tolist(), i + 1) for i, (a, b) in enumerate(drawn))
     fedex = combined(FedExLoRA(), server, *updates)
     near(fedex["base.first.weight"] + 2 * product(fedex), 2 * product(flex), 1e-12)
+    rows = flex[A("first")]
+    assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all(), "the sign of a singular vector is fixed"
 
 
 def test_hetlora_of_equal_ranks_is_uniform_fedit_only_where_norms_are_equal():
@@ -215,6 +233,8 @@ def test_hetlora_of_equal_ranks_is_uniform_fedit_only_where_norms_are_equal():
     near(new[A("first")], [[0.5, 0.5]], 1e-15)
     other = combined(HetLoRA([1]), of_rank(1), equal[0], cut([[0, 1]], [[0], [3]], 1))
     near(other[A("first")], [[0.25, 0.75]], 1e-15)
+    third = combined(HetLoRA([1]), of_rank(1), equal[0], cut([[0, 1]], [[0], [3]]), cut([[4, 0]], [[1], [0]]))
+    near(third[A("first")], [[(1 + 4 * 4) / 8, 3 / 8]], 1e-15)
 
 
 def test_convolutions_and_embeddings_of_lower_ranks_are_padded_and_decomposed():
@@ -260,6 +280,7 @@ def test_an_update_of_another_rank_is_not_one_that_the_client_can_have_made():
     initial, data = plan.training.initial, plan.training.datamodule
     groups = [*plan.train(algorithm.server_init(plan.training.module), range(3), {}, 0)]
     updates = [group.update for group in groups]
+    assert [update.weight for update in updates] == [1, 1, 1], "what is no factor is averaged uniformly"
     for client, update in enumerate(updates):
         assert algorithm.problem_of_update(client, update, initial, data) == ""
         assert "of shape" in algorithm.problem_of_update((client + 1) % 3, update, initial, data)

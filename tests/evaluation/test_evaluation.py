@@ -1,6 +1,7 @@
 """Accuracies of the clients' models against scikit-learn and counting by hand, and how they spread."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ import torch
 from helpers import Expert, blobs, mixture, phase, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
 from sklearn.metrics import accuracy_score, recall_score
+from torchmetrics import Accuracy
 
 from fedmoe_pl import Select
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
@@ -108,7 +111,8 @@ def test_reweighted_test_weighs_each_classs_accuracy_by_the_clients_share_of_the
 
 def test_a_class_that_the_test_set_lacks_has_no_weight_and_an_output_without_a_class_counts_as_nothing():
     datamodule = blobs((17, 30))
-    datamodule.global_test = datamodule.global_test[datamodule.y[datamodule.global_test] != 2]
+    datamodule.global_test = datamodule.global_test[datamodule.y[datamodule.global_test] != 2][3:]
+    assert datamodule.y[datamodule.global_test].bincount().tolist() == [8, 9], "not the same number of each class"
     model = mixture(ConstantGate(1), Expert(classes=5))
     evaluations = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
     for client, evaluation in enumerate(evaluations):
@@ -122,7 +126,10 @@ def test_gate_weights_are_of_the_held_out_samples_or_else_of_the_training_sample
     datamodule = blobs((17, 30), test_fraction=test_fraction, validation_fraction=0.2)
     model = mixture(FeatureGate(6))
     kept = {1: another_model(1, model)}
-    for client, evaluation in enumerate(evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation")):
+    metrics = {"accuracy": Accuracy("multiclass", num_classes=3)}
+    measured = replace(training(model, datamodule), metrics=metrics)
+    for client, evaluation in enumerate(evaluate_clients(measured, {}, kept, 1, "aggregation")):
+        assert evaluation.metrics["local_test_accuracy"] == pytest.approx(evaluation.local_test, nan_ok=True)
         own = (datamodule.test_samples if test_fraction else datamodule.train_samples)[client]
         module = mixture(FeatureGate(6)).eval()
         load_tree(module, kept.get(client, {}))
@@ -159,6 +166,44 @@ def test_clients_are_evaluated_the_same_with_and_without_the_shortcut_for_equal_
         initial = mixture(FeatureGate(6)).eval()
         expected = expected_evaluation(initial, {**server, **kept.get(client, {})}, datamodule, client)
         assert {metric: getattr(a, metric) for metric in METRICS} == pytest.approx(expected, abs=1e-6)
+
+
+class Individual(FedAvg):
+    """Sends every client a model of its own."""
+
+    def server_send(self, server, client_id, request):
+        return {name: tensor * (client_id - 1) for name, tensor in server.items()}
+
+
+def test_clients_that_kept_nothing_but_receive_different_models_are_evaluated_with_their_own():
+    datamodule, model = blobs((17, 30, 9)), mixture(GlobalOnly())
+    server = another_model(9, model)
+    found = evaluate_clients(training(model, datamodule, Individual()), server, {}, 1, "aggregation")
+    for client, evaluation in enumerate(found):
+        tensors = {name: tensor * (client - 1) for name, tensor in server.items()}
+        expected = expected_evaluation(mixture(GlobalOnly()).eval(), tensors, datamodule, client)
+        assert evaluation.global_test == pytest.approx(expected["global_test"], abs=1e-6)
+    assert len({evaluation.global_test for evaluation in found}) > 1
+
+
+class Own(LightningModule):
+    """A user's own module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 3).double()
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_the_validation_loss_of_a_user_s_own_module_is_the_mean_cross_entropy():
+    datamodule, module = blobs((17, 30), validation_fraction=0.2), Own()
+    found = evaluate_clients(training(module, datamodule, FedAvg()), {}, {}, 1, "aggregation")
+    for client, evaluation in enumerate(found):
+        samples = datamodule.validation_samples[client]
+        expected = torch.nn.functional.cross_entropy(module(datamodule.x[samples]), datamodule.y[samples])
+        assert evaluation.validation_loss == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_clients_with_the_same_model_are_evaluated_in_one_pass(monkeypatch):
