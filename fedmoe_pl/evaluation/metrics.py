@@ -45,6 +45,12 @@ def preds_of(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple
     return (outputs, targets) if mixture is None else preds_and_target(mixture.task, outputs, targets)
 
 
+def _compared(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What metrics compare. Values are float64: some metrics, such as R2Score, take the difference of large sums."""
+    preds, target = preds_of(module, outputs, targets)
+    return (preds.double(), target.double()) if target.is_floating_point() else (preds, target)
+
+
 def names_of(metrics: Mapping[str, Metric], with_loss: bool) -> list[str]:
     """The names of the metrics' values, such as ``local_test_f1``; without the loss on validation samples."""
     of_loss = [f"{split}_{LOSS}" for split in SPLITS[:2]] if with_loss else []
@@ -104,7 +110,7 @@ class Meter:
         if mixture is not None and self.with_loss and (weight := weight_of(mixture.task, mixture.criterion, targets)):
             self._loss += mixture.loss_of(outputs, targets).item() * weight
             self._weight += weight
-        preds, target = preds_of(self.module, outputs, targets)
+        preds, target = _compared(self.module, outputs, targets)
         for metric in self.metrics.values():
             metric.update(preds, target)
 
@@ -126,7 +132,7 @@ def _value(metric: Metric) -> float:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """The metrics, whose names and values can be columns of files."""
+    """The metrics, which add up in float64; their names and values can be columns of files."""
     if not isinstance(metrics, Mapping | MetricCollection | None):
         raise InvalidArgumentError("Federation", "metrics", metrics, "a dict of names and metrics of torchmetrics")
     for name, metric in (metrics or {}).items():
@@ -134,7 +140,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
             allowed = f"named by letters, digits and underscores, other than '{LOSS}'"
             raise InvalidArgumentError("Federation", "metrics", [*(metrics or {})], allowed)
         check_kind("Federation", f"metrics.{name}", metric, Metric, " of torchmetrics")
-    return dict(metrics or {})
+    return {name: metric.set_dtype(torch.float64) for name, metric in (metrics or {}).items()}
 
 
 def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs: Tensor, targets: Tensor) -> None:
@@ -147,7 +153,7 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
         try:
             with warnings.catch_warnings():  # of few samples
                 warnings.simplefilter("ignore")
-                metric.update(*preds_of(module, outputs, targets))
+                metric.update(*_compared(module, outputs, targets))
                 float(metric.compute())
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             reason = reason_of(error)

@@ -257,6 +257,13 @@ def test_a_meter_measures_each_part_by_itself():
     assert not math.isnan(r2[0]) and math.isnan(r2[2]), "R2 needs two samples"
 
 
+def test_values_far_from_0_have_exact_metrics():
+    given = {"r2": R2Score(), "rse": torchmetrics.RelativeSquaredError(), "ev": torchmetrics.ExplainedVariance()}
+    meter = Meter(Plain(), Federation(phases(), metrics=given).metrics, [4], with_loss=False)
+    meter.update(torch.tensor([10001.0, 10000, 10003, 10002]), torch.tensor([10000.0, 10001, 10002, 10003]))
+    assert meter.values == {"r2": [pytest.approx(0.2)], "rse": [pytest.approx(0.8)], "ev": [pytest.approx(0.2)]}
+
+
 def check(algorithm, module, datamodule, metrics=None, **kwargs):
     phase = Phase("p", algorithm, **kwargs)
     datamodule.setup()
