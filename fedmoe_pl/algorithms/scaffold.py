@@ -30,7 +30,7 @@ class Scaffold(Algorithm):
         server_lr: the server's step along the mean update, above 0.
     """
 
-    needs = ("plain_steps",)
+    needs = ("plain_steps", "step_of_each_batch")
     sends_changes = True
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import PureOneWeight, blobs, mixture, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Train
 from fedmoe_pl.algorithms import Scaffold
@@ -90,6 +91,13 @@ def test_scaffold_with_two_epochs_of_several_batches_counts_every_step(tmp_path)
     name = "global_expert.classifier.1.weight"
     moved = state.server[name] - model.state_dict()[name]
     torch.testing.assert_close(state.server["control/" + name], -moved / (4 * RATE), rtol=1e-10, atol=1e-14)
+
+
+def test_accumulated_gradients_are_refused(tmp_path):
+    """A last step of fewer batches is smaller, and counts as one all the same."""
+    scaffold = phase("Scaffold", Scaffold(), train=Train(trainer={"accumulate_grad_batches": 2}))
+    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches is 2"):
+        run([scaffold], PureOneWeight(), two_quadratics(), tmp_path)
 
 
 def test_scaffold_takes_its_parameters_from_a_checkpoint_of_lightning_and_controls_of_zero(tmp_path):
