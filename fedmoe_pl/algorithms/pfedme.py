@@ -54,7 +54,7 @@ class PFedMe(PersonalModel):
     """
 
     copied_parts = MappingProxyType({})  # a client's theta starts from the server's w, not from its own
-    needs = (*PersonalModel.needs, "plain_steps", "whole_batches")
+    needs = (*PersonalModel.needs, "plain_steps", "step_of_each_batch", "whole_batches")
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ _NEEDS: dict[Need, str] = {
     "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
     "fixed_gate": "a gate without parameters, because it trains experts apart from the gate",
     "whole_batches": "whole batches, because its loss is not a mean over their samples",
-    "step_of_each_batch": "a step for each batch, because it counts the steps",
+    "step_of_each_batch": "a step for each batch, because it computes with the steps",
     "own_server_step": "its own step of the server, whose result is not a mean of parameters",
 }
 

@@ -21,6 +21,7 @@ from helpers.bare import (
     two_experts,
     values,
 )
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, PFedMe
 from fedmoe_pl.models import LocalOnly
@@ -92,6 +93,13 @@ def test_one_inner_step_of_one_iteration_is_a_step_of_fedavg(tmp_path):
         for each, lr in zip(phases, (0.1, 0.05), strict=True)
     )
     assert_near(of_tree(ours.server), of_tree(theirs.server), 1e-14)
+
+
+def test_accumulated_gradients_are_refused(tmp_path):
+    """Theta would move a part of the way to its last inner step."""
+    pfedme = phase("it", PFedMe(), train=Train(trainer={"accumulate_grad_batches": 2}))
+    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches is 2"):
+        run([pfedme], two_experts(), blobs(), tmp_path)
 
 
 def test_theta_is_evaluated_and_a_client_that_never_took_part_uses_the_server_s_w(tmp_path):
