@@ -37,6 +37,10 @@ def test_product_pairs_are_the_official_ones_and_an_equal_pair_is_one_class():
     counts = dealt(MajorityClasses(1.0, 10, "product"), np.arange(900) % 3, 9)
     one_to_three = [[10, 0, 0], [5, 5, 0], [5, 0, 5]]
     assert counts.tolist() == [*one_to_three, [5, 5, 0], [0, 10, 0], [0, 5, 5], [5, 0, 5], [0, 5, 5], [0, 0, 10]]
+    # 0.77 of 10 samples are 8; of 5 samples, the first class of the pair has 3
+    assert dealt(MajorityClasses(0.77, 10, "product"), np.arange(90) % 3, 2).tolist() == [[8, 1, 1], [4, 4, 2]]
+    odd = dealt(MajorityClasses(1.0, 5, "product"), np.arange(90) % 3, 4)
+    assert odd.tolist() == [[5, 0, 0], [3, 2, 0], [3, 0, 2], [2, 3, 0]]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])

@@ -16,10 +16,9 @@ def test_dirichlet_is_as_skewed_as_the_official_partition(alpha, largest_share):
     assert np.mean(shares) == pytest.approx(largest_share, abs=0.02)
 
 
-def test_a_huge_alpha_gives_every_client_the_same_share_of_every_class():
-    labels = np.arange(1000) % 5
-    for part in Dirichlet(1e12)(labels, 10, np.random.default_rng(0)):
-        assert np.bincount(labels[part]).tolist() == [20] * 5
+@pytest.mark.parametrize("kind", [Dirichlet, BalancedDirichlet])
+def test_a_huge_alpha_gives_every_client_the_same_share_of_every_class(kind):
+    assert (dealt(kind(1e12), np.arange(1000) % 5, 10) == 20).all()
 
 
 def test_client_dirichlet_fixes_the_size_and_alpha_the_skew():
@@ -39,6 +38,12 @@ def test_client_dirichlet_draws_from_the_other_classes_where_one_is_used_up(alph
     labels = np.repeat([0, 1, 2], [5, 100, 15])
     counts = dealt(ClientDirichlet(alpha, 12), labels, 10)
     assert counts.sum(axis=0).tolist() == [5, 100, 15] and (counts.sum(axis=1) == 12).all()
+
+
+def test_client_dirichlet_also_draws_from_the_classes_that_are_left_with_its_alpha():
+    labels = np.repeat([0, 1, 2], [10, 300, 300])  # a third of 40 clients draw class 0, which one of them uses up
+    classes_of_clients = (dealt(ClientDirichlet(1e-3, 10), labels, 40) > 0).sum(axis=1)
+    assert classes_of_clients.sum() <= 42  # nearly every client has a single class
 
 
 def test_balanced_dirichlet_gives_no_further_class_to_a_client_that_has_its_share():

@@ -77,7 +77,9 @@ def test_class_numbers_without_samples_change_no_partition(partitioner):
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("partitioner", [MajorityClasses(1.0, 10, "product"), BalancedDirichlet(1e9)])
+@pytest.mark.parametrize(
+    "partitioner", [IID(), MajorityClasses(1.0, 10, "product"), Dirichlet(1e9), BalancedDirichlet(1e9)]
+)
 def test_which_samples_of_a_class_a_client_gets_is_random(partitioner):
     labels = np.arange(400) % 2
     firsts = [[part[0] for part in partitioner(labels, 4, np.random.default_rng(seed))] for seed in range(10)]
