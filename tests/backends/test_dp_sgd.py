@@ -19,7 +19,7 @@ from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, dp_sgd
 from fedmoe_pl.backends.dp_sgd import DPSGD, add_clipped, clipped_sum, noisy_mean
 from fedmoe_pl.backends.private_client import clipped_gradients
-from fedmoe_pl.data import PoissonBatches, RandomCrop, RandomHorizontalFlip, poisson_sampling
+from fedmoe_pl.data import Batches, PoissonBatches, RandomCrop, RandomHorizontalFlip, poisson_sampling
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LeNet5, LinearGate
 from fedmoe_pl.seeds import generator_of
 
@@ -128,6 +128,7 @@ def test_each_sample_joins_a_batch_with_the_same_probability_independently_of_ot
     n, size = 40, 5
     batches = PoissonBatches(torch.arange(n), torch.arange(n), torch.arange(n), size, True, Generator().manual_seed(0))
     assert len(batches) == 8 and poisson_sampling(n, size) == (0.125, 8)
+    assert poisson_sampling(23, 4) == (4 / 23, 6) and poisson_sampling(21, 4) == (4 / 21, 5)
     drawn = torch.zeros(500 * 8, n)
     for step, (x, y) in enumerate(batch for _ in range(500) for batch in batches):
         assert torch.equal(x, y)
@@ -138,6 +139,15 @@ def test_each_sample_joins_a_batch_with_the_same_probability_independently_of_ot
     assert correlations.abs().max() < 5 / math.sqrt(4000)
     assert drawn.sum(1).std().item() == pytest.approx(std * math.sqrt(n), rel=0.05)
     assert (drawn.sum(1) == 0).any()
+
+
+def test_drawn_samples_are_augmented():
+    def add(x, generator):
+        return x + torch.randint(1, 9, (1,), generator=generator)
+
+    plain = Batches(torch.arange(40), torch.arange(40), torch.arange(40), 5, True, Generator().manual_seed(0), add)
+    differences = [(x - y).tolist() for x, y in PoissonBatches.of(plain) if len(y)]
+    assert all(len({*each}) == 1 and 1 <= each[0] < 9 for each in differences) and len({*map(min, differences)}) > 1
 
 
 def by_hand(module, datamodule, client, epochs, lr, momentum, z, max_norm):

@@ -23,6 +23,16 @@ def test_batches_hold_every_sample_once(n, batch_size):
         assert (sorted(ys) if shuffle else ys) == samples.tolist()
 
 
+def test_a_last_batch_of_one_sample_can_be_left_out_which_is_another_one_in_each_epoch():
+    sizes = {9: [4, 4], 8: [4, 4], 6: [4, 2], 5: [4], 1: [1]}
+    for n, expected in sizes.items():
+        generator = torch.Generator().manual_seed(0)
+        batches = Batches(torch.arange(20.0), torch.arange(20), torch.arange(n), 4, True, generator, drop_single=True)
+        epochs = [[y for _, y in batches] for _ in range(40)]
+        assert all([len(y) for y in epoch] == expected for epoch in epochs) and len(batches) == len(expected)
+        assert {label for epoch in epochs for y in epoch for label in y.tolist()} == {*range(n)}
+
+
 def test_a_generator_repeats_the_epochs_and_no_generator_follows_the_global_seed():
     data = set_up(Digits(num_clients=2, augmentation=[RandomCrop(1), RandomHorizontalFlip()]))
 
