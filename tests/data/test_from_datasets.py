@@ -154,7 +154,7 @@ def test_classes_and_groups_come_from_attributes_keys_or_functions():
 
 @pytest.mark.parametrize("kind", ["list.json", "object.json", "arrays.npz", "function"])
 def test_indices_come_from_a_file_or_a_function(kind, tmp_path):
-    parts = {"a": [3, 1], "b": [0, 5, 4]}
+    parts = {"b": [3, 1], "a": [0, 5, 4]}
     path = str(tmp_path / kind)
     if kind == "arrays.npz":
         np.savez(path, **parts)
@@ -163,6 +163,7 @@ def test_indices_come_from_a_file_or_a_function(kind, tmp_path):
     partitioner = PredefinedIndices((lambda labels: parts.values()) if kind == "function" else path)
     data = set_up(FromDatasets(Noisy(6), Noisy(3), partitioner=partitioner))
     assert [part.tolist() for part in data.train_samples] == [[3, 1], [0, 5, 4]]
+    assert [*data.client_names] == (["b", "a"] if kind in ("object.json", "arrays.npz") else ["0", "1"])
 
 
 def test_a_lightning_data_module_keeps_its_batches():
