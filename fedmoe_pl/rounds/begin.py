@@ -275,7 +275,8 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     saved = content["phases"][phase.name]
     load_tree(module, _selected(state.initial, saved.server))
     missing = [name for name in state.server if name not in saved.server]
-    surplus = [name for name in saved.server if name in state.initial and name not in state.server]
+    gathers = overrides(phase.algorithm, "server_begin")  # more than it begins with
+    surplus = [name for name in saved.server if name in state.initial and name not in state.server and not gathers]
     if missing or surplus:
         verb, name = ("has no", missing[0]) if missing else ("also shares", surplus[0])
         because = f"'{phase.name}' {verb} '{name}' in this one"
