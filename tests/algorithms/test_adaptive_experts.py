@@ -204,7 +204,7 @@ def test_tensorboard_shows_how_often_each_cluster_was_picked(finished):
     assert not [tag for tag in others.Tags()["scalars"] if tag.startswith("picked")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by_client", [True, False])
 def test_tensorboard_shows_the_cluster_of_each_client_beside_its_samples(by_client, tmp_path, monkeypatch):
     """The model that fits a client best is compared with those of the server by hand."""

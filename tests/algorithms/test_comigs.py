@@ -210,6 +210,7 @@ def labels_of(samples):
     return [int(y) for _, y in samples]
 
 
+@pytest.mark.slow
 def test_batches_that_are_dicts_and_clients_with_loggers_have_the_bits_of_pairs_without(tmp_path):
     pairs = data()
     samples = [*zip(pairs.x[:23], pairs.y[:23], strict=True)]

@@ -98,6 +98,7 @@ def test_an_anchor_s_loss_makes_the_gate_choose_its_expert_and_pads_do_not_count
     torch.testing.assert_close(FedJETs().client_loss(module, (x, y), {**constants, "anchor": 2}), expected)
 
 
+@pytest.mark.slow
 def test_newcomers_have_the_server_s_model_and_no_anchors(tmp_path):
     arguments = {"enable_progress_bar": False, "logger": False}
     federation = Federation(phases(), default_root_dir=str(tmp_path), **arguments)

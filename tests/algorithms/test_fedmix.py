@@ -41,6 +41,7 @@ def test_three_rounds_are_those_of_bare_pytorch(tmp_path, clients_per_round, ent
         assert trained[0] == {0: [0, 3], 1: [2, 3], 2: [0, 3], 3: [0, 2]}, "clients differ, and an expert is left"
 
 
+@pytest.mark.slow
 def test_a_client_gets_all_experts_once_and_then_those_that_it_asks_for(tmp_path):
     data, model = blobs(FOUR), choosy()
     expert = sum(tensor.numel() for tensor in tensors(model, "experts.0.").values())

@@ -109,6 +109,7 @@ def test_epsilon_follows_its_schedule():
     assert above < 0.25 < below
 
 
+@pytest.mark.slow
 def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
     """Round 15 of 120 has epsilon 1/4; with 3 clusters, the best is picked with 1 - 2/3 of it."""
     module, data = clustered(gate=only(0)), blobs()

@@ -113,6 +113,7 @@ def test_theta_is_evaluated_and_a_client_that_never_took_part_uses_the_server_s_
         assert all(map(torch.equal, used, expected))
 
 
+@pytest.mark.slow
 def test_theta_keeps_its_running_statistics_from_round_to_round_and_w_those_of_the_start(tmp_path):
     model = mixture(LocalOnly(), WithBatchNorm(), optimizer=sgd)
     phases = [phase(str(rounds), PFedMe(**GIVEN), rounds=rounds) for rounds in (1, 3)]

@@ -197,6 +197,7 @@ def test_stacked_and_one_by_one_agree(method):
     assert_agree(private(local_training(mixture(gate(5)), algorithm, blobs(FEW))), 1e-9, clients_per_stack=3)
 
 
+@pytest.mark.slow
 def test_they_agree_for_other_optimizers_and_clipping_by_the_trainer():
     module = mixture(LinearGate(5))
     two_groups = TwoGroups(module.global_expert, module.local_expert, module.gate)

@@ -72,6 +72,7 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     assert line.split()[1:5] == ["-"] * 4
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_phase_is_that_of_all_phases_that_it_starts_from(tmp_path):
     """A personalization that sends nothing costs what the federation did; of a given result, nobody knows the cost."""
     phases = [

@@ -29,6 +29,7 @@ def shown(path, module, phases, datamodule=None, clients=None, samples=100):
     return run(phases, module.float(), datamodule, path, callbacks=[monitor], logger=True), monitor
 
 
+@pytest.mark.slow
 def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensorboard(tmp_path):
     """Client 0 has no held-out sample where the share is too small; the others show what they hold out."""
     datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)

@@ -41,6 +41,7 @@ def fitted(path, *callbacks, data=None):
     return run(phases, model(), data or images(), path, callbacks=[*callbacks], logger=True)
 
 
+@pytest.mark.slow
 def test_they_are_what_each_clients_own_mixture_says_of_its_own_samples(tmp_path):
     monitor, data = SampleMonitor([0, 2]), images()
     fed = fitted(tmp_path, monitor, data=data)

@@ -47,6 +47,7 @@ def test_weights_by_layer_are_those_of_the_gate_and_blank_on_padding():
     assert found["last"].shape == (4, 1)
 
 
+@pytest.mark.slow
 def test_loggers_get_both_pictures(tmp_path):
     y = torch.arange(30) % 3
     data = TensorData(ids(30), y, torch.arange(24).split([8, 16]), (ids(6), y[:6]), torch.int64, batch_size=4)

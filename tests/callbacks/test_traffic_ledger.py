@@ -38,7 +38,7 @@ def fitted(path, *callbacks, ckpt_path=None, **kwargs):
     return run
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("hook", "n", "half_a_row"), [("on_transfers", 3, ""), ("on_round_end", 3, "FedAvg,1,do")])
 def test_the_file_of_a_killed_run_goes_on_where_it_was(hook, n, half_a_row, whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):

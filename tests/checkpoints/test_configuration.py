@@ -117,6 +117,7 @@ def test_the_rounds_of_a_phase_that_has_ended_early_do_not_change(tmp_path):
         federation(tmp_path, early(6)).fit(model(), data(), ckpt_path="last")
 
 
+@pytest.mark.slow
 def test_harmless_changes_are_accepted_and_change_no_bit(tmp_path):
     later = [*phases()[:2], Phase("later", FedAvg(SHARED), rounds=2, start="initial", gate=ConstantGate(0.5))]
     whole = federation(tmp_path / "whole", [*later, Phase("new", Local())])

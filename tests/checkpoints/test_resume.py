@@ -131,6 +131,7 @@ def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
             federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
 
 
+@pytest.mark.slow
 def test_two_runs_that_are_set_up_at_the_same_time_have_folders_of_their_own(tmp_path):
     """The number of a run is chosen when its folder is made, not while its data are read."""
 

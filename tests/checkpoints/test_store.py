@@ -66,7 +66,7 @@ def whole(tmp_path_factory) -> Federation:
     return run
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [0, 2**20])
 def test_a_run_that_keeps_in_files_is_the_run_that_keeps_in_memory(whole, tmp_path, monkeypatch, cached):
     monkeypatch.setattr(client_state, "_CACHED", cached)
@@ -160,6 +160,7 @@ def test_a_round_writes_what_changed_whatever_other_clients_keep_and_other_phase
     assert sizes[0]["three"] - sizes[0]["two"] == pytest.approx(0, abs=1000)
 
 
+@pytest.mark.slow
 def test_test_and_predict_read_the_files(tmp_path, capsys):
     run, arguments = federation(tmp_path, phases()), {"test_fraction": 0.3, "validation_fraction": 0.2}
     run.fit(model(), data(**arguments))

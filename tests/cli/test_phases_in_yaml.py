@@ -204,6 +204,7 @@ def test_each_module_has_its_own_hyperparameters_and_trains_with_its_own_rate(tm
         assert torch.equal(after, before[phase]["net.2.bias"]) == (lr == 0), "a rate of 0 trains nothing"
 
 
+@pytest.mark.slow
 def test_modules_that_differ_in_a_nested_class_are_told_apart(tmp_path):
     experts = [of_class("SmallMLP", hidden_features=hidden) for hidden in (5, 6, 7)]
     models = [of_class(f"{__name__}.Wrapped", global_expert=expert) for expert in experts]

@@ -79,6 +79,7 @@ def test_what_a_method_declares_private_never_leaves_a_client(name, recorded):
     assert not [tensor for tensor in names for pattern in METHODS[name].private if fnmatchcase(tensor, pattern)]
 
 
+@pytest.mark.few(*FEW_METHODS)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_audit_declares_what_the_ledger_of_every_method_then_has(name, recorded, tmp_path):
     audits = audit_of(name, tmp_path)

@@ -51,6 +51,7 @@ def loaded(folder):
     return peft.PeftModel.from_pretrained(base(), str(folder)).eval()
 
 
+@pytest.mark.slow
 def test_the_experts_of_all_clients_are_folders_of_peft(fed, capsys):
     fed.export(mixture(), data(), method="gate", client="all", format="peft")
     folder = fed.run_dir / "exported" / "gate"

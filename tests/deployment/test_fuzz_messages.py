@@ -95,7 +95,7 @@ class OddClient(Passing):
             return Message(FAILED, {"reason": str(error)})
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_client(seed, tmp_path, recwarn):
     method = method_of(seed, rounds=ODD)
@@ -136,7 +136,7 @@ def heard(method, folder):
     return [message.to_bytes() for client, message in transport.passed if client == 0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_server(seed, tmp_path, tmp_path_factory):
     rng, method, kept = random.Random(seed), method_of(seed, 2), {}

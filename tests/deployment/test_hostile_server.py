@@ -202,7 +202,7 @@ def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
     assert state.best_round < 6 and len(files_of(tmp_path)) <= 5
 
 
-@pytest.mark.few("50")
+@pytest.mark.slow
 @pytest.mark.parametrize("round", [9, 50])
 def test_a_later_round_makes_no_file_old(round, tmp_path):
     """The server is killed after a training for the next round; then a hostile one names the newest file."""

@@ -245,6 +245,7 @@ def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, eval
     assert sum(waited) <= 2 * timeout * (messages + finish)
 
 
+@pytest.mark.slow
 def test_a_phase_begins_with_two_messages(tmp_path):
     transport = Passing(participants(METHODS["PFLMoE"], data(), tmp_path, **OF_TRAINER))
     deploy(METHODS["PFLMoE"], data(), tmp_path, transport, **OF_TRAINER)

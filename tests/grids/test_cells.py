@@ -50,6 +50,7 @@ def test_there_is_a_cell_for_every_combination(tmp_path):
     assert last.configuration["federation"]["name"] == last.name
 
 
+@pytest.mark.slow
 def test_a_class_keeps_the_arguments_that_are_given_for_it_one_by_one(tmp_path):
     arguments = {"data.init_args.num_clients": 3, "data.init_args.validation_fraction": 0.25}
     whole = {"data": {"class_path": "Digits", "init_args": {"num_clients": 4}}}
@@ -58,6 +59,7 @@ def test_a_class_keeps_the_arguments_that_are_given_for_it_one_by_one(tmp_path):
     assert (kept["num_clients"], kept["validation_fraction"]) == (4, 0.25)
 
 
+@pytest.mark.slow
 def test_a_phase_is_changed_by_its_name(tmp_path):
     (cell,) = cells_of(
         tmp_path,

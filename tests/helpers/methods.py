@@ -282,9 +282,9 @@ CHOOSING = {"FedKD", "FedLEASE", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # wha
 
 FEW_METHODS = (
     *("FedAvg", "DifferentialPrivacy", "SecureAggregation", "Scaffold", "FedPer", "FedExLoRA", "FedProto"),
-    *("PFLMoE", "PFedMoE", "IFCA", "SpecialistMixture", "FedMoEDA"),
+    *("PFLMoE", "PFedMoE", "SpecialistMixture", "FedMoEDA"),
 )
-"""Those of the five papers, and one of each kind of the others: for tests that take long."""
+"""One of each kind: for tests that take long."""
 
 
 def kind(tensor):

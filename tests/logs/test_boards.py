@@ -92,7 +92,7 @@ def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
     assert ("Local", "mean_gate_weight/of_clients") not in whole
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 # an evaluation of fewer epochs, before the first checkpoint of a round; the end, when all texts are there
 @pytest.mark.parametrize(("hook", "n"), [("on_evaluation_end", 2), ("on_fit_end", 1)])
 def test_a_resumed_run_shows_everything_once_at_its_step(hook, n, whole, kill, tmp_path):

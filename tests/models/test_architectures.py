@@ -129,7 +129,7 @@ federation:
     return [next(folder.rglob(f"client_{client:03d}.ckpt")) for client in range(3)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("client", [0, 1, 2])
 def test_architectures_come_from_a_configuration_and_a_client_s_checkpoint_has_its_own(
     clients_of_the_command_line, client

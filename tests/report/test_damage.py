@@ -39,7 +39,7 @@ class Reads(FederationCallback):
     on_fit_start = on_round_start = on_evaluation_end = on_round_end = on_phase_end = on_fit_end = read
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 3])
 def test_a_run_in_progress_can_be_read_at_any_time_also_after_a_kill(every, tmp_path):
     """It goes on from its last checkpoint, and once from an old one, after which phases are not finished again yet."""

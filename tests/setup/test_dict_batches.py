@@ -73,6 +73,7 @@ def phases() -> list[Phase]:
     ]
 
 
+@pytest.mark.slow
 def test_all_methods_compute_the_same_with_dicts_as_with_pairs(tmp_path) -> None:
     trainer, states = {"accelerator": "cpu", "devices": 1}, []
     for collate_fn in (default_collate, dicts, partial(dicts, kind=UserDict)):
