@@ -282,7 +282,7 @@ CHOOSING = {"FedKD", "FedLEASE", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # wha
 
 FEW_METHODS = (
     *("FedAvg", "DifferentialPrivacy", "SecureAggregation", "Scaffold", "FedPer", "FedExLoRA", "FedProto"),
-    *("PFLMoE", "PFedMoE", "SpecialistMixture", "FedMoEDA"),
+    *("PFLMoE", "PFedMoE", "IFCA", "SpecialistMixture", "FedMoEDA"),
 )
 """One of each kind: for tests that take long."""
 
