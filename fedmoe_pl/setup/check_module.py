@@ -172,7 +172,7 @@ def check_kept_optimizers(phase: Phase, module: LightningModule, state: PhaseSta
         parameter.grad = torch.zeros_like(parameter)
     with tried(f"{phase}: with train.keep_optimizer, the optimizer {other if kept else 'cannot be stepped'}"):
         load_optimizer_state(module.named_parameters(), optimizer, kept)
-        optimizer.step(lambda: torch.zeros(()))  # pyright: ignore[reportArgumentType]
+        optimizer.step(lambda: 0.0)
     with naming(phase):
         optimizer_state(module.named_parameters(), optimizer)
 
