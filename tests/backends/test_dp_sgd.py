@@ -173,12 +173,15 @@ def test_a_client_is_trained_as_by_hand(backend):
     network, datamodule = nn.Linear(5, 3), blobs((9, 2))
     optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
     training = private(local_training(Classifier(network, optimizer), Local(), datamodule), 0.7, 0.4)
-    _, kept = train(backend(), training)
-    for client in (0, 1):
-        module = Classifier(nn.Linear(5, 3))
-        module.load_state_dict(training.initial)
-        expected = by_hand(module, datamodule, client, 2, 0.5, 0.9, 0.7, 0.4)
-        torch.testing.assert_close(kept[client], expected, rtol=1e-9, atol=1e-11)
+    privacy = replace(training.sample_privacy, noise_multiplier=None, target_epsilon=1.0)
+    own = replace(training, sample_privacy=privacy, noise_multipliers={0: 0.7, 1: 1.9})
+    for each, multipliers in ((training, (0.7, 0.7)), (own, (0.7, 1.9))):
+        _, kept = train(backend(), each)
+        for client, multiplier in enumerate(multipliers):
+            module = Classifier(nn.Linear(5, 3))
+            module.load_state_dict(training.initial)
+            expected = by_hand(module, datamodule, client, 2, 0.5, 0.9, multiplier, 0.4)
+            torch.testing.assert_close(kept[client], expected, rtol=1e-9, atol=1e-11)
 
 
 METHODS = {
