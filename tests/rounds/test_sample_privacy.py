@@ -2,10 +2,12 @@
 
 import math
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from helpers import blobs, mixture
-from helpers.backends import WithBatchNorm
+from helpers.backends import WithBatchNorm, local_training
 from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -23,7 +25,10 @@ from fedmoe_pl.algorithms import (
     Local,
     PFLMoE,
 )
+from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.rounds import sample_privacy
+from fedmoe_pl.rounds.run import Run
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 SIZES = (13, 8, 11)
@@ -100,6 +105,26 @@ def test_a_target_gives_each_client_the_noise_that_reaches_it_with_the_phases_be
         fit(tmp_path, [phase(privacy=private()), tuned(private(None, target_epsilon=2.0))])
 
 
+def test_the_noise_for_a_target_is_sought_for_all_steps_of_a_client_with_those_before(monkeypatch):
+    """The search for it takes long, and has tests of its own."""
+    sought = []
+    monkeypatch.setattr(sample_privacy, "noise_for", lambda *steps: sought.append(steps) or float(len(sought)))
+    target = private(None, target_epsilon=5.0)
+    first, *others = phases = [phase("first", private(), 1), phase("alone", target), phase("after", target)]
+    training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
+    before = {"first": [], "alone": [], "after": [first]}
+    run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={})
+    run.module, run.local_training = lambda phase: training.module, lambda *_: training
+    run.phases_before = lambda phase: before[phase.name]
+    sample_privacy.set_noise(cast(Run, run))
+    for client, n in enumerate(SIZES):
+        rate, number = 4 / n, 3 * max(round(n / 4), 1)
+        for each in others:
+            spent = [[rate, 2.0, number] for _ in before[each.name]]
+            place = int(run.noise_multipliers[each.name][client]) - 1
+            assert sought[place] == (5.0, 1e-3, rate, 2 * number, spent)
+
+
 def test_clients_pay_for_the_rounds_that_they_are_asked_to_train_in(tmp_path):
     run = fit(tmp_path, [phase(privacy=private(), rounds=4, clients_per_round=1)])
     counted = run.run.states["it"].counted_steps["it"]
@@ -138,6 +163,15 @@ def test_rounds_without_privacy_before_or_after_private_ones_make_epsilon_infini
             fit(tmp_path / name, [phase(privacy=first)], callbacks=[Kill("on_round_end", 1)])
         run = fit(tmp_path / name, [phase(privacy=second)], "last", ["phases"])
         assert run.run.states["it"].sample_epsilon == math.inf
+
+
+@pytest.mark.parametrize("clients", [["0", "2"], []])
+def test_after_steps_without_noise_nobody_has_a_finite_epsilon_also_if_no_client_has_trained_since(clients):
+    state = PhaseState({}, {}, counted_steps={"before": {EVERYONE: [[*NOT_PRIVATE, 1]]}})
+    state.counted_steps["it"] = {client: [[0.5, 2.0, 3]] for client in clients}
+    sample_privacy.update_sample_epsilon(phase(privacy=private()), state)
+    assert state.sample_epsilon == math.inf
+    assert sample_privacy.epsilon_of_clients(phase(privacy=private()), state) == dict.fromkeys(clients, math.inf)
 
 
 @pytest.mark.slow
