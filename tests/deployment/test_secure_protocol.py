@@ -136,9 +136,12 @@ def test_what_a_client_sends_looks_random_and_differs_in_every_round():
         it.run()
     of_rounds = [it.sent[4][0]["b.weight"] for it in (first, second)]
     assert not torch.equal(*of_rounds) and not any(torch.equal(each, summand(0)["b.weight"]) for each in of_rounds)
-    half = ClientHalf(0, 1, "alone")
-    half.share({0: half.keys})
-    bits = half.mask({}, {"zeros": torch.zeros(10_000, dtype=torch.int64)})["zeros"].numpy().view("uint8")
+    masks = []
+    for half in (ClientHalf(0, 1, "alone"), ClientHalf(0, 1, "alone")):
+        half.share({0: half.keys})
+        masks.append(half.mask({}, {"zeros": torch.zeros(10_000, dtype=torch.int64)})["zeros"])
+    assert (masks[0] != masks[1]).all(), "its own mask follows from what nobody else knows"
+    bits = masks[0].numpy().view("uint8")
     ones = int(torch.from_numpy(bits).bitwise_and(1).sum())
     assert abs(ones - 40_000) < 5 * 80_000**0.5 / 2
 

@@ -6,9 +6,12 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import cast
 
 import pytest
 import torch
+from helpers import blobs, mixture
+from helpers.backends import local_training
 from helpers.deployed import (
     Changing,
     Passing,
@@ -26,13 +29,16 @@ from helpers.secrets import held
 
 from fedmoe_pl import DPSGD, Update
 from fedmoe_pl.aggregation import SecureAggregation
-from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import Failure, TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import FAILED, SEVERAL
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
+from fedmoe_pl.deployment.remote_clients import AtClient, Clients
 from fedmoe_pl.deployment.secure import client as of_client
 from fedmoe_pl.deployment.secure import plan as of_server
 from fedmoe_pl.deployment.secure import protocol
+from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import ClientError
 from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
 
@@ -311,6 +317,74 @@ def test_training_goes_with_the_evaluation_before_it_and_three_messages_follow(t
     steps = ["share", "mask", "unmask"]
     expected = ["train masked", *steps, SEVERAL, *steps, SEVERAL, *steps, "evaluate", "finish"]
     assert kinds[kinds.index("begin") + 1 :] == expected
+
+
+class Trained:
+    """Clients that have trained, in memory; those that are gone send no masked tensors."""
+
+    name = "a run"
+
+    def __init__(self, sent, weights, gone):
+        self.sent, self.weights, self.gone, self.updates = sent, weights, gone, {}
+
+    def ask(self, training, messages):
+        return {client: self._answer(client, message) for client, message in messages.items()}
+
+    def _answer(self, client, message):
+        message = replace(message, values={**message.values, "run": self.name})
+        if message.kind == "train masked":
+            sent = {name: tensor.clone() for name, tensor in self.sent[client].items()}
+            self.updates[client] = of_client.MaskedUpdate.of(client, 3, message, sent)
+            values = {"weight": self.weights[client], "keeps": 10 + client}
+            return Message("trained", values, self.updates[client].keys)
+        gone = message.kind == "mask" and client in self.gone
+        return Failure("it is gone") if gone else self.updates[client].answer(message)
+
+
+def test_a_sum_has_the_weight_the_traffic_and_the_files_of_those_whose_updates_are_in_it():
+    module, sizes = mixture(GlobalOnly()), (13, 8, 11, 6)
+    training = local_training(module, FedAvg("global_expert.*"), blobs(sizes))
+    training = replace(training, secure_aggregation=SecureAggregation(3), phase="it")
+    server = training.algorithm.server_init(module)
+    sent = {
+        client: {name: torch.full(tensor.shape, 10**client) for name, tensor in server.items()} for client in range(4)
+    }
+    clients = Trained(sent, sizes, gone={0})
+    (group,) = of_server.MaskedPlan(training, cast(Clients, clients)).train(server, range(4), {}, round=0)
+    assert group.update is not None and group.update.weight == 8 + 11 + 6
+    assert_same(group.update.sent, {name: torch.full(tensor.shape, 1110) for name, tensor in server.items()})
+    number = sum(tensor.numel() for tensor in server.values())
+    assert group.sent == (3 * number, 3 * 8 * number)
+    assert {client: cast(AtClient, kept).keeps for client, kept in group.clients.items()} == {1: 11, 2: 12, 3: 13}
+    assert [*group.failed] == [0]
+
+
+def test_tensors_that_are_not_those_of_most_clients_are_left_out_whoever_is_first():
+    usual, odd = {"a": torch.zeros(2)}, {"a": torch.zeros(3)}
+    for place in range(3):
+        masked, failed = {client: odd if client == place else usual for client in range(3)}, {}
+        assert [*of_server._same_layout(masked, failed)] == [client for client in range(3) if client != place]
+        assert [*failed] == [place]
+
+
+@pytest.mark.parametrize("other", [{"run": "another"}, {"phase": "another"}, {"round": 1}])
+def test_a_message_about_another_round_is_refused(other):
+    values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
+    update = of_client.MaskedUpdate.of(0, 1, Message("train masked", values), {"a": torch.zeros(2, dtype=torch.int64)})
+    with pytest.raises(protocol.MaskingError, match="it has trained in another round"):
+        update.answer(Message("share", values | other, update.keys))
+    assert update.answer(Message("share", values, update.keys)).kind == "shared"
+
+
+def test_a_client_that_was_asked_for_its_tensors_no_longer_has_them_whatever_it_was_sent():
+    values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
+    sent = {"a": torch.arange(8)}
+    update = of_client.MaskedUpdate.of(0, 2, Message("train masked", values), {"a": sent["a"].clone()})
+    content = [sent["a"].numpy().tobytes()]
+    assert held(content, update) == content
+    with pytest.raises(protocol.MaskingError, match="in order"):
+        update.answer(Message("mask", values, {of_client.SHARES: of_client.as_rows([], protocol.ENCRYPTED)}))
+    assert not held(content, update)
 
 
 def test_odd_messages_end_no_client_and_get_no_update_out_of_it(tmp_path, trained):
