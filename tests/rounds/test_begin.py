@@ -10,8 +10,10 @@ from torch import nn
 from fedmoe_pl import PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
+from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, LinearGate, LocalOnly
-from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds import begin
+from fedmoe_pl.rounds.begin import begin_phase, phase_module, read_result, read_result_for_new_clients
 
 
 def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(tmp_path):
@@ -108,3 +110,62 @@ def test_a_phase_s_gate_takes_the_model_s_floating_point_type(gate):
     module.mix(torch.zeros(2, 5, dtype=torch.float64))
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
     assert all(parameter.dtype != torch.float64 for parameter in gate.parameters()), "the phase's own stays as it was"
+
+
+def test_a_given_result_adds_to_what_the_phases_before_have_cost_and_replaces_what_clients_kept():
+    module, (old, new) = mixture(), ({"local_expert.x": torch.full((1,), value)} for value in (1.0, 2.0))
+    names = module.state_dict().keys()
+    of_before, of_result = (
+        PhaseState(
+            {},
+            {},
+            {client: dict.fromkeys(names, kept["local_expert.x"]) for client in clients},
+            counted_rounds={name: [[1.0, noise, 3]]},
+            counted_steps={name: {"0": [[0.5, noise, 3]]}},
+        )
+        for name, noise, kept, clients in (("before", 2.0, old, (0, 1)), ("p/it", 4.0, new, (1, 2)))
+    )
+    state = begin_phase(Phase("it", FineTuning()), module, [("", of_before)], of_result)
+    assert state.counted_rounds == {"before": [[1.0, 2.0, 3]], "p/it": [[1.0, 4.0, 3]]}
+    assert state.counted_steps == {"before": {"0": [[0.5, 2.0, 3]]}, "p/it": {"0": [[0.5, 4.0, 3]]}}
+    assert {client: {*map(float, state.clients[client].values())} for client in range(3)} == {0: {1}, 1: {2}, 2: {2}}
+
+
+class OfClients(FedAvg):
+    """With tensors of single clients at the server."""
+
+    per_client = ("of_clients/",)
+
+
+SAVED = {
+    "counted_rounds": {"it": [[1.0, 2.0, 5]]},
+    "counted_steps": {"it": {"0": [[0.5, 3.0, 4]], EVERYONE: [[*NOT_PRIVATE, 1]]}},
+    "epsilon": 1.5,
+    "delta": 1e-3,
+}
+
+
+def given(monkeypatch, read, algorithm, **saved):
+    """What is read for a phase whose checkpoint has this result."""
+    state = PhaseState({}, {"x": torch.zeros(1), "of_clients/x": torch.zeros(1)}, round=5, **saved)
+    monkeypatch.setattr(begin, "_read", lambda *_: state)
+    return read(Phase("it", algorithm, rounds=9, ckpt_path="p"), mixture(), {})
+
+
+@pytest.mark.parametrize("read", [read_result, read_result_for_new_clients])
+def test_a_result_from_a_checkpoint_has_its_round_and_its_costs_below_the_checkpoint_s_path(read, monkeypatch):
+    state = given(monkeypatch, read, OfClients(), best_round=2, **SAVED)
+    newcomers = read is read_result_for_new_clients  # the client 0 of this run is another one
+    assert state.given_round == 2 and given(monkeypatch, read, OfClients()).given_round == 5
+    assert [*state.server] == (["x"] if newcomers else ["x", "of_clients/x"])
+    assert state.counted_rounds == {"p/it": [[1.0, 2.0, 5]]} and (state.epsilon, state.delta) == (1.5, 1e-3)
+    steps = {"p/0" if newcomers else "0": [[0.5, 3.0, 4]], EVERYONE: [[*NOT_PRIVATE, 1]]}
+    assert state.counted_steps == {"p/it": steps}
+
+
+@pytest.mark.parametrize("read", [read_result, read_result_for_new_clients])
+def test_a_federated_result_of_which_no_costs_are_known_is_not_private(read, monkeypatch):
+    unknown, local = (given(monkeypatch, read, algorithm) for algorithm in (FedAvg(), FineTuning()))
+    assert unknown.counted_rounds == {"p/it": [[*NOT_PRIVATE, 1]]}
+    assert unknown.counted_steps == {"p/it": {EVERYONE: [[*NOT_PRIVATE, 1]]}}
+    assert local.counted_rounds == local.counted_steps == {}
