@@ -186,6 +186,27 @@ def test_clients_that_kept_nothing_but_receive_different_models_are_evaluated_wi
     assert len({evaluation.global_test for evaluation in found}) > 1
 
 
+class Asking(FedAvg):
+    """Sends every client the model times what it asks for."""
+
+    request = ("factor/",)
+
+    def server_send(self, server, client_id, request):
+        return {name: tensor * request["factor/x"] for name, tensor in server.items()}
+
+
+def test_clients_that_kept_only_what_they_ask_with_are_evaluated_with_what_they_are_sent():
+    datamodule, model = blobs((17, 30, 9)), mixture(GlobalOnly())
+    server = another_model(9, model)
+    kept = {client: {"factor/x": torch.tensor(client - 1.0)} for client in range(3)}
+    found = evaluate_clients(training(model, datamodule, Asking()), server, kept, 1, "aggregation")
+    for client, evaluation in enumerate(found):
+        tensors = {name: tensor * (client - 1) for name, tensor in server.items()}
+        expected = expected_evaluation(mixture(GlobalOnly()).eval(), tensors, datamodule, client)
+        assert evaluation.global_test == pytest.approx(expected["global_test"], abs=1e-6)
+    assert len({evaluation.global_test for evaluation in found}) > 1
+
+
 class Own(LightningModule):
     """A user's own module."""
 
