@@ -132,7 +132,7 @@ def assert_normalized_by(chosen, data):
     torch.testing.assert_close(data.x[: sum(SIZES)].double(), expected[: sum(SIZES)], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("both")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_validation_is_that_of_samples_that_opt_in_and_nan_without_any(algorithm, tmp_path):
     data = image_data(images())
