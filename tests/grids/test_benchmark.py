@@ -83,7 +83,8 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
 
 def test_the_files_have_the_table(pretend, tmp_path):
     pretend("ends")
-    arguments = write_grid(tmp_path, baseline="FedAvg", paper=PAPER[:1], variants={"A_1": {}})
+    seed = {"data.init_args.partition_seed": 7}
+    arguments = write_grid(tmp_path, baseline="FedAvg", paper=PAPER[:1], variants={"A_1": {}}, overrides=seed)
     assert run(arguments) == 0
     rows = csv_rows(tmp_path / "runs/table.csv")
     assert [(row["method"], row["metric"]) for row in rows] == [
@@ -92,8 +93,9 @@ def test_the_files_have_the_table(pretend, tmp_path):
     local = rows[0]
     assert float(local["mean"]) == pytest.approx(0.5455) and float(local["std"]) == pytest.approx(0.001 / 2**0.5)
     assert float(local["difference"]) == pytest.approx(-0.1) and local["pairs"] == "20"
-    assert (local["variant"], local["seeds"], local["more_than_noise"]) == ("A_1", "0 1", "True")
-    assert rows[2]["paper"] == "0.6" and rows[2]["difference"] == "" and rows[1]["pairs"] == "2"
+    assert (local["variant"], local["seeds"], local["partition_seeds"]) == ("A_1", "0 1", "7 7")
+    assert local["more_than_noise"] == "True" and local["paper_std"] == ""
+    assert (rows[2]["paper"], rows[2]["paper_std"]) == ("0.6", "0.005") and rows[2]["difference"] == "" and rows[1]["pairs"] == "2"
     assert 0 < float(local["p"]) < 1e-4
     ((header, _, fedavg, _),) = markdown_tables((tmp_path / "runs/table.md").read_text())
     assert header == ["method", "reweighted test", "paper", "to FedAvg", "global test", "to FedAvg"]

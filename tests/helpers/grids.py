@@ -41,7 +41,7 @@ TINY = {
 
 # Writes what `fedmoe fit` writes: its first argument says how it ends, the third is the configuration.
 _SCRIPT = """
-import csv, os, pathlib, shutil, sys, time, yaml
+import csv, os, pathlib, shutil, statistics, sys, time, yaml
 kind, config, checkpoint = sys.argv[1], yaml.safe_load(open(sys.argv[2])), sys.argv[3:]
 federation, seed = config["federation"], config["seed_everything"]
 folder = pathlib.Path(federation["default_root_dir"]) / federation["name"] / "version_0"
@@ -69,10 +69,11 @@ for index, phase in enumerate(federation["phases"]):
         {**common, "client": client, "mean_gate_weight": "", **dict(zip(metrics, values))}
         for client, values in enumerate(of_clients)
     ]
-    means = dict(zip(metrics, ("", of_all + 0.045, of_all, "")))
-    tables["rounds"].append(
-        common | {f"{metric}_{name}": mean for metric, mean in means.items() for name in ("mean", "std", "worst_tenth")}
-    )
+    row = {}
+    for metric, values in zip(metrics, zip(*of_clients)):
+        spread = (statistics.fmean(values), statistics.pstdev(values), min(values)) if "" not in values else [""] * 3
+        row |= {f"{metric}_{name}": value for name, value in zip(("mean", "std", "worst_tenth"), spread)}
+    tables["rounds"].append(common | row)
 for name, rows in {**tables, "summary": tables["rounds"]}.items():
     with open(folder / f"{name}.csv", "w") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\\n")
