@@ -95,7 +95,11 @@ def test_the_files_have_the_table(pretend, tmp_path):
     assert float(local["difference"]) == pytest.approx(-0.1) and local["pairs"] == "20"
     assert (local["variant"], local["seeds"], local["partition_seeds"]) == ("A_1", "0 1", "7 7")
     assert local["more_than_noise"] == "True" and local["paper_std"] == ""
-    assert (rows[2]["paper"], rows[2]["paper_std"]) == ("0.6", "0.005") and rows[2]["difference"] == "" and rows[1]["pairs"] == "2"
+    assert (
+        (rows[2]["paper"], rows[2]["paper_std"]) == ("0.6", "0.005")
+        and rows[2]["difference"] == ""
+        and rows[1]["pairs"] == "2"
+    )
     assert 0 < float(local["p"]) < 1e-4
     ((header, _, fedavg, _),) = markdown_tables((tmp_path / "runs/table.md").read_text())
     assert header == ["method", "reweighted test", "paper", "to FedAvg", "global test", "to FedAvg"]
@@ -179,6 +183,8 @@ def test_another_configuration_is_another_run(pretend, tmp_path):
     assert finished_run(cell("--overrides.trainer.accelerator", "auto")) is not None  # the same result
     other = cell("--overrides.data.init_args.batch_size", "50")
     assert finished_run(other) is None and cut_run(other) is None
+    of_another_seed = replace(cell(), configuration=cell().configuration | {"seed_everything": 5})
+    assert finished_run(of_another_seed) is None and cut_run(of_another_seed) is None
 
 
 def test_one_process_runs_a_grid(pretend, tmp_path, capsys):

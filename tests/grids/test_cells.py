@@ -30,7 +30,7 @@ def names_of(configuration):
 
 
 def test_there_is_a_cell_for_every_combination(tmp_path):
-    iid = {"overrides": {"data.init_args.partitioner": {"class_path": "IID"}}}
+    iid = {"overrides": {"data.init_args.partitioner": {"class_path": "IID"}, "trainer.max_epochs": 9}}
     values = {"seed_everything": [0, 7], "trainer.max_epochs": [1, 2]}
     cells = cells_of(tmp_path, pretended_configured, variants={"Dirichlet": {}, "equal": iid}, values=values)
     assert [cell.name for cell in cells] == [
