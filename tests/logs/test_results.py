@@ -25,7 +25,9 @@ def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
     assert row["reweighted_test_mean"] == pytest.approx(0.7)
     assert row["reweighted_test_std"] == pytest.approx(math.sqrt(0.08 / 3))
     assert row["reweighted_test_worst_tenth"] == 0.5
-    assert math.isnan(row["validation_mean"])
+    assert math.isnan(row["validation_mean"]) and math.isnan(row["validation_loss_mean"])
+    clients = [replace(each, validation_loss=loss) for each, loss in zip(evaluation().clients, (0.25, 0.5, 1.5), strict=True)]
+    assert round_row(replace(evaluation(), clients=clients))["validation_loss_mean"] == 0.75
 
 
 def test_client_rows_and_summary_row_have_the_mean_gate_weight():
@@ -102,6 +104,9 @@ def test_an_accuracy_that_a_client_has_no_samples_for_says_so():
     without = replace(whole, clients=[*whole.clients[:2], replace(whole.clients[2], local_test=math.nan)])
     (line,) = (line for line in format_table([whole, without]).splitlines() if line.startswith("local test:"))
     assert line.endswith("; 2 of the 3 clients have it")
+    rotated = evaluation(local=0.25, reweighted=(0.5, nan, nan))
+    (line,) = (line for line in format_table([rotated]).splitlines() if line.startswith("reweighted test:"))
+    assert line.endswith("; 1 of the 3 clients have it")
 
 
 def test_gate_rows_of_a_mixture_without_a_global_expert_have_every_expert():

@@ -29,13 +29,14 @@ def test_the_p_value_counts_the_signs_that_are_as_extreme():
 
 
 def test_differences_that_are_equal_but_for_rounding_have_one_rank():
-    ours, theirs = [[7, 6, 3, 9, 2], [6, 5, 5, 5, 5]]  # 7/10 - 6/10 is less than 6/10 - 5/10
+    ours, theirs = [[8, 6, 3, 9, 2], [7, 5, 5, 5, 5]]
+    assert 8 / 10 - 7 / 10 > 6 / 10 - 5 / 10
     in_tenths, in_units = (
         paired_difference(*([{i: each / unit for i, each in enumerate(side)}] for side in (ours, theirs)))
         for unit in (10, 1)
     )
     assert in_tenths.p_value == in_units.p_value
-    assert paired_difference([{0: 0.7, 1: 0.6}], [{0: 0.6, 1: 0.5}]).pairs == 1, "the same difference of all clients"
+    assert paired_difference([{0: 0.8, 1: 0.6}], [{0: 0.7, 1: 0.5}]).pairs == 1, "the same difference of all clients"
 
 
 def test_the_same_difference_of_all_clients_of_a_seed_is_one_pair():
