@@ -55,6 +55,19 @@ def test_runs_that_differ_only_in_the_seed_are_one_setting(change):
     assert len(setting.runs) == 2 and not left_out
 
 
+def test_of_runs_with_the_same_seed_one_that_lacks_a_phase_does_not_count():
+    whole, cut = run("whole", FEDAVG, LOCAL), run("cut", FEDAVG, LOCAL, evaluated=["FedAvg"])
+    assert whole.is_finished and not cut.is_finished
+    (setting,), left_out = settings_of([whole, cut])
+    assert setting.runs == [whole] and left_out == [cut]
+
+
+def test_metrics_that_only_a_later_phase_has_are_some_of_the_run_s():
+    of_first = {"method": "A", "global_test_mean": 0.5, "global_test_worst_tenth": 0.5}
+    of_second = {"method": "B", "global_test_rmse_mean": 2.0, "global_test_rmse_worst_tenth": 3.0}
+    assert replace(run(), rounds=[of_first, of_second], summary=[]).metrics == ["global_test", "global_test_rmse"]
+
+
 def test_runs_that_differ_in_more_are_not():
     changes = [{}, {ALPHA: 0.1}, {"trainer__max_epochs": 2}, {"federation__failures": {"min_clients": 4}}]
     settings, _ = settings_of([*(run(seed=seed, **change) for seed, change in enumerate(changes)), run("a", LONGER)])
