@@ -3,9 +3,10 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
+from fedmoe_pl.seeds import derive_seed, generator_of, named_seed, seed_all, seeded
 
 
 def test_derived_seeds_differ_for_every_seed_stream_client_and_round():
@@ -15,6 +16,29 @@ def test_derived_seeds_differ_for_every_seed_stream_client_and_round():
     splits = {derive_seed(seed, 2, client) for seed in few for client in few}
     assert len(clients_own | cohorts | splits) == 9**3 + 2 * 9**2
     assert all(0 <= seed < 2**63 for seed in clients_own | cohorts | splits)
+    assert max(clients_own).bit_length() == 63, "not fewer, of which two are soon the same"
+
+
+def test_named_seeds_differ_for_every_name_and_order():
+    names = [("gate",), ("mode",), ("a", "b"), ("b", "a"), ("ab",), ("ba",)]
+    seeds = [named_seed(seed, *each) for each in names for seed in (0, 1)]
+    assert len({*seeds}) == 2 * len(names) and named_seed(1, "gate") == seeds[1]
+
+
+def test_global_generators_go_on_where_they_were():
+    def draw():
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    seed_all(5)
+    first, second = draw(), draw()
+    seed_all(7)
+    of_seven = draw()
+    seed_all(5)
+    assert draw() == first
+    with pytest.raises(KeyError), seeded(7):
+        assert draw() == of_seven
+        raise KeyError
+    assert draw() == second
 
 
 def test_seed_all_seeds_torch_numpy_and_python_also_with_a_seed_of_63_bits():
