@@ -318,6 +318,23 @@ def test_the_spread_is_that_of_numpy_over_the_clients_that_have_the_metric(value
     assert spread == pytest.approx((have.mean(), have.std(), lowest.mean()), abs=1e-12)
 
 
+def test_the_spread_over_some_clients_is_theirs():
+    found = evaluation([0.25, 0.5, 1.0, nan])
+    assert found.values("reweighted_test", {0, 2, 3}) == [0.25, 1.0]
+    assert found.spread("reweighted_test", {0, 2, 3}) == (0.625, 0.375, 0.25)
+
+
+def test_the_step_is_the_round_or_else_the_epoch():
+    assert [replace(evaluation([0.5]), round=2, epochs=epochs).step for epochs in (None, 0, 3)] == [2, 0, 3]
+
+
+def test_the_weight_of_the_global_experts_is_that_of_all_but_the_last():
+    weights = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]])
+    client = replace(evaluation([0.5]).clients[0], gate_weights=weights)
+    assert client.global_weights.tolist() == [0.75, 0.25] and client.mean_gate_weight == 0.5
+    assert replace(client, has_global_expert=False).global_weights is None
+
+
 def test_equal_accuracies_have_no_deviation_at_all():
     assert evaluation([0.1] * 7).spread("reweighted_test") == (0.1, 0.0, 0.1)
 

@@ -13,7 +13,7 @@ from helpers.runs import Kill, assert_same, federation
 from torch import nn
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFedMoE, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, Local, PFedMoE, PFLMoE
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, PersonalizedMoE
 
@@ -56,6 +56,21 @@ def test_a_frozen_expert_has_a_forward_pass_alone():
     head = FineTuning("local_expert.classifier.*")
     training = local_training(mixture(), head, blobs((16, 8)), max_epochs=5)
     assert of_round(training) == 5 * 24 * (linear(5, 6, passes=1) + linear(6, 3, passes=2))
+
+
+def test_epochs_that_train_other_parts_take_other_operations():
+    """Two epochs of the head, in which the extractor has a forward pass alone, and three of the extractor."""
+    fedrep = FedRep("global_expert.extractor.*", head_epochs=2)
+    training = local_training(mixture(ConstantGate(1)), fedrep, blobs((16, 8)), max_epochs=5)
+    of_head = linear(5, 6, passes=1) + linear(6, 3, passes=2)
+    of_body = linear(5, 6, passes=2) + linear(6, 3, passes=2)
+    assert of_round(training) == 24 * (2 * of_head + 3 * of_body)
+
+
+def test_a_client_with_less_than_a_batch_counts_its_samples():
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
+    training = local_training(module, FedAvg("global_expert.*"), blobs((3, 8)), max_epochs=1)
+    assert of_round(training) == (3 + 8) * linear(5, 3, passes=2)
 
 
 def test_rounds_that_train_other_parts_take_other_operations():
