@@ -26,7 +26,9 @@ def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
     assert row["reweighted_test_std"] == pytest.approx(math.sqrt(0.08 / 3))
     assert row["reweighted_test_worst_tenth"] == 0.5
     assert math.isnan(row["validation_mean"]) and math.isnan(row["validation_loss_mean"])
-    clients = [replace(each, validation_loss=loss) for each, loss in zip(evaluation().clients, (0.25, 0.5, 1.5), strict=True)]
+    clients = [
+        replace(each, validation_loss=loss) for each, loss in zip(evaluation().clients, (0.25, 0.5, 1.5), strict=True)
+    ]
     assert round_row(replace(evaluation(), clients=clients))["validation_loss_mean"] == 0.75
 
 

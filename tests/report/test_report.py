@@ -14,6 +14,7 @@ from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.pictures import Picture
 from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import find_runs
+from fedmoe_pl.report.trials import divided
 
 LOCAL, GLOBAL = "reweighted_test", "global_test"
 
@@ -226,6 +227,26 @@ def test_costs_are_those_until_the_target_with_the_phases_that_a_method_starts_f
         assert costs[method][1] == number
         assert float(size) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
     assert costs["FedAvg"][4] == f"{100 * best:.2f}"
+
+
+def test_trials_are_a_table_and_the_best_one_s_run_is_read(tmp_path):
+    lines = [
+        "trial,state,best,round,validation,model.init_args.lr",
+        "trial_000,complete,,3,0.5,0.1",
+        "trial_001,pruned,,1,,0.25",
+        "trial_002,complete,best,4,0.75,0.0123456",
+    ]
+    folder = tmp_path / "tiny_tune"
+    folder.mkdir()
+    (folder / "trials.csv").write_text("\n".join([*lines, ""]))
+    ((title, table, best),), runs = divided([folder, tmp_path])
+    assert (title, best, runs) == ("3 trials of tiny", "trial_002", [folder / "trial_002", tmp_path])
+    assert table.header == ["trial", "state", "round", "validation", "lr"]
+    assert table.rows == [
+        ["trial_000", "complete", "3", "50.00", "0.1"],
+        ["trial_001", "pruned", "1", "-", "0.25"],
+        ["trial_002", "complete", "4", "75.00", "0.01235"],
+    ]
 
 
 def test_a_section_of_a_page_is_replaced_and_the_rest_stays(finished, tmp_path):
