@@ -63,8 +63,12 @@ def test_clients_that_average_with_one_another_are_neighbours():
     samples, weights = aggregation_figure(matrix, owners, "FedMoE-DA", np.eye(4)).axes[:2]
     order = [int(name) for name in names(samples)]
     assert {frozenset(order[:2]), frozenset(order[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
-    many = aggregation_figure(torch.eye(70), torch.arange(35).repeat_interleave(2), "m", np.eye(35)).axes[1]
-    np.testing.assert_allclose(shown(many), np.eye(35))
+    experts = np.arange(35) % 3 + 1
+    owners = torch.arange(35).repeat_interleave(torch.tensor(experts))
+    half_own = (torch.eye(len(owners), dtype=torch.float64) + 1 / len(owners)) / 2
+    clients, many = aggregation_figure(half_own, owners, "m", np.eye(35)).axes[:2]
+    shares = experts[shown(clients).argmax(1)] / len(owners)
+    np.testing.assert_allclose(shown(many), (np.eye(35) + shares) / 2, err_msg="of all experts of both")
     blocks = np.kron(np.eye(2), np.full((4, 4), 0.25))
     np.testing.assert_allclose(shown(weights), blocks)
     np.testing.assert_array_equal(shown(samples), np.eye(4)[order].repeat(2, 0))

@@ -1,10 +1,12 @@
 import io
 import json
+import statistics
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.data import Own, set_up, vectors
 from helpers.evaluations import evaluation, mixture, nan
 from helpers.reports import csv_rows
@@ -13,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
+from fedmoe_pl.callbacks.cluster_monitor import ClusterMonitor
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.summary import format_table, round_row
@@ -180,16 +183,19 @@ def scalars(log):
 def test_accuracies_in_tensorboard_and_in_other_loggers(run):
     """Each method is a run with the same tags; the step is the round of its own phase."""
     run.states["FedAvg"].traffic["bytes_up"] = 70
+    run.states["FedAvg"].epsilon, run.states["PFL MFE"].sample_epsilon = 1.5, 0.25
     run.fit(AccuracyMonitor())
     fedavg, mixed, whole = scalars(events(run, "FedAvg")), scalars(events(run, "PFL MFE")), events(run)
     assert fedavg["reweighted_test/mean"] == [(1, 0.7), (2, 0.7)]
     assert fedavg["reweighted_test/worst_tenth"] == [(1, 0.5), (2, 0.5)]
     assert mixed["reweighted_test/mean"] == [(1, 0.9)]
-    assert mixed["result/global_test"] == [(1, 0.6)]
+    assert mixed["result/global_test"] == [(1, 0.6)] and mixed["result/reweighted_test"] == [(1, 0.9)]
     assert not any("validation" in tag or "local" in tag for tag in mixed)
     assert fedavg["resources/flops"] == [(1, 2.5e9), (2, 2.5e9)]
     assert fedavg["resources/bytes_up"] == [(1, 70), (2, 70)]
     assert "resources/flops" not in mixed, "nobody could count them"
+    assert fedavg["resources/epsilon"] == [(1, 1.5), (2, 1.5)] and mixed["resources/sample_epsilon"] == [(1, 0.25)]
+    assert "resources/sample_epsilon" not in fedavg and "resources/epsilon" not in mixed
     assert min(fedavg) == "global_test/mean", "what TensorBoard shows first"
     assert whole.Tags()["scalars"] == []
     assert [e.step for e in whole.Images("sorted_accuracies")] == [2, 3]
@@ -198,6 +204,20 @@ def test_accuracies_in_tensorboard_and_in_other_loggers(run):
     rows = csv_rows(run.folder / "csv" / "metrics.csv")
     assert float(rows[0]["FedAvg/reweighted_test/mean"]) == pytest.approx(0.7)
     assert rows[0]["step"] == "1"
+
+
+def test_chosen_clients_have_curves_and_what_is_evaluated_before_the_first_round_has_cost_nothing(run):
+    fedavg = run.phases[0]
+    for round in range(2):
+        run.states["FedAvg"].round = round
+        AccuracyMonitor([0, 2]).on_evaluation_end(run, fedavg, replace(fedavg.evaluation, round=round))
+    found = scalars(events(run, "FedAvg"))
+    of_clients = {tag: points for tag, points in found.items() if tag.startswith("reweighted_test/client")}
+    assert of_clients == {
+        "reweighted_test/client_000": [(0, 0.5), (1, 0.5)],
+        "reweighted_test/client_002": [(0, 0.9), (1, 0.9)],
+    }
+    assert found["resources/flops"] == [(1, 2.5e9)]
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "PFL MFE"])
@@ -272,9 +292,19 @@ def test_gate_weights_in_tensorboard(run):
     mean = round((0.4375 + 0.75 + 0.15) / 3, 6)
     assert weights["mean_gate_weight/global"] == [(1, mean)]
     assert weights["mean_gate_weight/local"] == [(1, round(1 - mean, 6))]
+    assert weights["mean_gate_weight/std_of_global"] == [(1, round(statistics.pstdev((0.4375, 0.75, 0.15)), 6))]
     (image,) = log.Images("mean_gate_weight/by_client_and_class")
     assert image.width == 700
     assert not (run.folder / "tb" / "FedAvg").exists(), "it has no gate"
+
+
+def test_loggers_get_the_picks_of_each_round(run):
+    state, monitor = run.states["FedAvg"], ClusterMonitor()
+    for round, picks in enumerate([[[2, 1]], [[2, 1], [0, 3]]]):
+        state.server["clusters/picks"], state.round = torch.tensor(picks), round + 1
+        monitor.on_server_update(run, run.phases[0], round)
+    picked = {"picked/cluster_0": [(1, 2), (2, 0)], "picked/cluster_1": [(1, 1), (2, 3)]}
+    assert scalars(events(run, "FedAvg")) == picked
 
 
 def test_partition_in_tensorboard_once(run):
