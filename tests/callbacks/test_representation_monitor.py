@@ -194,6 +194,15 @@ def test_groups_far_apart_stay_apart_in_the_plane_and_nothing_is_drawn():
     assert (distances.argmin(1) % 2 == torch.arange(40) % 2).all(), "everybody's neighbour is of the own group"
 
 
+def test_few_points_have_a_third_of_the_others_as_neighbours_and_every_seed_draws_other_starts(monkeypatch):
+    """As many as the default of 30 needs three times as many others."""
+    found = []
+    monkeypatch.setattr(TSNE, "fit_transform", lambda self, _: found.append((self.perplexity, self.random_state)))
+    for seed, number in enumerate((4, 31, 91, 200)):
+        embed(torch.zeros(number, 2), seed)
+    assert found == [(1, 0), (10, 1), (30, 2), (30, 3)]
+
+
 def test_points_are_computed_with_one_thread(monkeypatch):
     threads = []
 

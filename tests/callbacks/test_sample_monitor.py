@@ -1,5 +1,7 @@
 """Pictures of single samples beside the weights of a gate."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,30 @@ GATED = GatedSamples(
 )
 
 
+def test_the_least_certain_samples_are_those_whose_largest_weight_is_lowest(monkeypatch):
+    shares = torch.tensor([0.25, 0.5, 0.1, 0.4, 0.95])
+    gated = GatedSamples(
+        torch.arange(80.0).view(5, 1, 4, 4), *torch.zeros(2, 5).long(), torch.stack((shares, 1 - shares), 1)
+    )
+    drawn = {}
+    monkeypatch.setattr(
+        "fedmoe_pl.callbacks.sample_monitor.log_figure", lambda run, tag, draw, *_: drawn.update({tag: draw.args})
+    )
+    fake = SimpleNamespace(
+        datamodule=images(),
+        loggers=SimpleNamespace(take_images=True),
+        module=lambda phase: PersonalizedMoE(nn.Linear(16, 3), gate=LinearGate(16)),
+    )
+    monitor = SampleMonitor([1], samples=2)
+    monkeypatch.setattr(monitor, "compute", lambda run, method: {1: gated})
+    result = SimpleNamespace(method="PFL-MF", step=1)
+    monitor.on_phase_end(fake, SimpleNamespace(name="PFL-MF"), result)
+    panels = drawn["samples/client_001"][0]
+    assert panels["least certain"].weights[:, 0].tolist() == shares[[1, 3]].tolist()
+    assert panels["most certain"].weights[:, 0].tolist() == shares[[4, 2]].tolist()
+    assert drawn["samples/right_by_certainty"][0].tolist() == torch.maximum(shares, 1 - shares).tolist()
+
+
 def test_an_image_has_its_class_and_its_weights():
     figure = image_samples_figure({"least certain": GATED}, "a title")
     FigureCanvasAgg(figure).draw()
@@ -76,6 +102,7 @@ def test_an_image_has_its_class_and_its_weights():
     np.testing.assert_allclose(np.asarray(second.images[0].get_array()).squeeze(), np.arange(16).reshape(4, 4) / 15)
     bars = [axes for axes in figure.axes if axes.patches]
     assert [patch.get_width() for patch in bars[0].patches] == pytest.approx([0.25, 0.75])
+    assert [patch.get_x() for patch in bars[0].patches] == pytest.approx([0, 0.25]), "beside each other"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["global expert", "local expert"]
 
 

@@ -1,5 +1,7 @@
 """Pictures of gates that weigh every token."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from fedmoe_pl.algorithms import FedALT
-from fedmoe_pl.callbacks.token_gate_monitor import layer_figure, token_figure, token_weights
+from fedmoe_pl.callbacks.token_gate_monitor import TokenGateMonitor, layer_figure, token_figure, token_weights
 from fedmoe_pl.models import LayerwiseAdapterMoE, LoRA, TokenGate
 from fedmoe_pl.phases.phase import Phase
 
@@ -45,6 +47,44 @@ def test_weights_by_layer_are_those_of_the_gate_and_blank_on_padding():
     np.testing.assert_allclose(found["layer"][1], expected[1], rtol=1e-5)
     np.testing.assert_allclose(found["layer"][0, :4], expected[0, :4], rtol=1e-5)
     assert found["last"].shape == (4, 1)
+
+
+class Deeper(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.last(self.second(self.layer(self.embedding(input_ids)).relu()).mean(1))
+
+
+def test_pictures_are_of_means_over_tokens_and_over_the_layers_that_see_every_token(monkeypatch):
+    torch.manual_seed(0)
+    mixture = LayerwiseAdapterMoE(Deeper(), LoRA(["layer", "second", "last"], r=2), TokenGate(), pad_token_id=0)
+    data = TensorData(
+        ids(12), torch.arange(12) % 3, torch.arange(12).split([8, 4]), (ids(3), torch.arange(3)), torch.int64
+    )
+    data.setup()
+    drawn = {}
+    monkeypatch.setattr(
+        "fedmoe_pl.callbacks.token_gate_monitor.log_figure", lambda run, tag, draw, *_: drawn.update({tag: draw.args})
+    )
+    fake = SimpleNamespace(
+        datamodule=data,
+        loggers=SimpleNamespace(take_images=True),
+        module=lambda phase: mixture,
+        client_modules=lambda method, clients: [mixture for _ in clients],
+    )
+    result = SimpleNamespace(method="FedALT", step=1, clients=[SimpleNamespace(client=client) for client in (0, 1)])
+    TokenGateMonitor(samples_per_client=4, sentences=2).on_phase_end(fake, SimpleNamespace(name="FedALT"), result)
+    clients, means, _ = drawn["token_gate/by_client_and_layer"]
+    assert clients == [0, 1]
+    for of_client, samples in zip(means, (slice(0, 4), slice(8, 12)), strict=True):
+        weights = token_weights(mixture, data.x[samples])
+        expected = {path: np.mean(of_layer[~np.isnan(of_layer)]) for path, of_layer in weights.items()}
+        assert of_client == pytest.approx(expected) and len({*of_client.values()}) == 3
+    weights = token_weights(mixture, data.x[:2])
+    np.testing.assert_allclose(drawn["token_gate/by_token"][0], (weights["layer"] + weights["second"]) / 2, rtol=1e-5)
 
 
 @pytest.mark.slow
