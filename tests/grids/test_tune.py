@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 import sys
 import time
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from helpers.configurations import REPOSITORY
-from helpers.grids import TINY
+from helpers.grids import TINY, pretended_configured, write_grid
 from helpers.reports import csv_rows, leave_pictures_blank, markdown_tables
 
 pytest.importorskip("optuna")
@@ -19,8 +20,11 @@ import optuna
 from optuna import Study
 
 from fedmoe_pl.cli import command_line, main
-from fedmoe_pl.grids import processes
-from fedmoe_pl.grids.tuning import read_tuning
+from fedmoe_pl.grids import processes, tune
+from fedmoe_pl.grids.grid import read_grid
+from fedmoe_pl.grids.space import distribution_of, value_of
+from fedmoe_pl.grids.trials import Trials
+from fedmoe_pl.grids.tuning import Tuning, read_tuning
 
 LR = "model.init_args.optimizer.init_args.lr"
 RATES = {LR: {"choices": [0.001, 0.5]}}
@@ -198,6 +202,73 @@ def test_a_bad_trial_is_ended(pretended, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "[2/3] trial_001 (lr 0.1) is pruned after" in out
     assert "[3/3] trial_002 (lr 0.9) has the values of trial_000" in out
+
+
+class Draws:
+    """Trials of a study in memory, which are told values and not run."""
+
+    def __init__(self, tmp_path, space, study=None, seed=0, metric="validation", method="FedAvg"):
+        self.study = study or optuna.create_study(direction="maximize")
+        sampler = {"class_path": "optuna.samplers.RandomSampler", "init_args": {"seed": None}}
+        tuning = Tuning(space, metric=metric, method=method, trials=3, seed=seed, sampler=sampler)
+        distributions = {key: distribution_of(key, entry) for key, entry in space.items()}
+        grid = read_grid(write_grid(tmp_path, values={}))
+        self.trials = Trials(self.study, distributions, tuning, grid, pretended_configured)
+
+    def drawn(self, number, told=0.5):
+        """The next drawn values of the only key, as the cells have them."""
+        found = []
+        for _, cell in itertools.islice(self.trials.cells(), number):
+            found += [value for key, value in cell.where.items() if key != "variant"]
+            self.trials._tell(self.trials.running.pop(cell.name), told)
+        return found
+
+
+def test_every_trial_draws_values_of_its_own_which_the_seed_and_the_number_of_the_trial_decide(tmp_path):
+    space = {LR: {"low": 0.0, "high": 1.0}}
+    whole = Draws(tmp_path, space).drawn(3)
+    assert len({*whole}) == 3
+    before = Draws(tmp_path, space)
+    assert before.drawn(2) == whole[:2] and Draws(tmp_path, space, before.study).drawn(1) == whole[2:]
+    assert not {*Draws(tmp_path, space, seed=1).drawn(3)} & {*whole}
+
+
+def test_values_that_were_drawn_before_have_the_same_result_without_a_run(tmp_path):
+    draws = Draws(tmp_path, {LR: {"choices": [0.25]}})
+    assert draws.drawn(3, told=0.75) == [0.25]
+    assert [trial.value for trial in draws.study.trials] == [0.75] * 3
+
+
+def test_a_drawn_name_stands_for_the_choice_that_has_it():
+    gates = [{"class_path": name, "init_args": {"hidden": 8}} for name in ("FeatureGate", "LinearGate")]
+    assert [value_of({"choices": gates}, name) for name in ("LinearGate", "FeatureGate")] == gates[::-1]
+    assert value_of({"choices": [1, "x"]}, "x") == "x" and value_of({"low": 0, "high": 1}, 0.5) == 0.5
+
+
+def test_the_value_of_a_trial_is_the_mean_in_the_summary_of_the_chosen_method(tmp_path, monkeypatch):
+    header = "method,round,validation_mean,validation_worst_tenth"
+    rounds = [f"{name},{number},0.{number}{digit},0.0" for name, digit in (("A", 1), ("B", 2)) for number in (1, 2, 3)]
+    summary = ["A,3,0.875,0.0", "B,2,0.75,0.25", "C,3,0.125,0.0"]
+    draws = Draws(tmp_path, {LR: {"choices": [0.25]}}, method="B")
+    ((_, cell),) = itertools.islice(draws.trials.cells(), 1)
+    folder = cell.folder / "version_0"
+    folder.mkdir(parents=True)
+    for name, lines in (("rounds", rounds), ("summary", summary)):
+        (folder / f"{name}.csv").write_text("\n".join([header, *lines, ""]))
+    monkeypatch.setattr("fedmoe_pl.grids.trials.finished_run", lambda _: folder)
+    monkeypatch.setattr(draws.trials, "write", lambda: None)
+    draws.trials.on_end(cell, has_succeeded=True)
+    (trial,) = draws.study.trials
+    assert (trial.value, trial.intermediate_values) == (0.75, {1: 0.12, 2: 0.22, 3: 0.32})
+
+
+def test_the_last_evaluated_phase_counts_and_errors_are_minimized(tmp_path):
+    phases = [SimpleNamespace(name=name, evaluate=evaluate) for name, evaluate in (("A", 1), ("B", 1), ("C", 0))]
+    named = [tune._method(Tuning({}, method=method), SimpleNamespace(phases=phases)) for method in (None, "A")]
+    assert named == ["B", "A"]
+    pruner = optuna.pruners.NopPruner()
+    directions = [tune._study(tmp_path / f"{lower}.journal", lower, pruner).direction.name for lower in (True, False)]
+    assert directions == ["MINIMIZE", "MAXIMIZE"]
 
 
 REFUSED = [
