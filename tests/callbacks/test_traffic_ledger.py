@@ -1,6 +1,7 @@
 """``traffic.csv``: its rows, and the same file after a kill and in workers; that of every method is in test_audit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import run
@@ -12,6 +13,8 @@ from helpers.runs import model as model_of_a_run
 from lightning.pytorch.loggers import CSVLogger
 
 from fedmoe_pl.callbacks import TrafficLedger
+from fedmoe_pl.callbacks.traffic_ledger import COLUMNS
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 
 
 def test_a_row_says_what_was_sent(tmp_path):
@@ -24,6 +27,7 @@ def test_a_row_says_what_was_sent(tmp_path):
     number = {"tensor": "(weight)", "shape": "()", "dtype": "float", "bytes": "0"}
     sent = [("down", weight), ("down", bias), ("up", weight), ("up", bias), ("up", number)]
     assert rows == [{**common, "direction": direction, **row} for direction, row in sent]
+    assert [*dict.fromkeys(row["round"] for row in every)] == ["1", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +70,16 @@ def test_a_ledger_that_missed_rounds_says_how_much(before, tmp_path):
     sentence = rf"^TrafficLedger: traffic\.csv lacks {missed:,} bytes of 'FedAvg', which were sent in rounds without"
     with pytest.warns(match=sentence):
         fitted(tmp_path, ckpt_path="last")
+
+
+def test_what_a_file_has_is_not_missing(tmp_path):
+    rows = ["A,1,down,0,w,5,float64,40", "A,1,up,0,w,5,float64,40", "B,1,up,0,w,5,float64,40"]
+    (tmp_path / "traffic.csv").write_text("\n".join([",".join(COLUMNS), *rows, ""]))
+    states = {name: PhaseState({}, {}, round=2) for name in "AB"}
+    states["A"].traffic |= {"bytes_down": 1040, "bytes_up": 440}
+    states["B"].traffic["bytes_up"] = 40
+    with pytest.warns(match=r"^TrafficLedger: traffic\.csv lacks 1,400 bytes of 'A', which were sent in rounds"):
+        TrafficLedger().on_fit_start(SimpleNamespace(folder=tmp_path, states=states))
 
 
 @pytest.mark.slow
