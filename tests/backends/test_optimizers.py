@@ -10,11 +10,14 @@ from helpers import OneWeight, PureOneWeight, blobs, mixture, momentum_sgd, phas
 from helpers.quadratics import LOSSES, RATE, weight_of
 from helpers.runs import Kill, assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import lr_scheduler
 
 from fedmoe_pl import Federation, Train
 from fedmoe_pl.algorithms import FedAvg, FedProx, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
+from fedmoe_pl.backends.optimizers import learning_rates, load_optimizer_state, set_optimizer
 from fedmoe_pl.models import LinearGate
 
 EPOCHS = 10
@@ -186,6 +189,58 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
     again.fit(mixture(LinearGate(5)), blobs(), ckpt_path="last")
     for client in range(3):
         assert_same(dict(again.run.states["it"].clients[client]), dict(whole.run.states["it"].clients[client]))
+
+
+class TwoRates(LightningModule):
+    """Two parameter groups, and a schedule over epochs that begins with a half of their rates."""
+
+    RATES, FACTORS = (0.1, 0.4), (1 / 2, 1 / 4, 3, 5)
+
+    def __init__(self, in_parts):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(())) for _ in range(2))
+        self.in_parts = in_parts
+
+    def configure_optimizers(self):
+        groups = [{"params": [self.first], "lr": self.RATES[0]}, {"params": [self.second], "lr": self.RATES[1]}]
+        optimizer = torch.optim.SGD(groups)
+        if self.in_parts:
+            parts = [
+                lr_scheduler.LambdaLR(optimizer, lambda epoch: self.FACTORS[epoch]),
+                lr_scheduler.LambdaLR(optimizer, lambda epoch: self.FACTORS[epoch + 2]),
+            ]
+            return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.SequentialLR(optimizer, parts, [2])}
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.LambdaLR(optimizer, self.FACTORS.__getitem__)}
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_each_group_s_rate_is_its_own_by_the_round_times_the_factor_of_the_epoch(in_parts):
+    module = TwoRates(in_parts)
+    rates = learning_rates(module, partial(lr_scheduler.ExponentialLR, gamma=0.1), round=2)
+    assert rates == pytest.approx([0.1 / 100, 0.4 / 100], rel=1e-12)
+    set_optimizer(module, rates, {})
+    optimizer, scheduler = module.configure_optimizers().values()
+    for factor in TwoRates.FACTORS:
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+            [factor * 0.1 / 100, factor * 0.4 / 100], rel=1e-12
+        )
+        if factor != TwoRates.FACTORS[-1]:
+            optimizer.step()
+            scheduler.step()
+    later = lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # as a callback may make it
+    assert later.get_last_lr() == rates
+
+
+def test_steps_leave_what_a_client_has_kept_as_it_was():
+    """Its round may fail, and then it still has what it kept before."""
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+    kept = {"optimizer/weight/momentum_buffer": torch.tensor([2.0, 4.0])}
+    load_optimizer_state([("weight", weight)], optimizer, kept)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == [-(0.5 * 2 + 1), -(0.5 * 4 + 1)]
+    assert kept["optimizer/weight/momentum_buffer"].tolist() == [2, 4]
 
 
 class TwoOptimizers(OneWeight):
