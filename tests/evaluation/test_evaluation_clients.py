@@ -12,7 +12,7 @@ from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.phases.participation import evaluated_clients
+from fedmoe_pl.phases.participation import evaluated_clients, sample_cohort
 
 SIZES = (13, 8, 11, 9, 12, 10)
 
@@ -64,6 +64,8 @@ def test_every_client_is_drawn_as_often_and_the_draw_depends_on_the_seed_alone()
     assert all(len(set(draw)) == 3 and draw == sorted(draw) for draw in draws)
     counts = Counter(client for draw in draws for client in draw)  # 300 each; standard deviation 14.5
     assert set(counts) == set(range(10)) and max(abs(count - 300) for count in counts.values()) < 60
+    trained = [sample_cohort(range(10), 3, seed, round=0) for seed in range(1000)]
+    assert sum(map(list.__eq__, draws, trained)) < 30, "one in 120 is equal if they are drawn independently"
 
 
 def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path):
