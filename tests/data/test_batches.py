@@ -1,7 +1,7 @@
 """Batches: every sample once, and what their order depends on."""
 
 import torch
-from helpers.data import set_up
+from helpers.data import Own, set_up, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ def test_batches_hold_every_sample_once(n, batch_size):
         seen = list(batches)
         assert len(seen) == len(batches)
         assert all(len(y) == batch_size for _, y in seen[:-1])
+        assert [batches.size(index) for index in range(len(seen))] == [len(y) for _, y in seen]
         assert all(torch.equal(a.long(), b) for a, b in seen)
         ys = [label for _, y in seen for label in y.tolist()]
         assert (sorted(ys) if shuffle else ys) == samples.tolist()
@@ -52,3 +53,10 @@ def test_a_generator_repeats_the_epochs_and_no_generator_follows_the_global_seed
     assert torch.equal(pooled[0], pooled[1]) and not torch.equal(pooled[0], pooled[2])
     plain = torch.cat([x for x, _ in data.batches(data.train_samples[0], 7)])
     assert torch.equal(plain, data.x[data.train_samples[0]])
+
+
+def test_a_plain_trainer_gets_the_training_samples_in_another_order_in_every_epoch():
+    data = set_up(Own(vectors(50), num_clients=2))
+    first, second = (torch.cat([x for x, _ in data.train_dataloader()]).flatten().tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == [*range(50)]
+    assert len({(*first,), (*second,), (*data.train_samples.indices.tolist(),)}) == 3

@@ -11,7 +11,7 @@ from helpers.models import trainer
 
 from fedmoe_pl.checkpoints.resume import fingerprint
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data import IID, Digits, Dirichlet, RandomCrop
+from fedmoe_pl.data import IID, Arrays, Digits, Dirichlet, RandomCrop
 from fedmoe_pl.models import PersonalizedMoE, SmallMLP
 
 
@@ -60,6 +60,18 @@ def test_setup_is_idempotent():
     x, parts = data.x, data.train_samples
     data.setup("test")
     assert data.x is x and data.train_samples is parts
+
+
+def test_of_pooled_images_only_training_images_are_learned_from():
+    images = torch.randint(256, (12, 1, 2, 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    arrays = Arrays(images[:8], torch.arange(8) % 2, images[8:], torch.arange(4) % 2)
+    data = Own(arrays, num_clients=2, test_fraction=0.25, pool=True)
+    data.deal()
+    data.learn_from = torch.tensor([1, 5, 9])  # the last one was a test image
+    data.setup()
+    values = images[[1, 5]].double() / 255
+    mean, std = data.normalization
+    assert (*mean, *std) == pytest.approx((values.mean().item(), values.std(correction=0).item()), rel=1e-12)
 
 
 def test_natural_clients_are_the_default_and_own_their_test_samples():

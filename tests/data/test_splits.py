@@ -58,6 +58,9 @@ def test_pooled_data_are_all_shared_out_and_tested_on_what_is_held_out():
     assert counts(data, data.test_samples) == classes.long().tolist()  # 1 of the 6 samples of each of its classes
     assert data.global_test.tolist() == sorted(data.test_samples.indices.tolist())
     assert partition_table(data).startswith("5 clients, 10 classes, 60 pooled samples, 10 global test samples")
+    validated = set_up(Own(numbered(y[:50], y[50:]), num_clients=5, **arguments, validation_fraction=0.2))
+    assert len(validated.validation_samples.indices) == 10, "which are in no test set"
+    assert validated.global_test.tolist() == sorted(validated.test_samples.indices.tolist())
 
 
 def test_pooled_natural_clients_hold_their_training_and_test_samples():
