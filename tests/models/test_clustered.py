@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Expert
 from helpers.clusters import GateNet, clustered, only
 from lightning.pytorch import Trainer
 from torch import nn
@@ -25,8 +26,9 @@ def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_
 
 
 def test_all_experts_are_drawn_independently():
-    module = clustered(3)
-    experts = [*module.global_experts, module.local_expert]
+    given = Expert().double()
+    module = clustered(3, expert=given)
+    experts = [given, *module.global_experts, module.local_expert]
     for name in ("extractor.1.weight", "extractor.1.bias", "classifier.1.weight", "classifier.1.bias"):
         values = torch.cat([expert.get_parameter(name).flatten() for expert in experts])
         assert len(values.unique()) == len(values), name

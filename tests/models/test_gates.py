@@ -70,6 +70,25 @@ def fc(p, name, x):
     return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
 
 
+@pytest.mark.parametrize("conv2_channels", [5, None])
+@pytest.mark.parametrize("relu_logits", [False, True])
+def test_the_gates_network_is_its_papers_layers_in_their_order_also_in_training(conv2_channels, relu_logits):
+    network = GateCNN(2, 3, 4, conv2_channels, 6, dropout=0.4, relu_logits=relu_logits, image_size=16).double()
+    x = torch.randn(50, 2, 16, 16, dtype=torch.float64)
+    first, *second = (layer for layer in network.modules() if isinstance(layer, nn.Conv2d))
+    hidden, last = (layer for layer in network.modules() if isinstance(layer, nn.Linear))
+    for train in (False, True):
+        h = F.max_pool2d(F.conv2d(x, first.weight, first.bias), 2).relu()
+        torch.manual_seed(5)
+        for layer in second:
+            h = F.max_pool2d(F.dropout2d(F.conv2d(h, layer.weight, layer.bias), 0.4, train), 2).relu()
+        h = F.dropout(F.linear(h.flatten(1), hidden.weight, hidden.bias).relu(), 0.4, train)
+        logits = F.linear(h, last.weight, last.bias)
+        torch.manual_seed(5)
+        torch.testing.assert_close(network.train(train)(x), logits.relu() if relu_logits else logits)
+        assert logits.min() < 0 < logits.max()
+
+
 def constant_logits(*logits) -> nn.Linear:
     layer = nn.Linear(2, len(logits)).double()
     nn.init.zeros_(layer.weight)
@@ -111,3 +130,11 @@ def test_pfedmoes_gate_is_its_papers_layers_in_their_order():
     hidden = batch_norm(fc(p, "layers.2", (flat - mean) / (var + 1e-5).sqrt())).sigmoid()
     expected = batch_norm(fc(p, "layers.5", hidden)).softmax(1)
     torch.testing.assert_close(gate(x), expected)
+
+
+def test_pfedmoes_gate_keeps_a_share_of_its_first_layers_old_statistics():
+    gate, (one, other) = SwitchNormGate(4, 3, momentum=0.75).double(), torch.randn(2, 6, 4, dtype=torch.float64)
+    gate(one)
+    gate(other)
+    expected = 0.75 * 0.25 * one.mean(0) + 0.25 * other.mean(0)  # they start at 0
+    torch.testing.assert_close(gate.layers[1].running_mean, expected)

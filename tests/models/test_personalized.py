@@ -32,7 +32,10 @@ def test_feature_gate_reads_the_global_experts_features():
     features = module.global_expert.extractor(x)
     g = torch.sigmoid(F.linear(features, module.gate.linear.weight, module.gate.linear.bias))
     torch.testing.assert_close(weights[:, :1], g)
-    torch.testing.assert_close(logits, g * module.global_expert(x) + (1 - g) * module.local_expert(x))
+    expected = g * module.global_expert(x) + (1 - g) * module.local_expert(x)
+    torch.testing.assert_close(logits, expected)
+    gradients = (torch.autograd.grad(each.square().sum(), [*module.parameters()]) for each in (logits, expected))
+    torch.testing.assert_close(*gradients, msg="the extractor learns from both experts and the gate")
     nn.init.zeros_(module.local_expert.extractor[1].weight)
     assert torch.equal(module.mix(x)[1], weights)
 

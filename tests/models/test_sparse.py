@@ -99,6 +99,9 @@ def test_the_balancing_loss_is_the_number_of_experts_times_shares_times_mean_wei
     shares = [float((weights.argmax(1) == k).sum()) / 9 for k in range(3)]
     balance = 3 * sum(share * weights[:, k].mean().item() for k, share in enumerate(shares))
     assert (balanced.loss(batch)[0] - plain.loss(batch)[0]).item() == pytest.approx(0.5 * balance, rel=1e-12)
+    total = plain.loss(batch)[0] + 0.5 * 3 * (torch.tensor(shares) * plain.mix(batch[0])[1].mean(0)).sum()
+    expected = torch.autograd.grad(total, [*plain.parameters()])
+    torch.testing.assert_close(torch.autograd.grad(balanced.loss(batch)[0], [*balanced.parameters()]), expected)
 
 
 def test_experts_are_drawn_independently_and_proxies_as_a_linear_layer():
@@ -136,6 +139,10 @@ def test_a_constant_gate_holds_one_expert_or_mixes_some():
     torch.testing.assert_close(module(x), outputs[1])
     module.gate = ConstantGate([0.25, 0.0, 0.75])
     torch.testing.assert_close(module(x), 0.25 * outputs[0] + 0.75 * outputs[2])
+    fewer = copy.deepcopy(module)
+    fewer.gate = ConstantGate([0.125, 0.375, 0.5])
+    fewer.keep_architecture(2)
+    torch.testing.assert_close(fewer(x), 0.25 * outputs[0] + 0.75 * outputs[1])
     module.keep_architecture(1)
     torch.testing.assert_close(module(x), outputs[0])
 

@@ -146,9 +146,12 @@ def test_metrics_get_probabilities_or_values():
     scores, y = torch.tensor([[0.25], [-1.0]]), torch.tensor([1, 0])
     probabilities, labels = preds_and_target("binary", scores, y.float())
     assert torch.equal(probabilities, scores[:, 0].sigmoid()) and torch.equal(labels, y)
+    assert preds_and_target("binary", scores, torch.tensor([0.75, 0.25]))[1].tolist() == [1, 0], "probabilities"
     assert torch.equal(preds_and_target("regression", scores, y)[0], scores[:, 0])
     logits = torch.tensor([[0.1, 0.7], [0.2, 0.3]])  # would pass for probabilities
     assert torch.equal(preds_and_target("multiclass", logits, y)[0], logits.softmax(1))
+    of_pixels = preds_and_target("multiclass", torch.randn(2, 3, 4, 5), torch.zeros(2, 4, 5))[0]
+    torch.testing.assert_close(of_pixels.sum(1), torch.ones(2, 4, 5))
 
 
 @pytest.mark.parametrize(
