@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
 from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, local_training, train
+from helpers.quadratics import LOSSES, RATE
 from torch import nn
 
 from fedmoe_pl.algorithms import (
@@ -24,6 +25,7 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends.stacked.members import Member, StackedData
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import (
     VGG16,
@@ -274,6 +276,44 @@ class ByLoss(FedAvg):
 
     def client_loss(self, module, batch, constants):
         return module.loss(batch)[0]
+
+
+def test_a_stack_clips_the_gradients_that_are_too_long_and_no_others():
+    data = two_quadratics()
+    data.setup()
+    training = local_training(PureOneWeight(), ByLoss(), data, max_epochs=10, gradient_clip_val=15.0)
+    update, _ = train(StackedBackend(2), training)
+    ends, gradients = [], []
+    for a, b in LOSSES:
+        w = 0.0
+        for _ in range(10):
+            gradients.append(a * (w - b))
+            w -= RATE * gradients[-1] * min(15 / (abs(gradients[-1]) + 1e-6), 1)  # torch.nn.utils.clip_grad_norm_
+        ends.append(w)
+    assert any(abs(gradient) > 15 for gradient in gradients) and any(0 < abs(gradient) < 15 for gradient in gradients)
+    assert update.sent["weight"].item() == pytest.approx(sum(ends) / 2, rel=1e-12)
+
+
+def test_a_stack_s_batches_are_no_larger_than_its_largest_client():
+    data = blobs((5, 7), batch_size=10**9)
+    members = [Member(None, {}, {}, data.batches(samples), None) for samples in data.train_samples]
+    stacked = StackedData(local_training(mixture(), FedAvg(), data), members)
+    assert (stacked.batch_size, stacked.steps, stacked.sizes.tolist()) == (7, [1, 1], [[5], [7]])
+
+
+class WithLogarithm(ByLoss):
+    """Its loss is not finite where b is 0, but the gradients are."""
+
+    def client_loss(self, module, batch, constants):
+        return super().client_loss(module, batch, constants) + batch[0][:, 1].log().sum()
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
+def test_a_client_whose_loss_is_not_finite_is_left_out_although_its_weights_are(backend):
+    data = two_quadratics()
+    data.setup()
+    update, _ = train(backend, local_training(PureOneWeight(), WithLogarithm(), data, max_epochs=10))
+    assert update.sent["weight"].item() == pytest.approx(5 - 5 * (1 - RATE * 4) ** 10, rel=1e-12)
 
 
 def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
