@@ -35,6 +35,18 @@ def test_a_sample_gets_the_scaled_logits_of_the_expert_with_the_largest_weight()
     assert len(used) > 1, "else the test could not tell experts apart"
 
 
+def test_the_gate_learns_by_the_weight_of_the_chosen_expert():
+    module = sparse_mixture(3)
+    x = torch.randn(20, 5, dtype=torch.float64)
+    z = module.embedding(x)
+    shares = torch.cat([proxy(z) for proxy in module.gate.proxies], 1).softmax(1)
+    outputs = torch.stack([expert(z) for expert in module.experts], 1)
+    rows, chosen = torch.arange(20), shares.argmax(1)
+    scores = shares[rows, chosen, None] * outputs[rows, chosen]
+    expected = torch.autograd.grad(scores.square().sum(), [*module.parameters()])
+    torch.testing.assert_close(torch.autograd.grad(module(x).square().sum(), [*module.parameters()]), expected)
+
+
 def test_each_expert_computes_its_own_samples_only():
     module = sparse_mixture(3)
     x = torch.randn(20, 5, dtype=torch.float64)

@@ -10,7 +10,7 @@ from helpers.early_stopping import stopped_by_hand
 from helpers.runs import Kill
 
 from fedmoe_pl import Evaluate, Select
-from fedmoe_pl.algorithms import FineTuning, OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms import FedAvg, FineTuning, OptInFedAvg, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.federation import Federation
@@ -79,8 +79,19 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
     assert federation.results["FedAvg"].round == 2 * (best + 1)
     assert federation.results["FedAvg"].selection == "best round by validation_loss"
     assert_same_bits(federation.run.states["FedAvg"].server, servers.after[2 * (best + 1)])
+    assert federation.run.states["FedAvg"].best_metric == pytest.approx(-losses[best], rel=1e-12), "of participants"
     measured = federation.results["FedAvg"].spread("validation_loss", set(clients)).mean
     assert measured == pytest.approx(losses[best], rel=1e-12)
+
+
+def test_a_round_before_the_first_that_may_be_selected_is_not(tmp_path):
+    it = Phase("it", FedAvg("global_expert.*"), 3, gate=ConstantGate(1), train=Train(optimizer=BIG_STEPS))
+    it.select = Select("validation_loss", from_round=3)
+    result = run([it], mixture(), blobs((9, 4), validation_fraction=0.4), tmp_path, seed=5)
+    losses = [row["validation_loss_mean"] for row in result.run.rows]
+    assert len(losses) == 3 and min(losses) < losses[2], "another round would be selected"
+    assert result.results["it"].round == result.run.states["it"].best_round == 3
+    assert result.results["it"].selection == "best round by validation_loss"
 
 
 def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):

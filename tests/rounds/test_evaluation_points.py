@@ -25,7 +25,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Evaluate, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.callbacks import ClientCheckpoint
+from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 from fedmoe_pl.trees import of_module, subtree
 
@@ -107,6 +107,27 @@ def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after)
         assert_same_bits(of_module(states[1].clients[client]), kept)
         assert set(subtree(states[1].clients[client], "trained/")) == set(tensors(mixture(), "global_expert."))
     assert states[0].traffic == states[1].traffic, "what a client keeps is not sent"
+
+
+class Order(FederationCallback):
+    """The rounds that were evaluated, and those that have ended."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_evaluation_end(self, run, phase, evaluation):
+        self.seen.append(("evaluated", evaluation.round))
+
+    def on_round_end(self, run, phase, round):
+        self.seen.append(("ended", round + 1))
+
+
+def test_the_last_round_is_evaluated_before_it_ends_whatever_the_interval(tmp_path):
+    order = Order()
+    it = Phase("it", FedAvg("global_expert.*"), rounds=3, gate=GlobalOnly(), evaluate=Evaluate(every_n_rounds=2))
+    finished([it], mixture(), blobs(), tmp_path, 1, callbacks=[order])
+    evaluated, ended = "evaluated", "ended"
+    assert order.seen == [(ended, 1), (evaluated, 2), (ended, 2), (evaluated, 3), (ended, 3)]
 
 
 def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
