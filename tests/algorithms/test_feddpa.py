@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, FedDPA
-from fedmoe_pl.models import GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGate
+from fedmoe_pl.models import FeatureGate, GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGate
 
 pytest.importorskip("peft")
 
@@ -37,6 +37,15 @@ def test_missing_references_do_not_count_and_weights_stay_between_0_and_1():
     assert gate(torch.ones(1, 2)).tolist() == [[1.0, 0.0]]
     gate.references[0] = 1
     assert gate(torch.tensor([[1.0, 1.0], [-1.0, -1.0]])).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_a_gate_reads_features_through_which_the_local_adapter_does_not_learn():
+    module, x = heads(FeatureGate(6)), torch.randn(4, 5, dtype=torch.float64)
+    scores, weights = module.mix(x)
+    adapter = [parameter for name, parameter in module.named_parameters() if name.startswith("local_expert.")]
+    expected = torch.autograd.grad(module(x, weights.detach()).square().sum(), adapter)
+    torch.testing.assert_close(torch.autograd.grad(scores.square().sum(), adapter), expected)
+    assert max(gradient.abs().max() for gradient in expected) > 1e-3
 
 
 def test_it_takes_the_steps_of_a_bare_rewrite(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
-from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, local_training, train
+from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, begin, local_training, train
 from helpers.quadratics import LOSSES, RATE
 from torch import nn
 
@@ -16,6 +16,7 @@ from fedmoe_pl.algorithms import (
     FedAvg,
     FedMoEDA,
     FedProx,
+    FedRep,
     FineTunedCluster,
     FineTuning,
     Local,
@@ -251,6 +252,25 @@ def test_backends_agree_for_models_of_images_with_augmentation(expert, images):
 def test_backends_agree_for_vgg16(images):
     module = PersonalizedMoE(VGG16(in_channels=1, dropout=0.0), optimizer=partial(torch.optim.SGD, lr=0.01)).double()
     assert_agree(local_training(module, FedAvg(), images([]), max_epochs=1), 1e-10)
+
+
+def test_backends_agree_for_frozen_experts_of_which_each_client_has_another():
+    """The gate's round of two that alternate, with the experts of the round before."""
+    training = local_training(mixture(LinearGate(5)), PFLMoE(interleaved=True), unequal(), rounds=2)
+    server, clients = training.algorithm.server_init(training.module), range(len(UNEQUAL))
+    _, kept = train(TrainerBackend(), training)
+    ends = []
+    for backend in (TrainerBackend(), StackedBackend()):
+        groups = begin(backend, training).train(server, clients, kept, 1)
+        ends.append({client: dict(tree) for group in groups for client, tree in group.clients.items()})
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-10, atol=1e-10)
+    name = "gate.linear.weight"
+    assert all((ends[0][client][name] - kept[client][name]).abs().max() > 1e-3 for client in clients)
+
+
+def test_a_stack_trains_what_the_one_before_has_frozen_last():
+    training = local_training(mixture(), FedRep(head_epochs=1), unequal(), max_epochs=2)
+    assert_agree(training, 1e-10, clients_per_stack=2)
 
 
 def test_any_number_of_clients_per_stack_gives_the_same():

@@ -5,7 +5,7 @@ from helpers import assert_same_bits, blobs
 from helpers.backends import local_training
 from helpers.runs import data, federation, model
 
-from fedmoe_pl import Phase
+from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg, OptInFedAvg, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.local_client import begin_client, client_batches
@@ -18,14 +18,19 @@ def fedavg(name, rounds, **kwargs) -> Phase:
 
 
 def test_a_phase_that_goes_on_from_another_does_not_repeat_its_cohorts_orders_and_dropout(tmp_path):
-    whole = federation(tmp_path / "whole", [fedavg("all", 5)])
+    half = {"failures": ClientFailures(dropout=0.5)}
+    whole = federation(tmp_path / "whole", [fedavg("all", 5)], **half)
     whole.fit(model(), data())
     parts = federation(
         tmp_path / "parts",
         [fedavg("first", 2), fedavg("rest", 2, start="first"), fedavg("last", 1, start="rest"), fedavg("alone", 1)],
+        **half,
     )
     parts.fit(model(), data())
     assert_same_bits(parts.run.states["last"].server, whole.run.states["all"].server)
+    assert (
+        sum(parts.run.states[name].failed for name in ("first", "rest", "last")) == whole.run.states["all"].failed > 0
+    )
     assert [parts.run.rounds_before(phase) for phase in parts.phases] == [0, 2, 4, 0]
 
 
