@@ -41,6 +41,8 @@ def test_missing_references_do_not_count_and_weights_stay_between_0_and_1():
 
 def test_a_gate_reads_features_through_which_the_local_adapter_does_not_learn():
     module, x = heads(FeatureGate(6)), torch.randn(4, 5, dtype=torch.float64)
+    for parameter in module.parameters():  # otherwise the adapters are 0, whatever their weights
+        nn.init.normal_(parameter)
     scores, weights = module.mix(x)
     adapter = [parameter for name, parameter in module.named_parameters() if name.startswith("local_expert.")]
     expected = torch.autograd.grad(module(x, weights.detach()).square().sum(), adapter)

@@ -256,8 +256,8 @@ def test_backends_agree_for_vgg16(images):
 
 def test_backends_agree_for_frozen_experts_of_which_each_client_has_another():
     """The gate's round of two that alternate, with the experts of the round before."""
-    training = local_training(mixture(LinearGate(5)), PFLMoE(interleaved=True), unequal(), rounds=2)
-    server, clients = training.algorithm.server_init(training.module), range(len(UNEQUAL))
+    training = local_training(mixture(LinearGate(5)), PFLMoE(interleaved=True), blobs(FEW), rounds=2)
+    server, clients = training.algorithm.server_init(training.module), range(len(FEW))
     _, kept = train(TrainerBackend(), training)
     ends = []
     for backend in (TrainerBackend(), StackedBackend()):
@@ -269,7 +269,7 @@ def test_backends_agree_for_frozen_experts_of_which_each_client_has_another():
 
 
 def test_a_stack_trains_what_the_one_before_has_frozen_last():
-    training = local_training(mixture(), FedRep(head_epochs=1), unequal(), max_epochs=2)
+    training = local_training(mixture(), FedRep(head_epochs=1), blobs(FEW), max_epochs=2)
     assert_agree(training, 1e-10, clients_per_stack=2)
 
 
