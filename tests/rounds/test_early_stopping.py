@@ -79,9 +79,17 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
     assert federation.results["FedAvg"].round == 2 * (best + 1)
     assert federation.results["FedAvg"].selection == "best round by validation_loss"
     assert_same_bits(federation.run.states["FedAvg"].server, servers.after[2 * (best + 1)])
-    assert federation.run.states["FedAvg"].best_metric == pytest.approx(-losses[best], rel=1e-12), "of participants"
     measured = federation.results["FedAvg"].spread("validation_loss", set(clients)).mean
     assert measured == pytest.approx(losses[best], rel=1e-12)
+
+
+def test_a_round_is_selected_by_the_mean_of_the_participants(tmp_path):
+    algorithm = OptInFedAvg("global_expert.*", 0.4)
+    it = Phase("it", algorithm, gate=ConstantGate(1), select=Select("reweighted_test"))
+    federation = run([it], mixture(), blobs(SIZES), tmp_path, 1, seed=5)
+    everybody = [client.reweighted_test for client in federation.results["it"].clients]
+    means = [sum(everybody) / 10, sum(everybody[client] for client in algorithm.opt_out.participants(range(10), 5)) / 6]
+    assert federation.run.states["it"].best_metric == pytest.approx(means[1], rel=1e-12) != pytest.approx(means[0])
 
 
 def test_a_round_before_the_first_that_may_be_selected_is_not(tmp_path):
