@@ -271,12 +271,20 @@ def test_backends_agree_for_frozen_experts_of_which_each_client_has_another():
 class Parities(FedRep):
     """Its clients have constants of two kinds, and so train in two stacks, one after the other."""
 
+    began = ()
+
     def client_init(self, client, sent):
+        self.began = (*self.began, client.id)
         return {**super().client_init(client, sent), "parity": client.id % 2}
 
 
 def test_a_stack_trains_what_the_one_before_has_frozen_last():
-    assert_agree(local_training(mixture(), Parities(head_epochs=1), blobs(FEW), max_epochs=2), 1e-10)
+    algorithm = Parities(head_epochs=1)
+    training = local_training(mixture(), algorithm, blobs(FEW), max_epochs=2)
+    assert_agree(training, 1e-10)
+    plan, algorithm.began = begin(StackedBackend(), training), ()
+    assert len([*plan.train(algorithm.server_init(training.module), range(len(FEW)), {}, 0)]) == 1
+    assert sorted(algorithm.began) == [*range(len(FEW))], "a stack that fails is trained again, client by client"
 
 
 def test_any_number_of_clients_per_stack_gives_the_same():
