@@ -14,43 +14,47 @@ from typing import Any
 from fedmoe_pl.version import __version__
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
-_DIRECTIVE = re.compile(r"^\.\. auto(module|class|function):: (\S+)", re.MULTILINE)
+# the package makes these and gives them to its users, so only their attributes and methods are promised
+_GIVEN = {"Client", "ClientEvaluation", "Evaluation", "Run"}
+_DIRECTIVE = re.compile(r"^\.\. auto(module|class|function):: (\S+)(\n +:no-members:)?", re.MULTILINE)
 
 
-def documented() -> dict[str, list[str]]:
-    """The documented names of each module."""
-    names = dict[str, list[str]]()
+def documented() -> dict[str, dict[str, bool]]:
+    """The documented names of each module, without those that a page calls provisional, and whether with members."""
+    names = dict[str, dict[str, bool]]()
     for page in sorted(REFERENCE.glob("*.md")):
-        for kind, path in _DIRECTIVE.findall(page.read_text()):
+        promised = page.read_text().partition("\n## Provisional")[0]
+        for kind, path, without_members in _DIRECTIVE.findall(promised):
             if kind == "module":
-                names.setdefault(path, []).extend(importlib.import_module(path).__all__)
+                names.setdefault(path, {}).update(dict.fromkeys(importlib.import_module(path).__all__, True))
             else:
                 module, _, name = path.rpartition(".")
-                names.setdefault(module, []).append(name)
-    return {module: sorted({*names[module]}) for module in sorted(names)}
+                names.setdefault(module, {})[name] = not without_members
+    return {module: dict(sorted(names[module].items())) for module in sorted(names)}
 
 
 def stub() -> str:
     """The stub: a class for each module, because all of them are one file."""
+    names = documented()
     public = {
-        module: [getattr(importlib.import_module(module), name) for name in names]
-        for module, names in documented().items()
+        module: {name: getattr(importlib.import_module(module), name) for name in names[module]} for module in names
     }
-    classes = {each for objects in public.values() for each in objects if inspect.isclass(each)}
+    classes = {each for objects in public.values() for each in objects.values() if inspect.isclass(each)}
     lines = [f"# fedmoe_pl {__version__}"]
     for module, objects in public.items():
         lines += ["", f"class {module.replace('.', '_')}:"]
-        for name, each in zip(documented()[module], objects, strict=True):
-            shown = _class(name, each, classes) if inspect.isclass(each) else _function(name, each)
+        for name, each in objects.items():
+            is_class = inspect.isclass(each)
+            shown = _class(name, each, classes, names[module][name]) if is_class else _function(name, each)
             lines += [f"    {line}" for line in shown]
     return "\n".join(lines) + "\n"
 
 
-def _class(name: str, of: type, public: set[type]) -> Iterator[str]:
+def _class(name: str, of: type, public: set[type], with_members: bool) -> Iterator[str]:
     """A class with its constructor, and with what it or a class that is not public defines."""
     yield f"class {name}:"
-    yield f"    def __init__({_arguments(of, 'self')}): ..."
-    for member in sorted(each for each in dir(of) if not each.startswith("_")):
+    yield f"    def __init__({'self' if name in _GIVEN else _arguments(of, 'self')}): ..."
+    for member in sorted(each for each in dir(of) if with_members and not each.startswith("_")):
         owner = next((each for each in of.__mro__ if _defines(each, member)), None)
         if owner is None or not owner.__module__.startswith("fedmoe_pl") or (owner in public and owner is not of):
             continue
