@@ -14,7 +14,7 @@ from typing import Any
 from fedmoe_pl.version import __version__
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
-# the package makes these and gives them to its users, so only their attributes and methods are promised
+# the package makes these for its users, so their attributes are promised, and the order of arguments is not
 _GIVEN = {"Client", "ClientEvaluation", "Evaluation", "Run"}
 _DIRECTIVE = re.compile(r"^\.\. auto(module|class|function):: (\S+)(\n +:no-members:)?", re.MULTILINE)
 
@@ -53,8 +53,11 @@ def stub() -> str:
 def _class(name: str, of: type, public: set[type], with_members: bool) -> Iterator[str]:
     """A class with its constructor, and with what it or a class that is not public defines."""
     yield f"class {name}:"
-    yield f"    def __init__({'self' if name in _GIVEN else _arguments(of, 'self')}): ..."
-    for member in sorted(each for each in dir(of) if with_members and not each.startswith("_")):
+    fields = {*inspect.signature(of).parameters} if name in _GIVEN else set[str]()
+    yield from (f"    {field} = ..." for field in sorted(fields))
+    if not fields:
+        yield f"    def __init__({_arguments(of, 'self')}): ..."
+    for member in sorted({each for each in dir(of) if with_members and not each.startswith("_")} - fields):
         owner = next((each for each in of.__mro__ if _defines(each, member)), None)
         if owner is None or not owner.__module__.startswith("fedmoe_pl") or (owner in public and owner is not of):
             continue
