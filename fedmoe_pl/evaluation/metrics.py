@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
@@ -45,10 +46,14 @@ def preds_of(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple
     return (outputs, targets) if mixture is None else preds_and_target(mixture.task, outputs, targets)
 
 
-def _compared(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What metrics compare. Values are float64: some metrics, such as R2Score, take the difference of large sums."""
-    preds, target = preds_of(module, outputs, targets)
-    return (preds.double(), target.double()) if target.is_floating_point() else (preds, target)
+def _update(metric: Metric, preds: Tensor, target: Tensor) -> None:
+    """Updates a metric; of values in float64, because some, such as R2Score, take the difference of large sums."""
+    if target.is_floating_point():
+        preds, target = preds.double(), target.double()
+        # another metric may be made of some, whose type does not change with its own
+        for each in (each for each in metric.modules() if isinstance(each, Metric) and each.dtype != target.dtype):
+            each.set_dtype(target.dtype)
+    metric.update(preds, target)
 
 
 def names_of(metrics: Mapping[str, Metric], with_loss: bool) -> list[str]:
@@ -110,9 +115,9 @@ class Meter:
         if mixture is not None and self.with_loss and (weight := weight_of(mixture.task, mixture.criterion, targets)):
             self._loss += mixture.loss_of(outputs, targets).item() * weight
             self._weight += weight
-        preds, target = _compared(self.module, outputs, targets)
+        preds, target = preds_of(self.module, outputs, targets)
         for metric in self.metrics.values():
-            metric.update(preds, target)
+            _update(metric, preds, target)
 
     def _end(self) -> None:
         part = self._part
@@ -132,7 +137,7 @@ def _value(metric: Metric) -> float:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """The metrics, which add up in float64; their names and values can be columns of files."""
+    """Copies of the metrics; their names and values can be columns of files."""
     if not isinstance(metrics, Mapping | MetricCollection | None):
         raise InvalidArgumentError("Federation", "metrics", metrics, "a dict of names and metrics of torchmetrics")
     for name, metric in (metrics or {}).items():
@@ -140,7 +145,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
             allowed = f"named by letters, digits and underscores, other than '{LOSS}'"
             raise InvalidArgumentError("Federation", "metrics", [*(metrics or {})], allowed)
         check_kind("Federation", f"metrics.{name}", metric, Metric, " of torchmetrics")
-    return {name: metric.set_dtype(torch.float64) for name, metric in (metrics or {}).items()}
+    return {name: copy.deepcopy(metric) for name, metric in (metrics or {}).items()}
 
 
 def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs: Tensor, targets: Tensor) -> None:
@@ -153,7 +158,7 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
         try:
             with warnings.catch_warnings():  # of few samples
                 warnings.simplefilter("ignore")
-                metric.update(*_compared(module, outputs, targets))
+                _update(metric, *preds_of(module, outputs, targets))
                 float(metric.compute())
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             reason = reason_of(error)

@@ -258,10 +258,24 @@ def test_a_meter_measures_each_part_by_itself():
 
 
 def test_values_far_from_0_have_exact_metrics():
-    given = {"r2": R2Score(), "rse": torchmetrics.RelativeSquaredError(), "ev": torchmetrics.ExplainedVariance()}
+    rse = torchmetrics.RelativeSquaredError
+    given = {"r2": R2Score(), "rse": rse(), "ev": torchmetrics.ExplainedVariance(), "of_another": 1 - rse()}
     meter = Meter(Plain(), Federation(phases(), metrics=given).metrics, [4], with_loss=False)
     meter.update(torch.tensor([10001.0, 10000, 10003, 10002]), torch.tensor([10000.0, 10001, 10002, 10003]))
-    assert meter.values == {"r2": [pytest.approx(0.2)], "rse": [pytest.approx(0.8)], "ev": [pytest.approx(0.2)]}
+    expected = {"r2": 0.2, "rse": 0.8, "ev": 0.2, "of_another": 0.2}
+    assert meter.values == {name: [pytest.approx(value)] for name, value in expected.items()}
+    assert given["r2"].dtype == torch.float32, "the metrics of the federation are copies"
+
+
+def test_metrics_of_classes_have_the_type_of_the_outputs():
+    """torchmetrics does not find the bounds of BinaryLogAUC in other numbers than float32."""
+    metric = torchmetrics.classification.BinaryLogAUC(thresholds=20)
+    meter = Meter(Plain(), Federation(phases(), metrics={"it": metric}).metrics, [40], with_loss=False)
+    outputs = torch.rand(40)
+    targets = (torch.rand(40) < outputs).long()
+    meter.update(outputs, targets)
+    metric.update(outputs, targets)
+    assert meter.values == {"it": [metric.compute().item()]}
 
 
 def check(algorithm, module, datamodule, metrics=None, **kwargs):
