@@ -29,6 +29,17 @@ _MOST_CHECKED = 16  # samples whose values are compared when a run is continued
 _MOST_BYTES = 2**26  # of a batch for evaluation
 
 
+def difference_of_numbers(numbers: Mapping[str, int], others: Mapping[str, int]) -> str:
+    """How two datasets number a class differently, or two classes alike: "'b' is 0, not 1"; empty if they do not."""
+    names = {number: name for name, number in others.items() if name not in numbers}
+    for name, number in numbers.items():
+        if others.get(name, number) != number:
+            return f"'{name}' is {number}, not {others[name]}"
+        if name not in others and number in names:
+            return f"'{name}' is {number}, as '{names[number]}' is"
+    return ""
+
+
 @dataclass
 class MapStyleData:
     """A data set whose samples are read one by one, in place of :class:`Arrays`.

@@ -19,6 +19,7 @@ from fedmoe_pl.checkpoints.configuration import configuration as configuration_o
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checks import shown
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.map_style import difference_of_numbers
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.deployment.messages import Message, one_line, problem_of_answer
 from fedmoe_pl.deployment.transport import Transport
@@ -30,8 +31,8 @@ Description = dict[str, Any]
 _FILE = "descriptions.json"
 _SECONDS_BETWEEN_LOOKS = 2.0
 _BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
-_COMMON = ("classes", "class_numbers", "columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
-_OWN = ("sizes", "global_test", "num_classes")
+_COMMON = ("classes", "columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
+_OWN = ("class_numbers", "sizes", "global_test", "num_classes")
 
 
 def wait_for(
@@ -67,9 +68,15 @@ def wait_for(
         if len(present) == num_clients or enough:
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+    numbers: dict[str, int] = {}
     for client, description in sorted(descriptions.items()):
+        if difference := difference_of_numbers(description["class_numbers"], numbers):
+            raise MisconfigurationException(
+                f"client {client}: the numbers of its classes must be those of the clients before it, but {difference}."
+            )
+        numbers |= description["class_numbers"]
         if key := _first_difference(descriptions[0], description, _COMMON):
-            verb = "are" if key in ("classes", "class_numbers", "columns") else "is"
+            verb = "are" if key in ("classes", "columns") else "is"
             raise MisconfigurationException(
                 f"client {client}: the {key.replace('_', ' ')} of its samples {verb} {shown(description.get(key))}, "
                 f"but must be {shown(descriptions[0].get(key))}, as client 0's."

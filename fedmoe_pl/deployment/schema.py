@@ -18,7 +18,8 @@ from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
 from fedmoe_pl.evaluation.evaluation import METRICS
 
 Check = Callable[[Any], bool]
-_OTHER_SPACES = re.compile("[\u00a0\u2000-\u200a\u202f\u205f\u3000]")  # which isprintable() refuses
+# isprintable() refuses other spaces than ' ', and the joiners of Persian and Indian scripts
+_PRINTABLE_TOO = re.compile("[\u00a0\u2000-\u200a\u200c\u200d\u202f\u205f\u3000]")
 _MOST = 10**8  # samples of a client, values of a sample: more would take the server's memory
 _MOST_CLIENTS = 10**6
 _MOST_FILES = 1000  # of a client, in one message
@@ -49,7 +50,7 @@ def _text(value: Any) -> bool:
 
 def _name(value: Any) -> bool:
     """A text of one line, whose spaces may be of any kind, such as those of a table that Excel has written."""
-    return isinstance(value, str) and len(value) <= 1000 and _OTHER_SPACES.sub(" ", value).isprintable()
+    return isinstance(value, str) and len(value) <= 1000 and _PRINTABLE_TOO.sub(" ", value).isprintable()
 
 
 def _flag(value: Any) -> bool:

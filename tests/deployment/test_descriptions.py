@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import GivenParts
@@ -16,7 +17,7 @@ from fedmoe_pl import Train
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
-from fedmoe_pl.deployment.descriptions import own_data
+from fedmoe_pl.deployment.descriptions import own_data, read_descriptions
 from fedmoe_pl.deployment.schema import problem_of_values
 from fedmoe_pl.setup.data import TooManyClassesError
 
@@ -213,18 +214,33 @@ def test_samples_that_are_read_one_by_one(tmp_path):
     assert_same(server.run.states["FedPer"].server, simulation.run.states["FedPer"].server)
 
 
-def test_folders_that_number_a_class_differently_are_refused_together(tmp_path):
-    """torchvision's ImageFolder gives the numbers in the order of the folders that there are."""
-    parts, clients = data().partitioner.parts, {}
-    for client, part in enumerate(parts):
+def in_folders(path, *folders):
+    """Clients with folders of these names, which torchvision's ImageFolder numbers in their order."""
+    clients = {}
+    for client, (part, names) in enumerate(zip(data().partitioner.parts, folders, strict=True)):
         samples = lazy(samples=part)
-        names = ["a", "b", "c"] if client != CLIENT else ["b", "c"]
-        samples.train_dataset.class_to_idx = {name: number for number, name in enumerate(names)}
-        of_client = federation(METHOD.phases(), tmp_path, **OF_TRAINER)
-        clients[client] = Participant(of_client, METHOD.model(), samples, client, tmp_path / f"{client}")
-    refused = rf"^client {CLIENT}: the class numbers of its samples are {{'b': 0, 'c': 1}}, but must be {{'a': 0, "
+        samples.train_dataset.class_to_idx = {name: np.int64(number) for number, name in enumerate(names)}
+        of_client = federation(METHOD.phases(), path, **OF_TRAINER)
+        clients[client] = Participant(of_client, METHOD.model(), samples, client, path / f"{client}")
+    return Passing(clients)
+
+
+@pytest.mark.parametrize(
+    ("folders", "difference"), [(("abc", "bc"), "'b' is 0, not 1"), (("ab", "c"), "'c' is 0, as 'a' is")]
+)
+def test_folders_that_number_a_class_differently_are_refused_together(folders, difference, tmp_path):
+    transport = in_folders(tmp_path, folders[0], "", folders[1], "", "")
+    refused = f"^client 2: the numbers of its classes must be those of the clients before it, but {difference}."
     with pytest.raises(MisconfigurationException, match=refused):
-        serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), Passing(clients), len(parts))
+        serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), transport, 5)
+
+
+def test_a_client_may_lack_classes_and_their_names_may_have_joiners(tmp_path):
+    """Persian words have them within."""
+    classes = "a", "b", "\u0645\u06cc\u200c\u0634\u0648\u062f"
+    server = federation(METHOD.phases(), tmp_path / "server", **OF_TRAINER)
+    serve(server, METHOD.model(), lazy(), in_folders(tmp_path, classes[:2], classes, *[()] * 3), 5)
+    assert read_descriptions(server.run_dir)[1]["class_numbers"] == {"a": 0, "b": 1, classes[2]: 2}
 
 
 def test_a_client_with_more_classes_than_the_model_is_named(tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sized
 from itertools import chain, islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
@@ -25,7 +26,7 @@ from torch.utils.data import (
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.map_style import MapStyleData, check_groups
+from fedmoe_pl.data.map_style import MapStyleData, check_groups, difference_of_numbers
 from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
 
@@ -235,11 +236,10 @@ def _with_values(
             reason = "samples are dealt to clients by their number, which a stream does not have"
             raise InvalidArgumentError(owner, f"{part}_dataset", type(dataset).__name__, "one with a length", reason)
     number, of_test = _class_numbers(data.train_dataset), _class_numbers(data.test_dataset)
-    data.class_numbers = number = number if targets is None else {}
-    for name in number:
-        if of_test.get(name, number[name]) != number[name]:  # a folder without some of the classes numbers others so
-            allowed, reason = "one with train_dataset's numbers", f"'{name}' is {of_test[name]}, not {number[name]}"
-            raise InvalidArgumentError(owner, "test_dataset", type(data.test_dataset).__name__, allowed, reason)
+    data.class_numbers = number if targets is None else {}
+    if targets is None and (reason := difference_of_numbers(of_test, number)):  # as in a folder without some classes
+        allowed = "one with train_dataset's numbers of classes"
+        raise InvalidArgumentError(owner, "test_dataset", type(data.test_dataset).__name__, allowed, reason)
     samples = {
         part: Samples(owner, dataset, (targets, groups)) for part, dataset in datasets.items() if dataset is not None
     }
@@ -255,8 +255,8 @@ def _with_values(
     if 0 < len(known) < len(classes):
         with_classes, without = ("train", "test") if classes[1] is None else ("test", "train")
         rank_zero_warn(
-            f"{type(owner).__name__}: the targets of {without}_dataset are not one integer for each sample, as those "
-            f"of {with_classes}_dataset are; so there are no classes, and no accuracies."
+            f"{type(owner).__name__}: only the targets of {with_classes}_dataset are classes (an integer for each "
+            f"sample), and not those of {without}_dataset, so no accuracies are computed."
         )
     data.classes = torch.cat(known) if len(known) == len(classes) else None
     return data
@@ -267,7 +267,13 @@ def _class_numbers(dataset: Any) -> dict[str, int]:
     if isinstance(dataset, Subset):
         return _class_numbers(dataset.dataset)
     numbers = getattr(dataset, "class_to_idx", None)
-    return dict(numbers) if isinstance(numbers, Mapping) and not getattr(dataset, "target_transform", None) else {}
+    if not isinstance(numbers, Mapping) or getattr(dataset, "target_transform", None):
+        return {}
+    return {
+        str(name): int(number)
+        for name, number in numbers.items()
+        if isinstance(number, int | np.integer) and number >= 0
+    }
 
 
 def _arrays(data: MapStyleData) -> Arrays | None:
