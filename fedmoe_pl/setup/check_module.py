@@ -27,6 +27,7 @@ from fedmoe_pl.checks import InvalidArgumentError, naming, tried
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.fit import server_parameters, server_step
+from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
 _MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
@@ -170,7 +171,8 @@ def check_kept_optimizers(phase: Phase, module: LightningModule, state: PhaseSta
     kept = next((tree for tree in clients.values() if any(name.startswith(OPTIMIZER) for name in tree)), {})
     for parameter in (each for each in module.parameters() if each.requires_grad):
         parameter.grad = torch.zeros_like(parameter)
-    with tried(f"{phase}: with train.keep_optimizer, the optimizer {other if kept else 'cannot be stepped'}"):
+    optimizer_cannot = other if kept else "cannot be stepped"
+    with seeded(0), tried(f"{phase}: with train.keep_optimizer, the optimizer {optimizer_cannot}"):
         load_optimizer_state(module.named_parameters(), optimizer, kept)
         optimizer.step(lambda: 0.0)
     with naming(phase):

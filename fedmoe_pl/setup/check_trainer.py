@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, Timer
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, LambdaCallback, Timer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -69,11 +69,11 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
         seconds = Timer(arguments.get("max_time")).time_remaining()
-        for name, value in {**arguments, "max_time": seconds}.items():
-            is_limit = name in ("limit_train_batches", "max_steps", "max_time")
-            if is_limit and value == 0 and arguments["max_epochs"]:
-                because = "no client would train; max_epochs: 0 is for phases that train nothing"
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, "above 0, or left out", because)
+        stops = {"max_time": seconds is not None and seconds <= 0}
+        stops |= {name: arguments.get(name) == 0 for name in ("limit_train_batches", "max_steps")}
+        for name in (name for name, at_once in stops.items() if at_once and arguments["max_epochs"]):
+            because = "no client would train; max_epochs: 0 is for phases that train nothing"
+            raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "above 0, or left out", because)
         accelerator, cores = trainer.accelerator, len(cores_of_process())
         devices = arguments.get("devices", "auto")
         if devices == "auto" and not FORKS:
@@ -257,6 +257,17 @@ def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
         return None
     scheduler = module.lr_scheduler(module.optimizer(module.parameter_groups()))
     return scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+
+
+def accumulation(phase: Phase, trainer: Mapping[str, Any]) -> str:
+    """Where it stands that a phase's Trainers accumulate gradients over batches; empty if they do not."""
+    if trainer.get("accumulate_grad_batches", 1) != 1:
+        return trainer_key(phase, "accumulate_grad_batches")
+    callbacks = trainer.get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+            return "train.callbacks" if callback in (phase.train.callbacks or []) else trainer_key(phase, "callbacks")
+    return ""
 
 
 def trainer_key(phase: Phase, name: str) -> str:

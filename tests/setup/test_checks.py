@@ -10,7 +10,7 @@ from helpers import TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, LambdaCallback
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -27,6 +27,7 @@ from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate
 from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.setup.check_module import check_kept_optimizers
 from fedmoe_pl.setup.check_run import check_phase
 from fedmoe_pl.setup.check_trainer import check_trainer
 
@@ -252,8 +253,15 @@ MISSING = [
     ),
     (
         "step_of_each_batch",
-        "trainer.accumulate_grad_batches",
+        "train.trainer.accumulate_grad_batches",
         {"train": Train(trainer={"accumulate_grad_batches": 2})},
+        mixture,
+        blobs,
+    ),
+    (
+        "step_of_each_batch",
+        "train.callbacks",
+        {"train": Train(callbacks=[GradientAccumulationScheduler({0: 1, 3: 2})])},
         mixture,
         blobs,
     ),
@@ -282,6 +290,18 @@ def test_what_an_algorithm_declares_to_need_is_refused_where_it_is_missing(
     with pytest.raises(InvalidArgumentError) as error:
         run([Phase("p", algorithm, evaluate=False, **arguments)], module(), samples(), tmp_path)
     assert error.value.argument == argument and error.value.because.startswith("FedAvg needs")
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        torch.rand(1)
+        return super().step(closure)
+
+
+def test_the_trial_of_a_kept_optimizer_draws_no_random_numbers():
+    module, before = mixture(optimizer=partial(Noisy, lr=0.1)), torch.get_rng_state()
+    check_kept_optimizers(Phase("p", FedAvg(), rounds=2, train=Train(keep_optimizer=True)), module, None)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_tensor_without_memory_of_its_own_is_refused_in_a_state_dict(tmp_path):
@@ -461,7 +481,8 @@ TRAINERS = [
     ("limit_predict_batches", {"limit_predict_batches": 0.5}),
     ("limit_train_batches is 0, but must be above 0, or left out, because no client would", {"limit_train_batches": 0}),
     ("max_steps is 0", {"max_steps": 0}),
-    ("max_time is 0", {"max_time": "00:00:00:00"}),
+    ("max_time is '00:00:00:00", {"max_time": "00:00:00:00"}),
+    ("max_time is {'seconds': -1", {"max_time": {"seconds": -1}}),
     ("max_epoch is 3, but must be left out, because it is not an argument of Trainer .max_epochs is", {"max_epoch": 3}),
 ]
 
