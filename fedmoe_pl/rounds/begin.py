@@ -275,11 +275,13 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     saved = content["phases"][phase.name]
     load_tree(module, _selected(state.initial, saved.server))
     missing = [name for name in state.server if name not in saved.server]
-    gathers = overrides(phase.algorithm, "server_begin")  # more than it begins with
-    surplus = [name for name in saved.server if name in state.initial and name not in state.server and not gathers]
+    surplus = [name for name in saved.server if name in state.initial and name not in state.server]
+    if overrides(phase.algorithm, "server_begin"):  # which may add copies, or all that a server only hands on
+        added = phase.algorithm.copied_parts if phase.algorithm.aggregates else [""]
+        surplus = [name for name in surplus if not any(in_part(name, part) for part in added)]
     if missing or surplus:
-        verb, name = ("has no", missing[0]) if missing else ("also shares", surplus[0])
-        because = f"'{phase.name}' {verb} '{name}' in this one"
+        verb, name = ("lacks", missing[0]) if missing else ("also has", surplus[0])
+        because = f"the server's state of '{phase.name}' {verb} '{name}' in this one"
         raise InvalidArgumentError(*refused, "a checkpoint of the same method and model", because)
     if identity is None or all(content[key] == identity[key] for key in ("partition", "client_names")):
         return saved

@@ -23,6 +23,7 @@ from fedmoe_pl.algorithms import (
     ClusterMixture,
     EpsilonGreedyIFCA,
     FedAvg,
+    FedKD,
     FedMoEDA,
     FineTuning,
     Local,
@@ -331,7 +332,8 @@ def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
     run.fit(model, blobs())
     later = federation(tmp_path / "later", [Phase("it", EpsilonGreedyIFCA(), gate=first)])
     with pytest.raises(
-        MisconfigurationException, match=r"of the same method and model, because 'it' has no 'clusters/"
+        MisconfigurationException,
+        match=r"of the same method and model, because the server's state of 'it' lacks 'clusters/",
     ):
         later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
 
@@ -340,7 +342,16 @@ def test_a_result_with_more_than_the_phase_shares_is_refused(tmp_path):
     """FedPer would be evaluated with FedAvg's classifier, which its clients would not have."""
     _, checkpoint = trained(tmp_path, fedavg("global_expert.*"))
     later = federation(tmp_path / "later", [fedavg(FEDPER)])
-    with pytest.raises(MisconfigurationException, match=r"because 'FedAvg' also shares 'global_expert\.classifier"):
+    with pytest.raises(MisconfigurationException, match=r"state of 'FedAvg' also has 'global_expert\.classifier"):
+        later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
+
+
+def test_a_method_that_counts_its_rounds_has_no_part_of_another_method_beside_them(tmp_path):
+    """FedKD's server has its student only, and counts rounds from its first one on."""
+    everything = Phase("it", FedAvg(), gate=ConstantGate(1.0))
+    _, checkpoint = trained(tmp_path, everything)
+    later = federation(tmp_path / "later", [Phase("it", FedKD(), gate=ConstantGate(1.0))])
+    with pytest.raises(MisconfigurationException, match=r"state of 'it' also has 'local_expert\."):
         later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
 
 
