@@ -8,7 +8,7 @@ os.environ["MPLBACKEND"] = "Agg"
 
 import random
 import socket
-from collections import Counter
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -29,15 +29,22 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` leaves tests out
-def pytest_collection_modifyitems(items):
-    repetitions = Counter()
+def pytest_collection_modifyitems(config, items):
+    named, repetitions = {}, defaultdict(list)
     for item in items:
         if few := item.get_closest_marker("few"):
             test, *_ = item.nodeid.split("[")
-            repetitions[test] += 1
-            number = repetitions[test]
-            if not (number <= few.args[0] if isinstance(few.args[0], int) else item.callspec.id in few.args):
+            repetitions[test].append(item.callspec.id)
+            if isinstance(few.args[0], int):
+                is_fast = len(repetitions[test]) <= few.args[0]
+            else:
+                named[test] = {*few.args}
+                is_fast = item.callspec.id in few.args
+            if not is_fast:
                 item.add_marker(pytest.mark.slow)
+    unknown = [(test, ids - {*repetitions[test]}) for test, ids in named.items() if ids - {*repetitions[test]}]
+    if unknown and not any("::" in argument for argument in config.args):  # which chooses repetitions
+        raise pytest.UsageError("{}: the mark 'few' names {}, which are no repetitions".format(*unknown[0]))
     if not (torch.cuda.is_available() or PRETENDS_GPU):
         for item in items:
             if item.get_closest_marker("gpu"):

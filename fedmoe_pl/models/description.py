@@ -25,8 +25,7 @@ _CONFIGURED = "_configured"  # attribute of a module with the node of the config
 _NUMBERS = (bool, int, float, str)
 _PLAIN = (type(None), *_NUMBERS, Tensor)
 _NOT_KEPT = ("device", "dtype", "size_average", "reduce", "min_value", "max_value")  # by torch's modules
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # Identity takes any, for nothing
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # nor what Identity takes and ignores
 
 
 class UndescribedError(Exception):

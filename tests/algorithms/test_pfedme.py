@@ -51,7 +51,7 @@ def simulate(data, w, cohorts, decay, server_lr, weights):
     return w, kept
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("0.2-0.5-uniform")
 @pytest.mark.parametrize(
     ("decay", "server_lr", "weighting"), [(0.0, 1.0, "samples"), (0.2, 0.5, "uniform"), (0.0, 1.5, "samples")]
 )

@@ -106,7 +106,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few("make0-shape0", "with_parts_of_odd_arguments-shape7", "frozen-shape8", "estimated-shape18")
 @plain_trainer
 @pytest.mark.parametrize(("make", "shape"), MIXTURES)
 def test_a_checkpoint_of_a_plain_trainer_builds_the_mixture_again(make, shape, tmp_path):
