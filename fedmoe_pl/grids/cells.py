@@ -20,6 +20,7 @@ from fedmoe_pl.checks import InvalidArgumentError, is_file_name
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.grid import SEED, VARIANT, Grid, Variant, value_name
 from fedmoe_pl.phases.starts import chain_of_starts
+from fedmoe_pl.report.settings import phases_behind
 
 Configured = Callable[[Sequence[str], bool], Federation]
 """Makes the federation of the arguments of ``fedmoe fit``; the second argument is whether to make all its checks."""
@@ -170,19 +171,23 @@ def _change_phase(phases: list[dict[str, Any]], key: str, value: Any) -> None:
 
 def finished_run(cell: Cell) -> Path | None:
     """The folder of the newest finished run of a cell, which may have more phases; None if there is none."""
-    for folder, phases in _runs(cell):
-        names = [phase["name"] for phase in _phases(cell.configuration)]
-        finished = all(finished_path(folder / FILE, name).is_file() for name in names)
-        if finished and all(phase in phases for phase in _phases(cell.configuration)):
+    wanted = _phases(cell.configuration)
+    names = [phase["name"] for phase in wanted]
+    for folder, configuration in _runs(cell):
+        # among more phases, one without a `start` may start from another one
+        same = all(phase in _phases(configuration) for phase in wanted) and all(
+            phases_behind(name, configuration) == phases_behind(name, cell.configuration) for name in names
+        )
+        if same and all(finished_path(folder / FILE, name).is_file() for name in names):
             return folder
     return None
 
 
 def cut_run(cell: Cell) -> Path | None:
     """The checkpoint with which the newest run of a cell goes on; None if there is none."""
-    for folder, phases in _runs(cell):
-        path = folder / FILE
-        if phases == _phases(cell.configuration) and (path.is_file() or path.with_name(PREVIOUS).is_file()):
+    for folder, configuration in _runs(cell):
+        path, same = folder / FILE, _phases(configuration) == _phases(cell.configuration)
+        if same and (path.is_file() or path.with_name(PREVIOUS).is_file()):
             return path
     return None
 
@@ -198,8 +203,8 @@ def last_round(cell: Cell, since: float) -> str:
     return f"{rows[-1]['method']}, round {rows[-1]['round']}" if rows else ""
 
 
-def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yields the folders of the runs with the cell's configuration, the newest first, and the phases of each.
+def _runs(cell: Cell) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yields the folders of the runs with the cell's configuration, the newest first, and the configuration of each.
 
     The phases themselves are not compared, nor what does not change a result, such as devices and loggers.
     """
@@ -211,7 +216,7 @@ def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
         except (OSError, yaml.YAMLError):  # of a run that has only begun
             continue
         if isinstance(configuration, dict) and _compared(configuration) == expected:
-            yield path.parent, _phases(configuration)
+            yield path.parent, configuration
 
 
 def _compared(configuration: dict[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _values_of(run: RunFiles, method: str) -> Mapping[str, Any]:
     }
     if not method:
         return values
-    phases = {None, *_phases_behind(method, run.config)}
+    phases = {None, *phases_behind(method, run.config)}
     of_phases = {key: value for key, value in values.items() if _phase_of(key) in phases and not key.endswith(_MOMENT)}
     points = {row.get("evaluation_point", "") for row in (*run.rounds, *run.summary) if row["method"] == method}
     return of_phases | {"evaluation_point": ", ".join(sorted(points))}
@@ -208,7 +208,7 @@ def _phase_of(key: str) -> str | None:
     return key.removeprefix(_PHASES).partition("/")[0] if key.startswith(_PHASES) else None
 
 
-def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
+def phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
     """The phase of a method, and those that it starts from: all before it if the configuration does not say which."""
     phases = {phase["name"]: phase for phase in config.get("federation", {}).get("phases", [])}
     names = [*phases]

@@ -187,6 +187,31 @@ def test_another_configuration_is_another_run(pretend, tmp_path):
     assert finished_run(of_another_seed) is None and cut_run(of_another_seed) is None
 
 
+def test_a_run_of_more_phases_counts_unless_one_starts_from_another(tmp_path):
+    path = "fedmoe_pl.algorithms."
+    fedavg, fedprox, tuned = (
+        {"name": name, "algorithm": {"class_path": f"{path}{name}"}, "start": None, "evaluate": True}
+        for name in ("FedAvg", "FedProx", "FineTuning")
+    )
+    (cell, _), folder = make_cells(read_grid(write_grid(tmp_path)), pretended_configured), tmp_path / "version_0"
+
+    def with_phases(*phases):
+        federation = cell.configuration["federation"] | {"phases": [*phases]}
+        return replace(cell, configuration=cell.configuration | {"federation": federation}, folder=tmp_path)
+
+    def is_finished(of_run, of_cell):
+        (folder / "config.yaml").write_text(yaml.safe_dump(with_phases(*of_run).configuration))
+        return finished_run(with_phases(*of_cell)) is not None
+
+    (folder / "checkpoints/finished").mkdir(parents=True)
+    for phase in (fedavg, fedprox, tuned):
+        (folder / f"checkpoints/finished/{phase['name']}.ckpt").touch()
+    of_fedavg = tuned | {"start": "FedAvg"}
+    assert is_finished([fedprox, fedavg, tuned], [fedavg, tuned])
+    assert not is_finished([fedavg, fedprox, tuned], [fedavg, tuned]), "it starts from FedProx"
+    assert is_finished([fedavg, fedprox, of_fedavg], [fedavg, of_fedavg])
+
+
 def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
     pretend("ends")
     arguments = write_grid(tmp_path)
