@@ -35,7 +35,7 @@ class Client:
         datamodule: the data of all clients; already set up.
         loaded: the phase's initial tensors, replaced by those that the server sent; the same for all clients that
             received the same tensors.
-        steps: number of optimizer steps in its local training; 0 before it.
+        steps: number of optimizer steps in its local training, until the best epoch if that was restored; 0 before it.
         rounds: the phase's number of rounds.
         rounds_before: the number of rounds of the phases that this one goes on from.
         losses: 0 if all losses of its local training were finite, otherwise not a number; None before it.

@@ -26,6 +26,9 @@ class BestEpoch(EarlyStopping):
         patience: training ends after this many validations in a row without an improvement.
         mode: ``min`` if a lower metric is better, ``max`` if a higher one is.
 
+    Attributes:
+        steps: the number of optimizer steps until the best epoch so far; 0 without one.
+
     Raises:
         MisconfigurationException: if ``min_delta``, ``patience`` or ``mode`` is out of range.
     """
@@ -41,6 +44,7 @@ class BestEpoch(EarlyStopping):
         check_at_least(self, "patience", patience, 1)
         check_choice(self, "mode", mode, ("min", "max"))
         super().__init__(monitor, min_delta=min_delta, patience=patience, mode=mode, check_on_train_epoch_end=False)
+        self.steps = 0
         self._best_metric: Tensor | None = None
         self._best: dict[str, Tensor] = {}
 
@@ -51,7 +55,7 @@ class BestEpoch(EarlyStopping):
         if trainer.sanity_checking or metric is None or metric.isnan():
             return
         if self._best_metric is None or self.monitor_op(metric, self._best_metric):
-            self._best_metric = metric.detach().clone()
+            self._best_metric, self.steps = metric.detach().clone(), trainer.global_step
             tensors = pl_module.state_dict(keep_vars=True).items()
             self._best = {name: tensor.detach().clone() for name, tensor in tensors if not is_borrowed(tensor)}
 

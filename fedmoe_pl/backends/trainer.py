@@ -17,6 +17,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
 from fedmoe_pl.backends.batch_shares import Sharing
+from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.client_loggers import client_folder, client_loggers, finish
 from fedmoe_pl.backends.contents import Contents
 from fedmoe_pl.backends.failures import Failure, guarded
@@ -112,7 +113,7 @@ class TrainerPlan(Plan):
         if not len(samples) or not trainable_names(training, client.module, round):
             return end_client(training, client, constants, {})
         trainer = self._fit(training, client, on_device(constants, training.device), samples)
-        client.steps = trainer.global_step
+        client.steps = _steps(trainer)
         parameters = client.module.named_parameters()
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
         client.module.zero_grad()
@@ -134,6 +135,12 @@ class TrainerPlan(Plan):
                 return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
         finally:
             finish(loggers)
+
+
+def _steps(trainer: Trainer) -> int:
+    """The number of optimizer steps that the module's tensors have taken: fewer than all if its best epoch is back."""
+    restored = (each.steps for each in trainer.callbacks if isinstance(each, BestEpoch))  # pyright: ignore[reportAttributeAccessIssue]
+    return next(filter(None, restored), trainer.global_step)
 
 
 @contextmanager

@@ -82,6 +82,27 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
     assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
 
 
+def test_the_steps_of_a_client_are_those_until_its_best_epoch(tmp_path):
+    """In SCAFFOLD, ``c_i`` is the mean gradient of these steps in the first round, ``(x - y) / (K lr)``."""
+    rate, epochs, name = 0.3, 12, "global_expert.classifier.1.weight"
+    datamodule, plain = blobs((40, 1, 36), validation_fraction=0.4), partial(torch.optim.SGD, lr=rate)
+    stopping = Train(callbacks=[BestEpoch(patience=2)], trainer={"limit_val_batches": 1.0})
+    scaffold = phase("Scaffold", Scaffold("global_expert.*"), gate=ConstantGate(1), train=stopping)
+    federation = run([scaffold], mixture(optimizer=plain), datamodule, tmp_path, epochs)
+    best_epochs = set()
+    for client in range(3):
+        module, loss = mixture(), lambda module, x, y: F.cross_entropy(module.global_expert(x), y)
+        x, steps = module.state_dict()[name].clone(), len(datamodule.batches(datamodule.train_samples[client]))
+        names = ("global_expert.",)
+        checks = validated_losses(module, datamodule, client, 0, 0, names, plain, epochs, 1, loss)
+        best = stopped_by_hand(checks, patience=2, min_delta=0.0)[0] + 1 if checks else epochs
+        y = (checks[best - 1][1] if checks else module.state_dict())[name]
+        kept = federation.run.states["Scaffold"].clients[client][f"control/{name}"]
+        torch.testing.assert_close(kept, (x - y) / (best * steps * rate), rtol=1e-9, atol=1e-12)
+        best_epochs.add(best)
+    assert best_epochs > {epochs}, "the test would show nothing"
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", [FedProx(mu=5.0), Scaffold()], ids=["FedProx", "SCAFFOLD"])
 @pytest.mark.parametrize("every_batch", [False, True])
@@ -112,6 +133,7 @@ def test_the_best_epoch_is_the_best_however_small_its_lead():
     module, stop = mixture(), BestEpoch(min_delta=0.2, patience=2)
     trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), should_stop=False, current_epoch=0)
     trainer.sanity_checking = trainer.fast_dev_run = False
+    trainer.global_step = 5
     trainer.strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, **kwargs: decision)
     for loss in (1.0, 0.9, 0.85):
         with torch.no_grad():
