@@ -137,7 +137,8 @@ class Algorithm:
               each round.
             * ``whole_batches``: that no ``trainer.strategy`` divides a client's batches, because its loss of a batch is
               not the mean of losses of its samples.
-            * ``step_of_each_batch``: that no gradients are accumulated over batches.
+            * ``step_of_each_batch``: that no gradients are accumulated over batches, and no parameters averaged over
+              steps.
             * ``own_server_step``: that no server optimizer and no aggregation takes the place of the server's step,
               because what the server sends is more, or something else, than means of parameters.
             * ``fixed_rounds``: that the phase's number of rounds (``client.rounds``), on which its rounds depend, stays

@@ -17,7 +17,8 @@ class BestEpoch(EarlyStopping):
 
     It belongs in ``train.callbacks`` of a phase. Its ``train.trainer`` says how often clients validate, for example
     ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The best tensors are copied, because training changes
-    the module's. A client without validation samples trains all epochs.
+    the module's; an optimizer that ``keep_optimizer`` keeps stays as it was after the last epoch. A client without
+    validation samples trains all epochs.
 
     Args:
         monitor: a metric that the clients' modules log on their validation samples.

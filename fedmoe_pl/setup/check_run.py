@@ -36,11 +36,11 @@ from fedmoe_pl.setup.check_module import (
 )
 from fedmoe_pl.setup.check_privacy import check_aggregation, check_sample_privacy, check_secure_aggregation
 from fedmoe_pl.setup.check_trainer import (
-    accumulation,
     check_batches,
     check_monitored,
     check_trainer,
     epochs_of_all,
+    other_steps,
     trainer_key,
 )
 from fedmoe_pl.setup.data import check_direction, check_metric, check_task
@@ -55,7 +55,7 @@ _NEEDS: dict[Need, str] = {
     "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
     "fixed_gate": "a gate without parameters, because it trains experts apart from the gate",
     "whole_batches": "whole batches, because its loss is not a mean over their samples",
-    "step_of_each_batch": "one step of the optimizer for each batch, with whose number it computes",
+    "step_of_each_batch": "the parameters after one step for each batch, because it computes with the steps",
     "own_server_step": "its own step of the server, whose result is not a mean of parameters",
 }
 
@@ -135,7 +135,7 @@ def check_needs(
     has_classes = (datamodule.has_pairs or is_mixture) and predicts_classes(module, datamodule)
     another = owner, "algorithm", algorithm, "another for these data and this model"
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
-    accumulating = accumulation(phase, trainer)
+    stepping = other_steps(phase, trainer)
     step = "server_optimizer" if phase.server_optimizer is not None else "aggregation"
     replaced, gate = getattr(phase, step), getattr(module, "gate", None)
     trains_gate = not (gate is None or isinstance(gate, FixedGate) or getattr(algorithm, "expert", None) == "")
@@ -160,8 +160,8 @@ def check_needs(
             (owner, "trainer.strategy", trainer.get("strategy"), "left out"),
         ),
         "step_of_each_batch": (
-            bool(accumulating),
-            (owner, accumulating, trainer.get(accumulating.rpartition(".")[2]), "left out"),
+            bool(stepping),
+            (owner, stepping, trainer.get(stepping.rpartition(".")[2]), "left out"),
         ),
         "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
     }

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, LambdaCallback, Timer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -31,6 +39,7 @@ from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
 
+_AVERAGES = (StochasticWeightAveraging, WeightAveraging)  # of the parameters after several steps
 _PROCESSES_PER_CORE = 8
 _LEFT_OUT = {
     "overfit_batches": "every epoch would draw other batches; limit_train_batches limits their number",
@@ -259,13 +268,14 @@ def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
     return scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
 
 
-def accumulation(phase: Phase, trainer: Mapping[str, Any]) -> str:
-    """Where it stands that a phase's Trainers accumulate gradients over batches; empty if they do not."""
+def other_steps(phase: Phase, trainer: Mapping[str, Any]) -> str:
+    """Where it stands that parameters are not what one step for each batch makes of them; empty if they are."""
     if trainer.get("accumulate_grad_batches", 1) != 1:
         return trainer_key(phase, "accumulate_grad_batches")
     callbacks = trainer.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
-        if isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches():
+        accumulates = isinstance(callback, GradientAccumulationScheduler)
+        if isinstance(callback, _AVERAGES) or (accumulates and callback.going_to_accumulate_grad_batches()):
             return "train.callbacks" if callback in (phase.train.callbacks or []) else trainer_key(phase, "callbacks")
     return ""
 

@@ -10,7 +10,13 @@ from helpers import TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, LambdaCallback
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -262,6 +268,13 @@ MISSING = [
         "step_of_each_batch",
         "train.callbacks",
         {"train": Train(callbacks=[GradientAccumulationScheduler({0: 1, 3: 2})])},
+        mixture,
+        blobs,
+    ),
+    (
+        "step_of_each_batch",
+        "train.trainer.callbacks",
+        {"train": Train(trainer={"callbacks": StochasticWeightAveraging(0.1)})},
         mixture,
         blobs,
     ),
