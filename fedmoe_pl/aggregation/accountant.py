@@ -87,7 +87,9 @@ def _opacus() -> Any:
     """One file of Opacus, an optional dependency: the whole package takes five seconds to import."""
     package = find_spec("opacus")
     if package is None or package.origin is None:
-        raise MisconfigurationException('Differential privacy needs Opacus: pip install "fedmoe-pl[privacy]".')
+        raise MisconfigurationException(
+            'Differential privacy needs Opacus: pip install ".[privacy]" in the repository.'
+        )
     path = Path(package.origin).parent / "accountants/analysis/rdp.py"
     spec = spec_from_file_location("opacus_rdp", path)
     assert spec is not None and spec.loader is not None

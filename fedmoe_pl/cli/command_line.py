@@ -316,7 +316,7 @@ def _tune(arguments: list[str]) -> None:
     try:
         importlib.import_module("optuna")
     except ImportError as error:
-        raise MisconfigurationException('tune needs Optuna: pip install "fedmoe-pl[tune]".') from error
+        raise MisconfigurationException('tune needs Optuna: pip install ".[tune]" in the repository.') from error
     sys.exit(importlib.import_module("fedmoe_pl.grids.tune").tune(arguments, _made))
 
 

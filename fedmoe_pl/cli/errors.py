@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+import lightning.pytorch.callbacks
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -67,7 +68,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     if match := re.search(r"arguments are required: (.+)", text):
         names = [re.sub(r"^(?!federation|trainer)\w+\.", "", name) for name in match[1].split(", ")]
         end = f", as in a file after --config. {_OVERLAY}" if {*names} & {"model", "data", PHASES} else "."
-        return f"{place}{' and '.join(names)} must be given{end}"
+        listed = " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+        return f"{place}{listed} must be given{end}"
     if match := re.search(r"not accepted before subcommand '(\w+)'", text):
         return f"options must come after the command, as in fedmoe {match[1]} --config quickstart."
     if text.startswith('expected "subcommand"'):
@@ -88,7 +90,10 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
     found = value or (given and given[given.lastindex or 0]) or ""
-    if nested := re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found):  # --data.class_path
+    nested = re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found)  # --data.class_path
+    nested = nested or re.match(r"{'class_path': '(\w+)'", found)
+    nested = nested if nested and nested[1] not in _KNOWN else None
+    if nested:
         place, found = f"{place}.class_path", nested[1]
     found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
     quoted = found if re.match(r"[\[{\d-]|None$|nan$|True$|False$", found) else repr(found)
@@ -99,7 +104,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
-    known = dir(torch.optim) if place.endswith("optimizer") else _KNOWN
+    of_library = {"optimizer": torch.optim, "callbacks": lightning.pytorch.callbacks}
+    known = next((dir(module) for name, module in of_library.items() if name in place), _KNOWN)
     end = did_you_mean(found, known) if is_name and (nested or not expected) else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 

@@ -115,7 +115,9 @@ def export_clients(
         raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
     check_choice("Federation", "format", format, get_args(Format))
     if format == "onnx" and (missing := [name for name in _OF_ONNX if find_spec(name) is None]):
-        raise MisconfigurationException(f'format onnx needs {", ".join(missing)}: pip install "fedmoe-pl[export]".')
+        raise MisconfigurationException(
+            f'format onnx needs {", ".join(missing)}: pip install ".[export]" in the repository.'
+        )
     algorithm = run.phase_and_point(method, clients[0])[0].algorithm
     if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not run.datamodule.has_pairs):
         allowed = "one whose model maps a tensor to scores"

@@ -14,6 +14,6 @@ def module_of_flower(command: str, name: str) -> Any:
         return importlib.import_module(f"fedmoe_pl.deployment.{name}")
     except ImportError as error:
         raise MisconfigurationException(
-            f"{command}: Flower is missing ({error}); install it into an environment of its own, with "
-            'pip install "fedmoe-pl[flower]" and Python 3.11 or newer.'
+            f"{command}: Flower is missing ({error}); install it into an environment of its own with Python 3.11 or "
+            'newer: pip install ".[flower]" in the repository.'
         ) from error

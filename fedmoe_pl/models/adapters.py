@@ -77,7 +77,7 @@ class LoRA:
             from peft import LoraConfig
         except ModuleNotFoundError as error:
             raise MisconfigurationException(
-                "LoRA needs the package peft, which is not installed: pip install 'fedmoe-pl[adapters]'."
+                "LoRA needs the package peft: pip install '.[adapters]' in the repository."
             ) from error
         given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "modules_to_save"}
         return LoraConfig(**given)

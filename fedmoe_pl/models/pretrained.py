@@ -32,7 +32,7 @@ def pretrained(
         import transformers
     except ModuleNotFoundError as error:
         raise MisconfigurationException(
-            "pretrained needs the package transformers, which is not installed: pip install 'fedmoe-pl[adapters]'."
+            "pretrained needs the package transformers: pip install '.[adapters]' in the repository."
         ) from error
     kind: Any = getattr(transformers, auto_class, None)
     if kind is None:

@@ -318,6 +318,8 @@ def explanation(condition: Condition) -> list[str]:
             "the clients of all seeds, and the same sign in every seed of at least two"
         )
         lines.append(_INDEPENDENCE)
+    if len({run.seeds for run in condition.runs}) > len({run.seeds[1] for run in condition.runs}) == 1:
+        lines.append("All seeds have the same partition (data.init_args.partition_seed)")
     return lines
 
 

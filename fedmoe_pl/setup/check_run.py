@@ -246,7 +246,8 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
 def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
     """Refuses a gate that weighs an expert which neither the phase nor one that it starts from has trained.
 
-    Of an expert whose parameters are all frozen, it warns: the user may have trained it.
+    Of an expert whose parameters are all frozen, it warns: the user may have trained it. It also warns of a gate that
+    leaves out all that the phase trains.
     """
 
     def is_trained(part: str) -> bool:
@@ -256,7 +257,9 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
         names = (name for other in chain for name in trained[other.name])
         return any(other.ckpt_path for other in chain) or any(name.startswith(f"{part}.") for name in names)
 
-    for part in _weighed(module) if phase.evaluate and phase.algorithm.predictor is None else []:
+    if not phase.evaluate or phase.algorithm.predictor is not None:
+        return
+    for part in _weighed(module):
         parameters = [*module.get_submodule(part).parameters()]
         if not parameters or is_trained(part):
             continue
@@ -269,6 +272,13 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
         rank_zero_warn(
             f"{phase}: gate is {type(gate).__name__}, which weighs the module's {part}, but no phase trains it, "
             "because its parameters are frozen; is it pretrained?"
+        )
+    idle_parts = [part for part in _parts(module) if part not in _weighed(module)]
+    idle, own = tuple(f"{part}." for part in idle_parts), trained[phase.name]
+    if own and all(name.startswith(idle) for name in own):
+        rank_zero_warn(
+            f"{phase}: gate is {type(module.gate).__name__}, which gives no weight to {', '.join(idle_parts)}, all "
+            "that this phase trains; so its results do not show the training."
         )
 
 

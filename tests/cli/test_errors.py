@@ -117,6 +117,15 @@ REFUSED = {
         "--model=null"
     ],
     "argument --model: expected one argument.": ["--model"],
+    "data.class_path is 'Digit', but must be FederatedDataModule or its import path; did you mean Digits?": [
+        *("--data", "{class_path: Digit, init_args: {num_clients: 3}}")
+    ],
+    "federation.phases.FedAvg.gate.class_path is 'FeatreGate', but must be Gate or null; did you mean FeatureGate?": [
+        *("--federation.phases.FedAvg.gate", "{class_path: FeatreGate}")
+    ],
+    "trainer.callbacks[0] is 'EarlyStoping', but must be Callback or its import path; did you mean EarlyStopping?": [
+        *("--trainer.callbacks", "[EarlyStoping]")
+    ],
 }
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.data import pixels, set_up
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import NpzFile
@@ -101,6 +102,17 @@ def test_an_array_that_a_file_lacks_is_named(tmp_path):
     np.savez(tmp_path / "own.npz", x_train=np.ones(2), y_train=np.ones(2), y_test=np.ones(2))
     with pytest.raises(InvalidArgumentError, match=r"path is .*own\.npz' has no x_test"):
         NpzFile(str(tmp_path / "own.npz")).setup()
+
+
+def test_a_file_that_is_not_of_numpy_s_savez_is_refused(tmp_path):
+    (tmp_path / "text.npz").write_text("hi")
+    np.save(tmp_path / "one.npy", np.ones(2))
+    for name, reason in {"text.npz": "is of another kind", "one.npy": "is of another kind", "no": "not exist"}.items():
+        with pytest.raises(InvalidArgumentError, match=f"must be an .npz file, because '.*{name}' .*{reason}"):
+            NpzFile(str(tmp_path / name)).setup()
+    np.savez(tmp_path / "objects.npz", **dict.fromkeys(("x_train", "y_train", "x_test", "y_test"), np.array([None])))
+    with pytest.raises(MisconfigurationException, match=r"objects\.npz' cannot be read: Object arrays"):
+        NpzFile(str(tmp_path / "objects.npz")).setup()
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int64, np.uint32])

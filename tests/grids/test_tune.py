@@ -308,7 +308,7 @@ def test_what_is_wrong_is_refused_in_a_sentence_before_any_trial(capsys, tmp_pat
 def test_without_optuna_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert search(RATES) == 2
-    assert capsys.readouterr().err == 'fedmoe: tune needs Optuna: pip install "fedmoe-pl[tune]".\n'
+    assert capsys.readouterr().err == 'fedmoe: tune needs Optuna: pip install ".[tune]" in the repository.\n'
 
 
 @pytest.mark.slow

@@ -122,6 +122,15 @@ def test_seeds_are_one_row_with_mean_and_deviation(copied, written, tmp_path):
     assert len(parsed.tables["every"]) == 1 + 3 * 4
 
 
+def test_a_table_says_whether_its_seeds_have_one_partition(copied, written):
+    def partition(seed):
+        return lambda config: config["data"]["init_args"].update(partition_seed=seed)
+
+    sentence = "All seeds have the same partition"
+    folders = [copied("one", 0, partition(7)), copied("two", 1, partition(7)), copied("three", 1, partition(8))]
+    assert [sentence in written(*folders[:number])[1] for number in (1, 2, 3)] == [False, True, False]
+
+
 def test_conditions_have_tables_of_their_own_and_the_same_colours(copied, written, tmp_path):
     def alpha(config):
         config["data"]["init_args"]["partitioner"]["init_args"]["alpha"] = 0.1

@@ -107,6 +107,11 @@ def test_clusters_are_trained_one_at_a_time(tmp_path):
         fitted(tmp_path, *ifca, Phase("it", ClusterMixture(), gate=EqualWeights()), model=clustered(3))
 
 
+def test_a_gate_that_leaves_out_all_that_a_phase_trains_is_pointed_out(tmp_path):
+    with pytest.warns(UserWarning, match="'it': gate is GlobalOnly, which gives no weight to local_expert, all that"):
+        fitted(tmp_path, fedavg(), Phase("it", FineTuning(), gate=GlobalOnly()))
+
+
 def test_a_frozen_expert_may_be_pretrained(tmp_path):
     model = mixture()
     model.local_expert.requires_grad_(False)

@@ -33,7 +33,7 @@ def _ray() -> Any:
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise MisconfigurationException('RayBackend needs Ray: pip install "fedmoe-pl[ray]".') from error
+        raise MisconfigurationException('RayBackend needs Ray: pip install ".[ray]" in the repository.') from error
     return ray
 
 

@@ -163,9 +163,14 @@ class _Row:
     def cell(self, owner: CsvFile, column: str) -> str:
         """The text in a column; refuses none."""
         if not (text := (self.cells.get(column) or "").strip()):
-            problem = f"the column '{column}' is empty" if column in self.cells else f"there is no column '{column}'"
-            because = f"in line {self.line} of '{self.path}', {problem}"
-            raise InvalidArgumentError(owner, "path", owner.path, "a table with a value in every cell", because)
+            allowed, because = (
+                f"a table with a column '{column}'",
+                f"those of '{self.path}' are {', '.join(self.cells)}",
+            )
+            if column in self.cells:
+                allowed = "a table with a value in every cell"
+                because = f"in line {self.line} of '{self.path}', the column '{column}' is empty"
+            raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
         return text
 
     def number(self, owner: CsvFile, column: str) -> float:

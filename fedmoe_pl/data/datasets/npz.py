@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -91,7 +92,10 @@ class NpzFile(FederatedDataModule):
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The arrays of a file: samples and targets as tensors, ids as they are."""
-        with np.load(path) as file:
+        if not zipfile.is_zipfile(path):
+            because = f"'{path}' {'is of another kind' if path.exists() else 'does not exist'}"
+            raise InvalidArgumentError(self, "path", self.path, "an .npz file", because)
+        with tried(f"NpzFile: '{path}' cannot be read"), np.load(path) as file:
             if missing := [name for name in _NEEDED if name not in file]:
                 allowed, because = f"a file with {', '.join(_NEEDED)}", f"'{path}' has no {missing[0]}"
                 raise InvalidArgumentError(self, "path", self.path, allowed, because)
