@@ -13,7 +13,7 @@ optimizers            one for each part                                one; a fr
 train or eval mode    eval mode while training                         train mode; statistics in eval mode
 classes without       fail                                             keep their prototype of earlier rounds
 samples in a round
-quadratic program     cvxpy in single precision, in which the matrix   an active-set method in double precision
+quadratic program     cvxpy in single precision, in which the matrix   SciPy's ``nnls`` in double precision
                       may have negative eigenvalues: it is then
                       rebuilt from those of at least 0.01; own
                       classifier if it still fails
@@ -202,45 +202,19 @@ def _weighted_mean(trees: list[Tree], weights: Tensor, classifier: Tree) -> Tree
 
 
 def simplex_minimum(matrix: Tensor) -> Tensor:
-    """The weights a >= 0 (n,) with sum 1 that minimize ``a^T P a``, by an active-set method in float64.
+    """The weights a >= 0 (n,) with sum 1 that minimize ``a^T P a``, in float64.
 
-    The weights outside the active set are 0. Inside, the minimum on the plane sum(a) = 1 is in closed form. If it has
-    negative weights, the first one that gets to 0 on the way there leaves the set; otherwise the index whose weight
-    would lower the value most enters. It ends after finitely many steps, because the value falls with each set.
+    They are multiples of the a >= 0 that minimize ``a^T P a + (sum(a) - 1)^2``, a problem of least squares.
 
     Example:
         >>> simplex_minimum(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
         tensor([0.7500, 0.2500], dtype=torch.float64)
     """
+    from scipy.optimize import nnls  # slow to import, and only needed here
+
     matrix = matrix.double()
-    size = len(matrix)
-    ridge = _RIDGE * matrix.diagonal().mean() + torch.finfo(torch.float64).tiny
-    matrix = matrix + ridge * torch.eye(size, dtype=torch.float64)
-    weights = torch.zeros(size, dtype=torch.float64)
-    weights[matrix.diagonal().argmin()] = 1
-    active = weights > 0
-    for _ in range(10 * size * size):
-        best = _minimum_on_plane(matrix, active)
-        if (best[active] <= 0).any():
-            falling = active & (best <= 0)
-            steps = weights / (weights - best).clamp(min=torch.finfo(torch.float64).tiny)
-            step = steps[falling].min()
-            weights = (weights + step * (best - weights)).clamp(min=0)
-            active &= ~(falling & (steps == step))
-            continue
-        weights = best
-        gradient = matrix @ weights
-        value = weights @ gradient
-        gradient[active] = torch.inf
-        if gradient.min() >= value * (1 - 1e-12):
-            break
-        active[gradient.argmin()] = True
+    values, vectors = torch.linalg.eigh(matrix / (matrix.diagonal().mean() + torch.finfo(torch.float64).tiny))
+    root = values.clamp(min=_RIDGE).sqrt()[:, None] * vectors.T
+    rows, goal = torch.cat([root, torch.ones_like(root[:1])]), torch.eye(len(root) + 1, dtype=torch.float64)[-1]
+    weights = torch.from_numpy(nnls(rows.numpy(), goal.numpy(), maxiter=10 * len(root) ** 2)[0])
     return weights / weights.sum()
-
-
-def _minimum_on_plane(matrix: Tensor, active: Tensor) -> Tensor:
-    """The minimum with sum 1 over the active weights, which may be negative; the others are 0."""
-    inverse_of_ones = torch.linalg.solve(matrix[active][:, active], torch.ones(int(active.sum()), dtype=matrix.dtype))
-    best = torch.zeros(len(matrix), dtype=matrix.dtype)
-    best[active] = inverse_of_ones / inverse_of_ones.sum()
-    return best
