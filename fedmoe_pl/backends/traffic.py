@@ -84,7 +84,7 @@ class TransferLog:
             self.transfers += transfers(direction, client, tree)
 
 
-def updates_sent(client: int, tree: Tree, masked: bool = False) -> list[Transfer]:
+def updates_sent(client: int, tree: Tree, masked: bool) -> list[Transfer]:
     """What a client sends after its training: the tensors of its update and, if there are any, its weight."""
     sent = transfers("up", client, tree)
     if masked:

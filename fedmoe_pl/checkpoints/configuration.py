@@ -144,7 +144,7 @@ def relevant(tree: Any, of_two_runs: bool = False, key: str = "") -> Any:
     return {name: relevant(tree[name], of_two_runs, child) for name, child in children.items()}
 
 
-def _is_harmless(key: str, of_two_runs: bool = False) -> bool:
+def _is_harmless(key: str, of_two_runs: bool) -> bool:
     return bool(_HARMLESS.fullmatch(key) or (not of_two_runs and _OWN.fullmatch(key)))
 
 

@@ -45,7 +45,7 @@ def refusal_behind(error: BaseException) -> MisconfigurationException | None:
     return cause
 
 
-def condensed(error: BaseException, parser: ArgumentParser | None = None) -> str:
+def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
     """One sentence for an error of jsonargparse: its exceptions name key after key, and the last one what is wrong.
 
     For unknown arguments, it suggests those of the class or, outside of any, of the parser.

@@ -187,11 +187,11 @@ def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield key, value
 
 
-def full_key(key: str, keys: Iterable[str], table: str = "") -> str:
+def full_key(key: str, keys: Iterable[str], table: str) -> str:
     """The key of a grid that a shortened key stands for.
 
     Example:
-        >>> full_key("alpha", ["seed_everything", "data.init_args.partitioner.init_args.alpha"])
+        >>> full_key("alpha", ["seed_everything", "data.init_args.partitioner.init_args.alpha"], "1")
         'data.init_args.partitioner.init_args.alpha'
     """
     keys = list(keys)

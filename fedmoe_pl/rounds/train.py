@@ -46,7 +46,7 @@ def train_round(
     plan: Plan,
     counter: FlopCounter | None,
     log: TransferLog,
-    cohort: Sequence[int] | None = None,
+    cohort: Sequence[int] | None,
 ) -> Trained:
     """Trains the clients of the round; tries again if too few answer. What each try sends and computes counts."""
     state, failures, attempt = run.states[phase.name], run.failures, 0

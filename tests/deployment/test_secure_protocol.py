@@ -236,7 +236,7 @@ def test_tensors_that_come_after_a_client_counted_as_gone_stay_masked():
     key = X25519PrivateKey.from_private_bytes(joined({giver: shares[4] for giver, shares in it.sent[-1].items()}))
     for other in range(4):
         mask_of_pair = agreed(key, it.server._keys[other].mask, "mask", "a round", other, 4)
-        protocol._add_pair_mask(late, 4, other, mask_of_pair, -1)
+        protocol._add_pair_mask(late, other, 4, mask_of_pair)  # the other half
     assert not any(torch.equal(late[name], tensor) for name, tensor in summand(4).items())
     protocol._add_mask(late, derived(it.clients[4]._seed, "own mask", "a round", 4), -1)
     assert all(torch.equal(late[name], tensor) for name, tensor in summand(4).items())

@@ -36,8 +36,7 @@ class MajorityClasses(LabelPartitioner):
     """
 
     def __init__(self, majority_share: float, samples_per_client: int | None = None, pairs: Pairs = "random") -> None:
-        if not 0 < majority_share <= 1:
-            raise InvalidArgumentError(self, "majority_share", majority_share, "above 0 and at most 1")
+        check_number(self, "majority_share", majority_share, above=0, most=1)
         check_choice(self, "pairs", pairs, get_args(Pairs))
         self.majority_share = majority_share
         self.samples_per_client = samples_per_client

@@ -116,9 +116,9 @@ def _add_mask(tensors: Tree, key: bytes, sign: int) -> None:
             (np.add if sign > 0 else np.subtract)(part, mask, out=part)
 
 
-def _add_pair_mask(tensors: Tree, client: int, other: int, key: bytes, sign: int = 1) -> None:
+def _add_pair_mask(tensors: Tree, client: int, other: int, key: bytes) -> None:
     """Adds a client's half of the mask of a pair; both halves add up to 0."""
-    _add_mask(tensors, key, sign if client < other else -sign)
+    _add_mask(tensors, key, 1 if client < other else -1)
 
 
 def _check_enough(clients: Iterable[int], threshold: int) -> None:
