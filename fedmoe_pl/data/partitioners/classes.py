@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -200,10 +201,7 @@ def _possible_counts(
     asked_counts = None if asked is None else counts(asked)
     if asked_counts is not None:
         return asked_counts
-    possible, too_many = 0, highest + 1
-    while too_many - possible > 1:
-        middle = (possible + too_many) // 2
-        possible, too_many = (possible, middle) if counts(middle) is None else (middle, too_many)
+    possible = bisect_left(range(1, highest + 1), True, key=lambda number: counts(number) is None)
     most = counts(possible) if asked is None and possible else None
     if most is None:
         raise InvalidArgumentError(
