@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
@@ -54,19 +54,17 @@ def fit(
     # a copy of WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
     settings: dict[str, Any] = {**TRAINER_DEFAULTS, **copied, "logger": False, **arguments}
-    own = settings.pop("callbacks", None) or []
-    callbacks = [*callbacks, *(own if isinstance(own, list) else [own])]
+    settings["callbacks"] = [*callbacks, *listed(settings, "callbacks")]
     devices = training.devices or [training.device]
     settings["devices"] = [device.index or 0 for device in devices] if training.device.type == "cuda" else len(devices)
     if training.devices:
         # or a scheduler's environment, such as Slurm's, would tell the ranks of other processes
-        plugins = settings.get("plugins") or []
-        settings["plugins"] = [*(plugins if isinstance(plugins, list) else [plugins]), LightningEnvironment()]
+        settings["plugins"] = [*listed(settings, "plugins"), LightningEnvironment()]
         if settings["strategy"] == "ddp":  # experts may get no samples, and parts are frozen in some epochs
             settings["strategy"] = "ddp_find_unused_parameters_true"
     with quiet():
         with packages_read_once():
-            trainer = Trainer(callbacks=callbacks, **settings)
+            trainer = Trainer(**settings)
         if settings["profiler"]:
             profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
             profiler.filename = getattr(profiler, "filename", None) or "profile"  # what it prints is suppressed
@@ -81,6 +79,12 @@ def fit(
     own = [tensor.nbytes for name, tensor in training.initial.items() if name not in training.copies.lent]
     _garbage.add(models * sum(own))
     return trainer
+
+
+def listed(trainer: Mapping[str, Any], name: str) -> list[Any]:
+    """What a Trainer's arguments have under a name that takes a list, or a single object in place of one."""
+    value = trainer.get(name) or []
+    return value if isinstance(value, list) else [value]
 
 
 def _without_hooks(datamodule: FederatedDataModule) -> FederatedDataModule:

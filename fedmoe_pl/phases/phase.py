@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
 from fedmoe_pl.backends.dp_sgd import DPSGD
+from fedmoe_pl.backends.fitting import listed
 from fedmoe_pl.checks import (
     InvalidArgumentError,
     check_at_least,
@@ -229,8 +230,7 @@ class Phase:
         """Arguments of each client's Trainer in this phase, from those of all phases."""
         arguments = {**trainer, **(self.train.trainer or {}), "max_epochs": self.epochs(trainer)}
         if self.train.callbacks:
-            common = arguments.get("callbacks") or []
-            arguments["callbacks"] = [*(common if isinstance(common, list) else [common]), *self.train.callbacks]
+            arguments["callbacks"] = [*listed(arguments, "callbacks"), *self.train.callbacks]
         return arguments
 
     def _check_numbers(self) -> None:

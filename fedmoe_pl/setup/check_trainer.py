@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import overridden_hooks, packages_read_once, quiet
-from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process
+from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process, listed
 from fedmoe_pl.backends.workers.fork_server import FORKS
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
@@ -157,10 +157,8 @@ def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, 
 
 def epochs_of_all(trainer: Mapping[str, Any]) -> int:
     """How many epochs all clients train at least; not more than one where something may end training early."""
-    callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     may_end = any(trainer.get(name) not in (None, -1, False) for name in ("max_steps", "max_time", "fast_dev_run"))
-    may_end |= any(isinstance(each, EarlyStopping | Timer) for each in callbacks)
+    may_end |= any(isinstance(each, EarlyStopping | Timer) for each in listed(trainer, "callbacks"))
     return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
 
 
@@ -223,8 +221,7 @@ def check_monitored(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
     """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
-    callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = listed(trainer, "callbacks")
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
     is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions
