@@ -79,9 +79,9 @@ class Arrays:
         x, x_test, y, y_test = self.x_train, self.x_test, self.y_train, self.y_test
         _require(len(x_test) > 0 or not needs_test, owner, "x_test", x_test, "at least one sample")
         is_alike = x.shape[1:] == x_test.shape[1:] and x.dtype == x_test.dtype
-        _require(is_alike, owner, "x_test", x_test, f"like x_train, {_words(x)}")
+        _require(is_alike, owner, "x_test", x_test, f"like x_train, {type_and_shape(x)}")
         is_alike = are_classes(y) == are_classes(y_test) and y.shape[1:] == y_test.shape[1:]
-        _require(is_alike or not len(y_test), owner, "y_test", y_test, f"like y_train, {_words(y)}")
+        _require(is_alike or not len(y_test), owner, "y_test", y_test, f"like y_train, {type_and_shape(y)}")
         self._check_normalization(owner)
 
     def _check_normalization(self, owner: object) -> None:
@@ -96,13 +96,14 @@ class Arrays:
             raise InvalidArgumentError(owner, "std", self.std, allowed)
 
 
-def _words(values: Tensor | np.ndarray) -> str:
+def type_and_shape(values: Tensor | np.ndarray) -> str:
+    """The data type and the shape of an array, in words."""
     return f"{values.dtype} of shape {tuple(values.shape)}"
 
 
 def _require(condition: bool, owner: object, name: str, values: Tensor | np.ndarray, allowed: str) -> None:
     if not condition:
-        raise InvalidArgumentError(owner, name, values, allowed, f"it is {_words(values)}")
+        raise InvalidArgumentError(owner, name, values, allowed, f"it is {type_and_shape(values)}")
 
 
 def are_classes(y: Tensor) -> bool:

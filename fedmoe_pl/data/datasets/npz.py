@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError, tried
-from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.arrays import Arrays, type_and_shape
 from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import channels_first, resize
@@ -72,12 +72,12 @@ class NpzFile(FederatedDataModule):
                 is_alike = len(kinds) == 1 or (name.startswith("x") and torch.uint8 not in kinds)
                 if not is_alike or own.shape[1:] != like.shape[1:]:
                     allowed = "a folder whose files have arrays of the same type and shape"
-                    because = f"{name} of '{client}.npz' is {_type_and_shape(own)}, and of '{first}.npz' "
-                    raise InvalidArgumentError(self, "path", self.path, allowed, because + _type_and_shape(like))
+                    because = f"{name} of '{client}.npz' is {type_and_shape(own)}, and of '{first}.npz' "
+                    raise InvalidArgumentError(self, "path", self.path, allowed, because + type_and_shape(like))
             for part in ("train", "test"):
                 x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
                 if x.shape[:1] != y.shape[:1]:
-                    because = f"y_{part} of '{client}.npz' is {_type_and_shape(y)}, and x_{part} {_type_and_shape(x)}"
+                    because = f"y_{part} of '{client}.npz' is {type_and_shape(y)}, and x_{part} {type_and_shape(x)}"
                     raise InvalidArgumentError(
                         self, "path", self.path, "a folder of files with targets of all samples", because
                     )
@@ -123,8 +123,4 @@ class NpzFile(FederatedDataModule):
         if array.dtype.kind in "iu" and array.ndim == 2:
             return torch.from_numpy(array.astype(np.int64))
         allowed = "uint8 images, floating point, or integer ids of words (n, length)"
-        raise InvalidArgumentError(self, name, f"{array.dtype} of shape {array.shape}", allowed)
-
-
-def _type_and_shape(values: Tensor) -> str:
-    return f"{values.dtype} of shape {tuple(values.shape)}"
+        raise InvalidArgumentError(self, name, type_and_shape(array), allowed)
