@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import MOST_COUNTED, check_at_least
 from fedmoe_pl.cli.catalogue import parser_of
@@ -17,8 +16,9 @@ from fedmoe_pl.deployment.serve_and_join import private
 def provision_parser() -> ArgumentParser:
     """The parser of ``fedmoe provision``."""
     parser = parser_of("provision")
-    parser.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
-    parser.add_argument("--client", type=int, help="number of a client, which makes only its own key")
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
+    either.add_argument("--client", type=int, help="number of a client, which makes only its own key")
     parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")
     parser.add_argument("--names", nargs="+", help="host names and addresses of the server (default: localhost)")
     parser.add_argument("--days", type=int, default=365, help="how long the server's certificate is valid")
@@ -29,10 +29,6 @@ def provision(arguments: Sequence[str]) -> None:
     """Runs ``fedmoe provision`` with the arguments after it."""
     options = provision_parser().parse_args([*arguments])
     folder = Path(options.folder)
-    if (options.clients is None) == (options.client is None):
-        raise MisconfigurationException(
-            "provision: give either --clients (for the server and all clients) or --client (for one client's own key)."
-        )
     for name, lowest, highest in (("clients", 1, MOST_COUNTED), ("client", 0, MOST_COUNTED), ("days", 1, 3650)):
         check_at_least("provision", name, options[name], lowest, highest)
     keys = module_of_flower("provision", "flower_keys")

@@ -137,7 +137,6 @@ def test_where_others_can_connect_keys_are_needed(keys, own, of_whom, missing):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "give either --clients"),
         (["--clients", "0"], "clients is 0, but must be an integer from 1"),
         (["--clients", "1", "--days", "0"], "days is 0, but must be an integer from 1"),
     ],
