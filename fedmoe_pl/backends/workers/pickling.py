@@ -61,12 +61,12 @@ class _Pickler(cloudpickle.Pickler):
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad or obj.layout is not torch.strided:
             return super().reducer_override(obj)
         if obj.dtype in _AS_INTEGERS:
-            return _with_dtype, (obj.view(_AS_INTEGERS[obj.dtype]), obj.dtype)
+            return Tensor.view, (obj.view(_AS_INTEGERS[obj.dtype]), obj.dtype)
         if obj.dtype in _NUMPY_DTYPES:
             if obj.is_contiguous(memory_format=torch.channels_last):
                 # with strides, because NumPy alters those of dimensions of size 1, which tell PyTorch the memory format
                 return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
-            return _from_numpy, (obj.numpy(),)
+            return torch.from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
 
 
@@ -78,14 +78,6 @@ _NUMPY_DTYPES = {
 # NumPy has none of them, and PyTorch cannot unpickle 8 bits
 _AS_INTEGERS = {dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")}
 _AS_INTEGERS[torch.bfloat16] = torch.int16
-
-
-def _with_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.view(dtype)
-
-
-def _from_numpy(array: Any) -> Tensor:
-    return torch.from_numpy(array)
 
 
 def _strided(values: Any, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
