@@ -269,8 +269,7 @@ def other_steps(phase: Phase, trainer: Mapping[str, Any]) -> str:
     """Where it stands that parameters are not what one step for each batch makes of them; empty if they are."""
     if trainer.get("accumulate_grad_batches", 1) != 1:
         return trainer_key(phase, "accumulate_grad_batches")
-    callbacks = trainer.get("callbacks") or []
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+    for callback in listed(trainer, "callbacks"):
         accumulates = isinstance(callback, GradientAccumulationScheduler)
         if isinstance(callback, _AVERAGES) or (accumulates and callback.going_to_accumulate_grad_batches()):
             return "train.callbacks" if callback in (phase.train.callbacks or []) else trainer_key(phase, "callbacks")
