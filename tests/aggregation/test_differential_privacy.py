@@ -109,6 +109,6 @@ def test_bits_and_changes_together_cost_the_noise_multiplier():
 def test_without_opacus_noise_is_refused(monkeypatch):
     accountant._opacus.cache_clear()
     monkeypatch.setattr(accountant, "find_spec", lambda name: None)
-    with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[privacy\]"'):
+    with pytest.raises(MisconfigurationException, match=r'pip install "\.\[privacy\]"'):
         DifferentialPrivacy(1.234, 1.0, 1e-5).check(START, {*START}, COHORT)
     DifferentialPrivacy(0.0, 1.0, 1e-5).check(START, {*START}, COHORT)

@@ -222,5 +222,5 @@ def test_why_a_model_cannot_be_exported_is_one_line_without_the_exporter_s_outpu
 
 def test_a_missing_package_of_onnx_is_named_with_what_installs_it(fed, monkeypatch):
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else name)
-    with pytest.raises(MisconfigurationException, match=r"onnx needs onnxscript: pip install .fedmoe-pl\[export\]"):
+    with pytest.raises(MisconfigurationException, match=r"onnx needs onnxscript: pip install .\.\[export\]"):
         exported(fed, method="PFL-MF", format="onnx")
