@@ -43,7 +43,8 @@ def pytest_collection_modifyitems(config, items):
             if not is_fast:
                 item.add_marker(pytest.mark.slow)
     unknown = [(test, ids - {*repetitions[test]}) for test, ids in named.items() if ids - {*repetitions[test]}]
-    if unknown and not any("::" in argument for argument in config.args):  # which chooses repetitions
+    chooses_repetitions = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    if unknown and not chooses_repetitions:
         raise pytest.UsageError("{}: the mark 'few' names {}, which are no repetitions".format(*unknown[0]))
     if not (torch.cuda.is_available() or PRETENDS_GPU):
         for item in items:

@@ -139,8 +139,8 @@ class TrainerPlan(Plan):
 
 def _steps(trainer: Trainer) -> int:
     """The number of optimizer steps that the module's tensors have taken: fewer than all if its best epoch is back."""
-    restored = (each.steps for each in trainer.callbacks if isinstance(each, BestEpoch))  # pyright: ignore[reportAttributeAccessIssue]
-    return next(filter(None, restored), trainer.global_step)
+    restored = [each.steps for each in trainer.callbacks if isinstance(each, BestEpoch)]  # pyright: ignore[reportAttributeAccessIssue]
+    return next(filter(None, reversed(restored)), trainer.global_step)
 
 
 @contextmanager

@@ -90,9 +90,12 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
     found = value or (given and given[given.lastindex or 0]) or ""
+    of_library = {"optimizer": torch.optim, "callbacks": lightning.pytorch.callbacks}
+    libraries = (dir(of_library[name]) for name in re.split(r"[.\[]", place) if name in of_library)
+    known = [*next(libraries, []), *_KNOWN]
     nested = re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found)  # --data.class_path
     nested = nested or re.match(r"{'class_path': '(\w+)'", found)
-    nested = nested if nested and nested[1] not in _KNOWN else None
+    nested = nested if nested and nested[1] not in known else None
     if nested:
         place, found = f"{place}.class_path", nested[1]
     found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
@@ -104,8 +107,6 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
-    of_library = {"optimizer": torch.optim, "callbacks": lightning.pytorch.callbacks}
-    known = next((dir(module) for name, module in of_library.items() if name in place), _KNOWN)
     end = did_you_mean(found, known) if is_name and (nested or not expected) else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 

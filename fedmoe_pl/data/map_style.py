@@ -36,7 +36,7 @@ def difference_of_numbers(numbers: Mapping[str, int], others: Mapping[str, int])
         if others.get(name, number) != number:
             return f"'{name}' is {number}, not {others[name]}"
         if name not in others and number in names:
-            return f"'{name}' is {number}, as '{names[number]}' is"
+            return f"'{name}' and '{names[number]}' are both {number}"
     return ""
 
 

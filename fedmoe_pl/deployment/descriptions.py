@@ -72,7 +72,8 @@ def wait_for(
     for client, description in sorted(descriptions.items()):
         if difference := difference_of_numbers(description["class_numbers"], numbers):
             raise MisconfigurationException(
-                f"client {client}: the numbers of its classes must be those of the clients before it, but {difference}."
+                f"client {client} must number its classes as the clients before it do, but {difference}; the numbers "
+                "of a dataset with a target_transform are not compared."
             )
         numbers |= description["class_numbers"]
         if key := _first_difference(descriptions[0], description, _COMMON):

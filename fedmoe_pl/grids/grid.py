@@ -15,6 +15,7 @@ from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.checks import InvalidArgumentError
 
 SEED = "seed_everything"
+PARTITION_SEED = "data.init_args.partition_seed"
 VARIANT = "variant"
 _OF_CLASS = {"class_path", "init_args", "dict_kwargs"}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedmoe_pl.grids.cells import Cell, is_row_of
-from fedmoe_pl.grids.grid import SEED, Grid, value_name
+from fedmoe_pl.grids.grid import PARTITION_SEED, SEED, Grid, value_name
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown
@@ -38,7 +38,7 @@ def _csv_rows(condition: Condition) -> Iterator[dict[str, object]]:
     for method in condition.methods:
         cell, row = method.runs[0].cell, method.results[0]
         where = {"variant": cell["variant"]} if cell["variant"] else {}
-        where |= {key: value_name(value) for key, value in cell["values"].items() if key != SEED}
+        where |= {key: value_name(value) for key, value in cell["values"].items() if key not in (SEED, PARTITION_SEED)}
         for metric in condition.metrics:
             spread = method.over_seeds(f"{metric}_mean")
             paper = (method.published(metric) or [Published("", math.nan, None)])[0]

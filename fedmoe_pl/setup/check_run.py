@@ -240,7 +240,11 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
     if overrides(algorithm, "client_loss"):
         return trained
     idle = tuple(f"{part}." for part in getattr(module, "idle_parts", ()))
-    return {name for name in trained if not name.startswith(idle)}
+    weighed = {name for name in trained if not name.startswith(idle)}
+    if trained and not weighed and max_epochs and not phase.ckpt_path:
+        because = f"it leaves out all that {type(algorithm).__name__} trains, such as '{min(trained)}'"
+        raise InvalidArgumentError(str(phase), "gate", module.gate, "one that weighs what is trained", because)
+    return weighed
 
 
 def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
@@ -275,10 +279,11 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
         )
     idle_parts = [part for part in _parts(module) if part not in _weighed(module)]
     idle, own = tuple(f"{part}." for part in idle_parts), trained[phase.name]
-    if own and all(name.startswith(idle) for name in own):
+    trains = own and phase.ckpt_path is None and phase.epochs(run.trainer)
+    if trains and all(name.startswith(idle) for name in own):
         rank_zero_warn(
-            f"{phase}: gate is {type(module.gate).__name__}, which gives no weight to {', '.join(idle_parts)}, all "
-            "that this phase trains; so its results do not show the training."
+            f"{phase}: gate is {type(module.gate).__name__}, which gives no weight to {', '.join(idle_parts)}, and "
+            "this phase trains nothing else, so its results do not reflect that training."
         )
 
 

@@ -266,7 +266,7 @@ def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
 
 
 def other_steps(phase: Phase, trainer: Mapping[str, Any]) -> str:
-    """Where it stands that parameters are not what one step for each batch makes of them; empty if they are."""
+    """The key because of which parameters are not those after one step per batch; empty if they are."""
     if trainer.get("accumulate_grad_batches", 1) != 1:
         return trainer_key(phase, "accumulate_grad_batches")
     for callback in listed(trainer, "callbacks"):

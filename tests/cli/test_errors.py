@@ -126,6 +126,8 @@ REFUSED = {
     "trainer.callbacks[0] is 'EarlyStoping', but must be Callback or its import path; did you mean EarlyStopping?": [
         *("--trainer.callbacks", "[EarlyStoping]")
     ],
+    "federation.callbacks[0] is 'AccuracyMonitr', but must be FederationCallback or its import path; "
+    "did you mean AccuracyMonitor?": ["--federation.callbacks", "[AccuracyMonitr]"],
 }
 
 

@@ -226,11 +226,11 @@ def in_folders(path, *folders):
 
 
 @pytest.mark.parametrize(
-    ("folders", "difference"), [(("abc", "bc"), "'b' is 0, not 1"), (("ab", "c"), "'c' is 0, as 'a' is")]
+    ("folders", "difference"), [(("abc", "bc"), "'b' is 0, not 1"), (("ab", "c"), "'c' and 'a' are both 0")]
 )
 def test_folders_that_number_a_class_differently_are_refused_together(folders, difference, tmp_path):
     transport = in_folders(tmp_path, folders[0], "", folders[1], "", "")
-    refused = f"^client 2: the numbers of its classes must be those of the clients before it, but {difference}."
+    refused = f"^client 2 must number its classes as the clients before it do, but {difference}; the numbers of"
     with pytest.raises(MisconfigurationException, match=refused):
         serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), transport, 5)
 

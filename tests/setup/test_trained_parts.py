@@ -6,7 +6,7 @@ from helpers import blobs, mixture, run
 from helpers.clusters import clustered, only
 from helpers.methods import linear_gate
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import (
     FD,
     ClusterMixture,
@@ -108,8 +108,12 @@ def test_clusters_are_trained_one_at_a_time(tmp_path):
 
 
 def test_a_gate_that_leaves_out_all_that_a_phase_trains_is_pointed_out(tmp_path):
-    with pytest.warns(UserWarning, match="'it': gate is GlobalOnly, which gives no weight to local_expert, all that"):
+    with pytest.warns(UserWarning, match="'it': gate is GlobalOnly, which gives no weight to local_expert, and this"):
         fitted(tmp_path, fedavg(), Phase("it", FineTuning(), gate=GlobalOnly()))
+    untrained = Phase("it", FineTuning(), gate=GlobalOnly(), train=Train(max_epochs=0))
+    fitted(tmp_path, fedavg(), untrained)  # warnings are errors
+    with pytest.raises(InvalidArgumentError, match=r"GlobalOnly, .* out all that Local trains, such as 'local_expert"):
+        fitted(tmp_path, fedavg(), Phase("it", Local("local_expert.*"), gate=GlobalOnly()))
 
 
 def test_a_frozen_expert_may_be_pretrained(tmp_path):

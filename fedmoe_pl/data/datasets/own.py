@@ -238,7 +238,7 @@ def _with_values(
     number, of_test = _class_numbers(data.train_dataset), _class_numbers(data.test_dataset)
     data.class_numbers = number if targets is None else {}
     if targets is None and (reason := difference_of_numbers(of_test, number)):  # as in a folder without some classes
-        allowed = "one with train_dataset's numbers of classes"
+        allowed = "one with train_dataset's numbers of classes, or with a target_transform"
         raise InvalidArgumentError(owner, "test_dataset", type(data.test_dataset).__name__, allowed, reason)
     samples = {
         part: Samples(owner, dataset, (targets, groups)) for part, dataset in datasets.items() if dataset is not None
