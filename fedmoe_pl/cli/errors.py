@@ -106,7 +106,7 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed = allowed.removesuffix(" or null")
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
-    is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in _KNOWN
+    is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in known
     end = did_you_mean(found, known) if is_name and (nested or not expected) else "."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 

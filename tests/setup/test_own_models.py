@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
-from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
+from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate, LocalOnly
 
 
 def wide(seed=4, hidden=9):
@@ -27,7 +27,7 @@ def phases(own=wide) -> list[Phase]:
         Phase("FedAvg", FedAvg("global_expert.*"), 2, gate=GlobalOnly()),
         Phase("wide", FedAvg("global_expert.*"), 2, model=own(), gate=GlobalOnly(), start="initial"),
         Phase("wide tuned", FineTuning(), start="wide"),
-        Phase("tuned", FineTuning(gate_fraction=0.25), start="FedAvg", gate=GlobalOnly()),
+        Phase("tuned", FineTuning(gate_fraction=0.25), start="FedAvg", gate=LocalOnly()),
         Phase("gate", PFLMoE(), start="tuned"),
     ]
 
