@@ -377,7 +377,8 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_early_stopping_may_wait_for_whatever_is_logged(name, tmp_path):
+def test_early_stopping_may_wait_for_whatever_is_logged(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # clients log below it
     kind, callbacks, trainer = OWN[name]
     phase = Phase("p", FedAvg(), train=Train(callbacks=callbacks, trainer=trainer))
     module, samples = kind(WithDropout(), optimizer=sgd), data(validation_fraction=0.3)
