@@ -49,11 +49,12 @@ def test_the_grid_of_the_documentation_is_one(tmp_path):
     text, of_papers = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "values:" in block)
     (tmp_path / "grid.yaml").write_text(text)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    first, other_partition = re.findall(r"^fedmoe benchmark --config grid.yaml (--.*)$", page, re.MULTILINE)
+    first, *_, other_partition = re.findall(r"^fedmoe benchmark --config grid.yaml (--.*)$", page, re.MULTILINE)
     grid = read_grid(["--config", str(tmp_path / "grid.yaml"), *shlex.split(first)])
     assert grid.values["seed_everything"] == [0, 1] and grid.overrides["trainer.max_epochs"] == 1
     pair = read_grid(["--config", str(tmp_path / "grid.yaml"), *shlex.split(other_partition)])
-    assert pair.values["seed_everything"] == [1] and pair.overrides["data.init_args.partition_seed"] == 1
+    assert pair.folder == "runs/pairs" and pair.values["seed_everything"] == [1]
+    assert pair.overrides["data.init_args.partition_seed"] == 1
     assert Path(grid.configs[0].absolute).samefile(QUICKSTART)
     (tmp_path / "papers.yaml").write_text(of_papers)
     grid = read_grid(["--config", str(tmp_path / "papers.yaml")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mn
 
 
 class TorchvisionDataModule(FederatedDataModule):
-    """The base of torchvision's data sets, which are read into memory as a whole; a subclass names its ``dataset``.
+    """The base of torchvision's data sets, which are read into memory as a whole; derive from it and write ``read``.
 
     Args:
         root: folder with the files; missing ones are downloaded into it.
@@ -27,12 +27,7 @@ class TorchvisionDataModule(FederatedDataModule):
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
-
-    Attributes:
-        dataset: torchvision's class, whose objects have ``data`` and ``targets``; for others, override ``read``.
     """
-
-    dataset: Callable[..., Any]
 
     def __init__(
         self,
@@ -50,6 +45,7 @@ class TorchvisionDataModule(FederatedDataModule):
         self.mean = mean
         self.std = std
 
+    @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
         """Reads one part of torchvision's data set.
 
@@ -60,8 +56,6 @@ class TorchvisionDataModule(FederatedDataModule):
         Returns:
             Images, uint8, with channels first, last or not at all, and their classes.
         """
-        data = type(self).dataset(self.root, train=train, download=download)
-        return data.data, data.targets
 
     def prepare_data(self) -> None:
         """Downloads missing files."""
@@ -95,12 +89,15 @@ class MNIST(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
-    dataset = datasets.MNIST
-
     def __init__(
         self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Reads one part."""
+        data = datasets.MNIST(self.root, train=train, download=download)
+        return data.data, data.targets
 
 
 class FashionMNIST(TorchvisionDataModule):
@@ -114,12 +111,15 @@ class FashionMNIST(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
-    dataset = datasets.FashionMNIST
-
     def __init__(
         self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Reads one part."""
+        data = datasets.FashionMNIST(self.root, train=train, download=download)
+        return data.data, data.targets
 
 
 class EMNIST(TorchvisionDataModule):
@@ -152,8 +152,6 @@ class CIFAR10(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
-    dataset = datasets.CIFAR10
-
     def __init__(
         self,
         mean: tuple[float, ...] | None = (0.4914, 0.4822, 0.4465),
@@ -162,11 +160,19 @@ class CIFAR10(TorchvisionDataModule):
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
 
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Reads one part."""
+        data = datasets.CIFAR10(self.root, train=train, download=download)
+        return data.data, data.targets
+
 
 class CIFAR100(TorchvisionDataModule):
     """CIFAR-100: 50,000 training and 10,000 test images in colour, 32 x 32 pixels, 100 classes."""
 
-    dataset = datasets.CIFAR100
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Reads one part."""
+        data = datasets.CIFAR100(self.root, train=train, download=download)
+        return data.data, data.targets
 
 
 class SVHN(TorchvisionDataModule):
