@@ -39,6 +39,11 @@ _SOME_VALUES = {
     "precision": (None, 32, "32", "32-true", "bf16", "bf16-mixed"),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), (False,)),
 }
+# What the Trainer of a bare loop says as one of a client's own would: nothing of its batches, optimizers or steps
+_SAME_IN_ALL = {
+    *("training", "validating", "sanity_checking", "testing", "predicting", "evaluating", "datamodule", "precision"),
+    *("logger", "loggers", "barebones", "is_global_zero", "global_rank", "local_rank", "node_rank", "world_size"),
+}
 
 
 def trains_by_loss(training: LocalTraining) -> bool:
@@ -77,6 +82,17 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     return None
 
 
+class NeedsTrainerError(Exception):
+    """A loss reads something of its Trainer that a bare loop does not know."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the loss reads {name} of its Trainer, which only a Trainer for each client knows")
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[NeedsTrainerError], tuple[str]]:
+        return NeedsTrainerError, (self.name,)
+
+
 class OneStep(LightningModule):
     """Calls a function in its only training step: with the Trainer's settings, and without its time for each batch."""
 
@@ -104,9 +120,15 @@ def in_one_step(training: LocalTraining, models: int, function: Callable[[OneSte
 
 
 class Learner(ABC):
-    """What a bare loop trains: a client, or a stack of them."""
+    """What a bare loop trains: a client, or a stack of them.
+
+    Attributes:
+        module: the module whose loss is computed.
+        counts_steps: whether each client has taken as many steps as the loop.
+    """
 
     module: LightningModule
+    counts_steps: bool = True
 
     @abstractmethod
     def epoch(self) -> Iterable[Any]:
@@ -126,7 +148,11 @@ class Learner(ABC):
 
 
 class Loop:
-    """All epochs of a learner; to its module, it looks like the module's Trainer."""
+    """All epochs of a learner; to its module, it looks like the module's Trainer.
+
+    Attributes:
+        steps: the optimizer's steps so far.
+    """
 
     def __init__(self, trainer: Trainer, training: LocalTraining, freezing: Freezing) -> None:
         self.trainer = trainer
@@ -135,15 +161,29 @@ class Loop:
         self.freezing = freezing
         self.max_epochs = freezing.epochs
         self.current_epoch = 0
-        self.global_step = 0
+        self.steps = 0
+        self.counts_steps = True
+
+    @property
+    def global_step(self) -> int:
+        """The client's steps so far."""
+        if not self.counts_steps:
+            raise NeedsTrainerError("global_step")
+        return self.steps
 
     def __getattr__(self, name: str) -> Any:
+        """What is the same in all Trainers; nothing else, which would be that of the Trainer around the loop."""
+        if name.startswith("__"):  # Python asks, such as to copy
+            raise AttributeError(name)
+        if name not in _SAME_IN_ALL:
+            raise NeedsTrainerError(name)
         return getattr(self.trainer, name)
 
     def run(self, learner: Learner) -> torch.optim.Optimizer:
         """Trains all epochs; returns the optimizer."""
         optimizer, scheduler = optimizer_and_scheduler(learner.configure_optimizers())
         assert optimizer is not None, "needs_every_batch has refused it"
+        self.counts_steps = learner.counts_steps
         learner.module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
         for epoch in range(self.max_epochs):
             self.current_epoch = epoch
@@ -153,7 +193,7 @@ class Loop:
                     loss = learner.loss(batch)
                 learner.backward(loss, optimizer)
                 optimizer.step()
-                self.global_step += 1
+                self.steps += 1
                 if self.is_mixed:
                     torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
             if scheduler is not None:

@@ -25,7 +25,15 @@ from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device, trainable_names
-from fedmoe_pl.backends.loop import Learner, Loop, OneStep, in_one_step, needs_every_batch, trains_by_loss
+from fedmoe_pl.backends.loop import (
+    Learner,
+    Loop,
+    NeedsTrainerError,
+    OneStep,
+    in_one_step,
+    needs_every_batch,
+    trains_by_loss,
+)
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
@@ -43,7 +51,8 @@ class TrainerBackend(Backend):
 
     If nothing must see a client's batches (callbacks, validation, gradient accumulation, a logger, a plugin or a user's
     ``training_step``), many clients share a ``Trainer``: its training step trains one after another in a bare loop.
-    That gives the same bits in less time.
+    That gives the same bits in less time. A loss that reads more of its Trainer than a bare loop knows, such as
+    ``estimated_stepping_batches``, is computed in a ``Trainer`` per client from then on.
     """
 
     def plan(self, training: LocalTraining) -> TrainerPlan:
@@ -95,12 +104,16 @@ class TrainerPlan(Plan):
     ) -> list[GroupUpdate]:
         """Trains one client after another."""
         clients = [client for group in groups for client in group]
+        updates: dict[int, Update | Failure] = {}
         with one_thread():
             if self.shares_trainer:
                 group = _Group(self.training, server, kept, round, self.features)
                 in_one_step(self.training, 1, partial(group.train, clients))
                 updates = group.updates
-            else:
+                self.shares_trainer = self.training.sample_privacy is not None or not any(
+                    map(_needs_trainer, updates.values())
+                )
+            if not self.shares_trainer:
                 train = partial(self._train_client, server, kept, round)
                 updates = {c: guarded(partial(train, c), self.training.client_timeout) for c in clients}
         return group_updates(self.training, groups, updates)
@@ -135,6 +148,10 @@ class TrainerPlan(Plan):
                 return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
         finally:
             finish(loggers)
+
+
+def _needs_trainer(update: Update | Failure) -> bool:
+    return isinstance(update, Failure) and isinstance(update.error, NeedsTrainerError)
 
 
 def _steps(trainer: Trainer) -> int:
@@ -291,7 +308,7 @@ class _Group:
         loop = Loop(step.trainer, training, reused.freezing)
         with looked_up(module, features.parts.names if features else (), lookup):
             optimizer = loop.run(learner)
-        client.steps = loop.global_step
+        client.steps = loop.steps
         module.zero_grad()
         if training.device.type != "cpu":
             training.copies.move(module, torch.device("cpu"))

@@ -328,6 +328,19 @@ def test_a_stack_clips_the_gradients_that_are_too_long_and_no_others():
     assert update.sent["weight"].item() == pytest.approx(sum(ends) / 2, rel=1e-12)
 
 
+class Decaying(ByLoss):
+    """Counts the client's steps, but only after the first epoch, which is tried before any training."""
+
+    def client_loss(self, module, batch, constants):
+        steps = module.global_step if module.current_epoch else 0
+        return 0.9**steps * super().client_loss(module, batch, constants)
+
+
+def test_a_loss_that_counts_steps_after_the_first_epoch_counts_its_client_s():
+    assert_agree(local_training(mixture(), Decaying(), blobs((4, 4))), 1e-10)
+    assert_agree(local_training(mixture(), Decaying(), blobs((4, 12, 9))), 1e-10)
+
+
 def test_a_stack_s_batches_are_no_larger_than_its_largest_client():
     data = blobs((5, 7), batch_size=10**9)
     members = [Member(None, {}, {}, data.batches(samples), None) for samples in data.train_samples]

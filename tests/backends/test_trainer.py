@@ -329,6 +329,29 @@ def test_a_module_sees_its_own_progress_in_the_shared_trainer(served):
     assert served == [2] and seen == [first + second, first + second]
 
 
+class Annealed(FedAvg):
+    """A loss whose weight follows what the module's Trainer says."""
+
+    reads = ""
+
+    def client_loss(self, module, batch, constants):
+        done = (module.global_step + 1) / getattr(module.trainer, self.reads)
+        return (1.1 - min(done, 1.0)) * super().client_loss(module, batch, constants)
+
+
+@pytest.mark.parametrize("reads", ["estimated_stepping_batches", "num_training_batches"])
+def test_a_loss_that_reads_what_only_its_own_trainer_knows_gets_one(reads, served):
+    algorithm, sent = Annealed(), []
+    algorithm.reads = reads
+    for callbacks in (None, [EveryBatch()]):
+        training = local_training(mixture(LinearGate(5)), algorithm, blobs((8, 4)), 3, callbacks=callbacks)
+        plan = begin(TrainerBackend(), training)
+        sent.append(train_clients(plan)[0].sent)
+        assert not plan.shares_trainer, "the next round does not try again"
+    assert served == [2]
+    assert_same_bits(*sent)
+
+
 def test_what_all_clients_of_a_shared_trainer_have_in_common_is_asked_once(served):
     asked = []
     for sizes in ((8, 4), (8, 4, 7, 5, 9, 6)):

@@ -44,6 +44,7 @@ class Stack(Learner):
         self.module = training.copies.move(module, training.device)
         self.members = sorted(members, key=lambda member: -len(member.batches))
         self.data = StackedData(training, self.members)
+        self.counts_steps = len({*self.data.steps}) == 1
         self.round = round
         features = self.members[0].features
         self._parts = () if features is None else features.parts.names
