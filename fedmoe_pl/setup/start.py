@@ -17,6 +17,7 @@ from torch import Tensor
 from fedmoe_pl.backends import (
     AutoBackend,
     Backend,
+    Contents,
     DistributedBackend,
     PoolBackend,
     TrainerBackend,
@@ -29,7 +30,7 @@ from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
 from fedmoe_pl.checkpoints.resume import identify
-from fedmoe_pl.checks import InvalidArgumentError, naming, tried
+from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.mapped import return_freed_memory
@@ -38,9 +39,9 @@ from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, read_result, share_memory, sized
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.sample_privacy import set_noise
-from fedmoe_pl.seeds import named_seed
+from fedmoe_pl.seeds import named_seed, seeded
 from fedmoe_pl.setup.check_run import check_run
-from fedmoe_pl.trees import Tree, copy_module, load_tree, map_frozen
+from fedmoe_pl.trees import Tree, copy_module, load_tree, map_frozen, same_bits
 
 
 def make_run(
@@ -111,13 +112,29 @@ def _check_model(owner: str, model: LightningModule) -> None:
         if not isinstance(value, Tensor):
             because = "what is in a state dict is sent and averaged"
             raise InvalidArgumentError(model, name, f"a {type(value).__name__}", "a tensor", because)
-    if type(model).configure_model is LightningModule.configure_model:
-        return
+    for hook in ("configure_model", "setup"):
+        if getattr(type(model), hook) is not getattr(LightningModule, hook):
+            _check_hook(owner, model, hook)
+
+
+def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
+    """Refuses a hook that changes the model before a Trainer uses it, where evaluations use it without a Trainer."""
     configured = copy_module(model)
-    configured.configure_model()
-    if added := [*(configured.state_dict().keys() - model.state_dict().keys())]:
-        because = f"configure_model makes '{min(added)}' only after clients and server have exchanged the others"
+    contents = Contents(configured, model, saved_buffers=False)
+    try:
+        with seeded(0):
+            configured.configure_model() if hook == "configure_model" else configured.setup("fit")
+    except Exception as error:
+        because = f"evaluations do not call it, and without a Trainer it fails with {reason_of(error)}"
+        raise InvalidArgumentError(model, hook, "overridden", "left as it is", because) from error
+    before, after = model.state_dict(), configured.state_dict()
+    if added := after.keys() - before.keys():
+        because = f"{hook} makes '{min(added)}' only after clients and server have exchanged the others"
         raise InvalidArgumentError(owner, "model", model, "one that makes all layers in its constructor", because)
+    loaded = [f"'{name}'" for name in before if name not in after or not same_bits(before[name], after[name])]
+    if changed := [*loaded, contents.change()][0]:
+        because = f"clients would call it in every round, evaluations never, and it changes {changed}"
+        raise InvalidArgumentError(model, hook, "overridden", "moved to the constructor", because)
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from helpers import TensorData, blobs, mixture, run
+from helpers import OneWeight, TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -173,6 +173,26 @@ class MadeLater(WithDropout, LightningModule):
         self.last = getattr(self, "last", nn.Linear(3, 3))
 
 
+class Pretrained(OneWeight):
+    def setup(self, stage):
+        self.weight.data.fill_(2)
+
+
+class ScaledLater(OneWeight):
+    scale = 1.0
+
+    def configure_model(self):
+        self.scale = 3.0
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+class OfDataModule(OneWeight):
+    def setup(self, stage):
+        self.classes = self.trainer.datamodule.classes
+
+
 class WithState(WithDropout):
     def get_extra_state(self):
         return {"seen": torch.zeros(2, 2)}
@@ -200,6 +220,9 @@ class TooFew(WithDropout):
             "expert._extra_state is 'a dict', but must be a tensor, because what is",
         ),
         (MadeLater, "model is a MadeLater, but must be one that makes all layers in its constructor"),
+        (Pretrained, r"Pretrained: setup is 'overridden', but must be moved .* it changes 'weight'\.$"),
+        (ScaledLater, "configure_model is 'overridden', .* evaluations never, and it changes 'scale' of ScaledLater"),
+        (OfDataModule, r"without a Trainer it fails with OfDataModule is not attached to a `Trainer`\.$"),
         (lambda: PersonalizedMoE(TooFew()), "one that gives a score for each of 3 classes"),
     ],
 )
