@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -100,6 +101,21 @@ def check_shared(phase: Phase, module: LightningModule, num_clients: int) -> Non
                 f"{phase}: {name} shares '{missing[0]}', which clients of architecture {architecture} do not have; "
                 "only tensors that all clients have can be shared."
             )
+
+
+def check_tied(phase: Phase, module: LightningModule, epochs: Iterable[tuple[int, int]]) -> None:
+    """Refuses to train a tensor under one of its names and not under another, in some pairs of round and epoch."""
+    state, groups = module.state_dict(keep_vars=True), names_of_same_tensors(module)
+    groups = [names for names in groups if state[names[0]].requires_grad]
+    for pair in epochs if groups else ():
+        for names in groups:
+            trained = [name for name in names if phase.algorithm.is_trainable(name, *pair)]
+            others = [name for name in names if name not in trained]
+            if trained and others:
+                raise MisconfigurationException(
+                    f"{phase}: {type(phase.algorithm).__name__} trains '{trained[0]}', but not '{others[0]}', another "
+                    f"name of the same tensor of the {type(module).__name__}; train all of its names or none."
+                )
 
 
 def check_has_optimizer(phase: Phase, module: LightningModule) -> None:

@@ -33,6 +33,7 @@ from fedmoe_pl.setup.check_module import (
     check_predictions,
     check_shared,
     check_tensors,
+    check_tied,
 )
 from fedmoe_pl.setup.check_privacy import check_aggregation, check_sample_privacy, check_secure_aggregation
 from fedmoe_pl.setup.check_trainer import (
@@ -228,6 +229,8 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
             f"{type(algorithm).__name__} never trains; such parts are in train mode and computed in every step."
         )
     pairs, names = [*epochs], [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if max_epochs and not phase.ckpt_path:
+        check_tied(phase, module, pairs)
     trained = {name for name in names if not shows_all or any(algorithm.is_trainable(name, *pair) for pair in pairs)}
     shared = {name for name, _ in module.named_parameters() if algorithm.is_shared(name)}
     if shared and trained and not trained & shared and max_epochs and not phase.ckpt_path:

@@ -252,6 +252,18 @@ def test_a_tensor_is_shared_under_all_of_its_names_or_none(tmp_path):
         federation(tmp_path, [Phase("p", FedAvg("global_expert.*"))]).fit(PersonalizedMoE(expert, expert), data())
 
 
+@pytest.mark.parametrize("trainable", ["local_expert.*", ["*gate*", "global_expert.extractor.0.*"]])
+def test_a_tensor_is_trained_under_all_of_its_names_or_none(trainable, tmp_path):
+    expert = WithDropout()
+    phase, tied = Phase("p", FedAvg(trainable=trainable)), PersonalizedMoE(expert, expert, LinearGate(5))
+    with pytest.raises(
+        MisconfigurationException, match=r"trains '.*_expert\.extractor\.0\.weight', but not '.*_expert"
+    ):
+        federation(tmp_path, [phase]).fit(tied, data())
+    expert.requires_grad_(False)
+    check_phase(phase, tied, data(), 0)
+
+
 class Regression(LightningModule):
     """A module without a mixture's loss."""
 
