@@ -31,6 +31,11 @@ class Freezing(Callback):
         epochs = reversed(range(self.training.max_epochs))
         return next((epoch + 1 for epoch in epochs if any(self._trained_in(epoch))), 0)
 
+    @property
+    def stop_after(self) -> int:
+        """How many of them are trained: all, unless clients stop earlier."""
+        return min(self.epochs, self.epochs if self.training.stop_after is None else self.training.stop_after)
+
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
         trained = self._trained_in(epoch)
@@ -68,8 +73,10 @@ class Freezing(Callback):
         self.freeze(trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends it."""
+        """Ends it, and the training where clients stop."""
         self.unfreeze()
+        if trainer.current_epoch + 1 == self.training.stop_after:
+            trainer.fit_loop.max_epochs = self.training.stop_after
 
     def _trained_in(self, epoch: int) -> tuple[bool, ...]:
         if epoch not in self._trained:

@@ -186,7 +186,7 @@ class Loop:
         assert optimizer is not None, "needs_every_batch has refused it"
         self.counts_steps = learner.counts_steps
         learner.module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
-        for epoch in range(self.max_epochs):
+        for epoch in range(self.freezing.stop_after):
             self.current_epoch = epoch
             self.freezing.freeze(epoch)
             for batch in learner.epoch():

@@ -77,6 +77,7 @@ class LocalTraining:
         devices: those of the processes that train each client together, this one's among them; empty if a client is
             trained in one process.
         client_timeout: seconds that a client's training may take; None for any.
+        stop_after: local epochs after which clients stop, as if interrupted, of those that they train; None for none.
         phase: the phase's name.
         run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
         metrics: what is evaluated beside accuracy, by name.
@@ -104,6 +105,7 @@ class LocalTraining:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: Sequence[torch.device] = ()
     client_timeout: float | None = None
+    stop_after: int | None = None
     phase: str = ""
     run: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)

@@ -55,8 +55,8 @@ class Evaluate:
         every_n_rounds: evaluate after every n rounds, 0 only at the end; None means the federation's.
         every_n_epochs: for phases of one round in which clients train alone: callbacks and loggers also get the
             evaluations after 0, n, 2n ... epochs, so that the phase is a curve over epochs. The clients train from the
-            start for each, which changes no result, but costs as much as these epochs together. None plots only the
-            final result.
+            start for each, with schedules of the whole phase, which changes no result, but costs as much as these
+            epochs together. None plots only the final result.
         after: the part of a round after which clients' models are evaluated: ``local_training``, with the parameters
             that each client trained last, ``aggregation``, which includes an exchange between clients, or ``both``;
             None means the paper's. With ``both``, the table has two rows; the paper's comes first, ``select``

@@ -110,14 +110,14 @@ def _interval(run: Run, phase: Phase) -> int:
 def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
     """Hands the callbacks an evaluation after 0, n, 2n ... epochs, before the only round of a phase.
 
-    For each, clients train from the start for so many epochs, and what they learn is forgotten: no bit of the result
-    depends on it.
+    For each, clients train from the start and stop after so many of the phase's epochs, on which schedules may depend;
+    what they learn is forgotten: no bit of the result depends on it.
     """
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
-        trainer = {**plan.training.trainer, "max_epochs": epochs, "logger": logger}
-        shorter = plan.begin(replace(plan.training, trainer=trainer))
+        trainer = {**plan.training.trainer, "logger": logger} | ({} if epochs else {"max_epochs": 0})
+        shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))
         state = _trained(run, phase, shorter)
         for evaluation in evaluate_phase(run, phase, shorter.training, shorter, state):
             run.call("on_evaluation_end", phase, replace(evaluation, selection="fewer epochs", epochs=epochs))

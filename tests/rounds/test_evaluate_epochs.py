@@ -1,14 +1,22 @@
 """Personalization as a curve over its epochs."""
 
 import csv
+from dataclasses import replace
 
 import pytest
+import torch
+from helpers import OneWeight, TensorData, assert_same_bits, blobs, mixture
+from helpers.backends import local_training, train
 from helpers.runs import Kill, data, federation, model, phases
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torchmetrics import MeanAbsoluteError
 
-from fedmoe_pl import Evaluate
+from fedmoe_pl import Evaluate, Federation, Phase, Train
+from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.callbacks import FederationCallback
 
 EPOCHS = 5
 
@@ -76,3 +84,43 @@ def test_the_curve_of_a_killed_run_goes_on(curve, tmp_path):
     for method in ("PFL-FB", "PFL-MF"):
         expected = points(curve, method, "reweighted_test/mean")
         assert [*dict(points(resumed, method, "reweighted_test/mean")).items()] == expected
+
+
+class Annealed(OneWeight):
+    """Its learning rate falls linearly to 0 in all epochs of its Trainer."""
+
+    def forward(self, x):
+        return self.weight.expand(len(x), 1)
+
+    def configure_optimizers(self):
+        optimizer, epochs = super().configure_optimizers(), self.trainer.max_epochs
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / epochs)]
+
+
+class Seen(FederationCallback):
+    def __init__(self):
+        self.weights = {}
+
+    def on_evaluation_end(self, run, phase, evaluation):
+        self.weights[evaluation.epochs] = evaluation.clients[0].metrics["global_test_error"]
+
+
+def test_points_are_on_the_way_to_the_result_where_a_schedule_ends_with_the_phase(tmp_path):
+    seen, data = Seen(), TensorData(torch.tensor([[4.0, 5.0]]), torch.zeros(1, 1), [[0]], dtype=torch.float64)
+    phase = Phase("Local", Local(), train=Train(max_epochs=4), evaluate=Evaluate(every_n_epochs=1))
+    metrics = {"error": MeanAbsoluteError()}
+    Federation([phase], callbacks=[seen], metrics=metrics, default_root_dir=str(tmp_path)).fit(Annealed(), data)
+    weights = [0.0]
+    for epoch in range(4):
+        weights.append(weights[-1] + 0.05 * (1 - epoch / 4) * 4 * (5 - weights[-1]))
+    assert [*seen.weights.values()] == pytest.approx(weights)
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()], ids=["alone", "stacked"])
+def test_clients_of_every_backend_stop_after_some_epochs(backend):
+    training = local_training(mixture(), FedAvg(), blobs((4, 9)), max_epochs=4)
+    stopped, shorter = (
+        train(backend, replace(training, stop_after=2)),
+        local_training(mixture(), FedAvg(), blobs((4, 9))),
+    )
+    assert_same_bits(stopped[0].sent, train(backend, shorter)[0].sent)

@@ -68,7 +68,7 @@ class Stack(Learner):
         freezing.reset()  # the module's next stack may train what this one has frozen last
         self.training.copies.move(self.module, torch.device("cpu"))
         for member in self.members:
-            member.client.steps = freezing.epochs * len(member.batches)
+            member.client.steps = freezing.stop_after * len(member.batches)
         self._unstack()
 
     def epoch(self) -> Iterator[Any]:
