@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, mixture, sparse_mixture
+from helpers import OneWeight, blobs, mixture, sparse_mixture, two_quadratics
 from helpers.backends import WithBatchNorm, local_training, train_clients
 from helpers.deployed import Passing, deploy, kept_by, participants
 from helpers.deployed import federation as deployed_federation
@@ -241,6 +241,19 @@ def test_a_loss_that_is_no_mean_over_samples_is_refused(module, team, datamodule
 @pytest.mark.parametrize("module", [WithDropout, WithMixup])
 def test_random_numbers_of_a_step_do_not_count_against_it(module, datamodule, tmp_path):
     check_division(local_training(module(tmp_path).double(), FedAvg(), datamodule))
+
+
+class FollowsValidation(OneWeight):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def test_a_scheduler_that_follows_the_validation_does_not_fail_in_the_trial():
+    data = two_quadratics((4, 4))
+    data.setup()
+    check_division(local_training(FollowsValidation(), FedAvg(), data))
 
 
 def test_a_load_balancing_loss_is_refused(team, datamodule):
