@@ -15,7 +15,7 @@ from fedmoe_pl.backends.local_client import (
     on_device,
     trainable_names,
 )
-from fedmoe_pl.backends.loop import overridden_hooks, trains_by_loss
+from fedmoe_pl.backends.loop import is_overridden, overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
 from fedmoe_pl.backends.traffic import Transfer
 from fedmoe_pl.backends.trainer import TrainerBackend
@@ -48,6 +48,7 @@ __all__ = [
     "data_on",
     "guarded",
     "is_distributed",
+    "is_overridden",
     "on_device",
     "one_thread",
     "overridden_hooks",

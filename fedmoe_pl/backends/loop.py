@@ -57,7 +57,12 @@ def overridden_hooks(module: LightningModule) -> list[str]:
     """The Lightning hooks that a user's module overrides and that training with ``client_loss`` would not call."""
     base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
     hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
-    return [name for name in hooks if getattr(type(module), name) is not getattr(base, name)]
+    return [name for name in hooks if is_overridden(module, name, base)]
+
+
+def is_overridden(module: LightningModule, name: str, base: type[LightningModule] = LightningModule) -> bool:
+    """Whether the module's class has a method of its own in place of the base's, or the module itself was given one."""
+    return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
 
 
 def needs_every_batch(training: LocalTraining) -> str | None:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from fedmoe_pl.algorithms.algorithm import overrides
-from fedmoe_pl.backends import overridden_hooks
+from fedmoe_pl.backends import is_overridden, overridden_hooks
 from fedmoe_pl.backends.optimizers import (
     OPTIMIZER,
     learning_rates,
@@ -46,7 +46,7 @@ def check_tensors(module: LightningModule) -> None:
 def check_predictions(module: LightningModule) -> None:
     """Refuses hooks that evaluations do not call, and normalization by the samples that an evaluation has together."""
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-        if getattr(type(module), name) is not getattr(LightningModule, name):
+        if is_overridden(module, name):
             because = "evaluations do not call it; change inputs in forward, or in the dataset"
             raise InvalidArgumentError(module, name, "overridden", "left as it is", because)
     for name, part in module.named_modules():

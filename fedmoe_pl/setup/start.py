@@ -24,6 +24,7 @@ from fedmoe_pl.backends import (
     WorkersBackend,
     data_on,
     is_distributed,
+    is_overridden,
 )
 from fedmoe_pl.backends.workers.fork_server import end_fork
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
@@ -113,7 +114,7 @@ def _check_model(owner: str, model: LightningModule) -> None:
             because = "what is in a state dict is sent and averaged"
             raise InvalidArgumentError(model, name, f"a {type(value).__name__}", "a tensor", because)
     for hook in ("configure_model", "setup"):
-        if getattr(type(model), hook) is not getattr(LightningModule, hook):
+        if is_overridden(model, hook):
             _check_hook(owner, model, hook)
 
 

@@ -4,6 +4,7 @@ import copy
 import gc
 from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import ClassVar
 
 import pytest
@@ -253,6 +254,23 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
     federation = Federation([Phase("own loss", FineTuning(), start="initial")], default_root_dir=str(tmp_path))
     with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
         federation.fit(module, blobs((4, 4)))
+
+
+def test_a_hook_that_one_module_was_given_is_called(tmp_path):
+    module, sent = mixture(), []
+    for factor in (1.0, 0.0):
+        module.on_after_backward = MethodType(partial(_scale_gradients, factor=factor), module)
+        training = local_training(module, FedAvg(), blobs((4, 4)))
+        assert "its own training_step or hooks" in str(needs_every_batch(training))
+        sent.append(train(AutoBackend(), training)[0].sent)
+    del module.on_after_backward
+    assert_same_bits(sent[0], train(TrainerBackend(), local_training(module, FedAvg(), blobs((4, 4))))[0].sent)
+    assert_same_bits(sent[1], module.state_dict())
+
+
+def _scale_gradients(module, factor):
+    for parameter in (each for each in module.parameters() if each.grad is not None):
+        parameter.grad.mul_(factor)
 
 
 class TwoLayers(LightningModule):
