@@ -25,7 +25,7 @@ _MODULE_HOOKS = (
     *("on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end"),
     *("on_validation_batch_start", "on_validation_batch_end", "validation_step", "backward", "optimizer_step"),
     *("optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "configure_callbacks"),
-    *("clip_gradients", "teardown"),
+    *("clip_gradients", "setup", "teardown"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 # Arguments of a Trainer that the bare loop respects or that do not matter in a step, whatever their value

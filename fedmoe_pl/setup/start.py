@@ -17,7 +17,6 @@ from torch import Tensor
 from fedmoe_pl.backends import (
     AutoBackend,
     Backend,
-    Contents,
     DistributedBackend,
     PoolBackend,
     TrainerBackend,
@@ -121,20 +120,26 @@ def _check_model(owner: str, model: LightningModule) -> None:
 def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
     """Refuses a hook that changes the model before a Trainer uses it, where evaluations use it without a Trainer."""
     configured = copy_module(model)
-    contents = Contents(configured, model, saved_buffers=False)
     try:
         with seeded(0):
             configured.configure_model() if hook == "configure_model" else configured.setup("fit")
     except Exception as error:
+        if hook == "setup":
+            return  # it needs the client's Trainer, which calls it; evaluations fail if they need what it makes
         because = f"evaluations do not call it, and without a Trainer it fails with {reason_of(error)}"
         raise InvalidArgumentError(model, hook, "overridden", "left as it is", because) from error
     before, after = model.state_dict(), configured.state_dict()
     if added := after.keys() - before.keys():
         because = f"{hook} makes '{min(added)}' only after clients and server have exchanged the others"
         raise InvalidArgumentError(owner, "model", model, "one that makes all layers in its constructor", because)
-    loaded = [f"'{name}'" for name in before if name not in after or not same_bits(before[name], after[name])]
-    if changed := [*loaded, contents.change()][0]:
-        because = f"clients would call it in every round, evaluations never, and it changes {changed}"
+    changed = [name for name in before if name not in after or not same_bits(before[name], after[name])]
+    changed += [
+        name
+        for name, value in vars(configured).items()
+        if isinstance(value, int | float | str) and getattr(model, name, value) != value
+    ]
+    if changed:
+        because = f"clients would call it in every round, evaluations never, and it changes '{changed[0]}'"
         raise InvalidArgumentError(model, hook, "overridden", "moved to the constructor", because)
 
 

@@ -188,9 +188,9 @@ class ScaledLater(OneWeight):
         return self.scale * super().forward(x)
 
 
-class OfDataModule(OneWeight):
-    def setup(self, stage):
-        self.classes = self.trainer.datamodule.classes
+class Unconfigurable(OneWeight):
+    def configure_model(self):
+        self.scale = self.trainer.max_epochs
 
 
 class WithState(WithDropout):
@@ -221,8 +221,8 @@ class TooFew(WithDropout):
         ),
         (MadeLater, "model is a MadeLater, but must be one that makes all layers in its constructor"),
         (Pretrained, r"Pretrained: setup is 'overridden', but must be moved .* it changes 'weight'\.$"),
-        (ScaledLater, "configure_model is 'overridden', .* evaluations never, and it changes 'scale' of ScaledLater"),
-        (OfDataModule, r"without a Trainer it fails with OfDataModule is not attached to a `Trainer`\.$"),
+        (ScaledLater, r"configure_model is 'overridden', .* evaluations never, and it changes 'scale'\.$"),
+        (Unconfigurable, r"without a Trainer it fails with Unconfigurable is not attached to a `Trainer`\.$"),
         (lambda: PersonalizedMoE(TooFew()), "one that gives a score for each of 3 classes"),
     ],
 )
