@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import OneWeight, blobs, mixture, sparse_mixture, two_quadratics
+from helpers import OneWeight, TensorData, blobs, mixture, sparse_mixture, two_quadratics
 from helpers.backends import WithBatchNorm, local_training, train_clients
 from helpers.deployed import Passing, deploy, kept_by, participants
 from helpers.deployed import federation as deployed_federation
@@ -254,6 +254,19 @@ def test_a_scheduler_that_follows_the_validation_does_not_fail_in_the_trial():
     data = two_quadratics((4, 4))
     data.setup()
     check_division(local_training(FollowsValidation(), FedAvg(), data))
+
+
+class LogsItsRate(FollowsValidation):
+    def training_step(self, batch, batch_idx):
+        self.log("lr", self.lr_schedulers().get_last_lr()[0])
+        return super().training_step(batch, batch_idx) * len(batch[0])
+
+
+def test_a_trial_step_may_read_its_scheduler():
+    data = TensorData(torch.ones(4, 2), torch.zeros(4), [range(4)], dtype=torch.float64)
+    data.setup()
+    with pytest.raises(MisconfigurationException, match=NO_MEAN):
+        check_division(local_training(LogsItsRate(), FedAvg(), data, strategy="ddp"))
 
 
 def test_a_load_balancing_loss_is_refused(team, datamodule):
