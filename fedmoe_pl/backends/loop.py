@@ -44,6 +44,7 @@ _SOME_VALUES = {
 _SAME_IN_ALL = {
     *("training", "validating", "sanity_checking", "testing", "predicting", "evaluating", "datamodule", "precision"),
     *("logger", "loggers", "barebones", "is_global_zero", "global_rank", "local_rank", "node_rank", "world_size"),
+    *("num_devices", "num_nodes", "progress_bar_callback"),  # the last one for LightningModule.print
 }
 
 

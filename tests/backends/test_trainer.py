@@ -26,7 +26,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, StackedBackend, Traine
 from fedmoe_pl.backends import trainer as trainers
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.features import FeatureCache
-from fedmoe_pl.backends.loop import needs_every_batch
+from fedmoe_pl.backends.loop import _SAME_IN_ALL, needs_every_batch
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.backends.workers.pickling import dumps
 from fedmoe_pl.federation import Federation
@@ -370,6 +370,26 @@ def test_a_module_sees_its_own_progress_in_the_shared_trainer(served):
     first = [(epoch, 2 * epoch + step, 3, True) for epoch in range(3) for step in range(2)]
     second = [(epoch, epoch, 3, True) for epoch in range(3)]
     assert served == [2] and seen == [first + second, first + second]
+
+
+class Asking(FedAvg):
+    """Keeps what its module's Trainer says of itself, and prints."""
+
+    seen: ClassVar[list] = []
+
+    def client_loss(self, module, batch, constants):
+        self.seen.append({name: getattr(module.trainer, name) for name in _SAME_IN_ALL - {"datamodule"}})
+        module.print("a step")
+        return super().client_loss(module, batch, constants)
+
+
+def test_what_a_bare_loop_says_of_its_trainer_is_what_a_client_s_own_says(served):
+    seen = []
+    for callbacks in (None, [EveryBatch()]):
+        Asking.seen = []
+        train(TrainerBackend(), local_training(mixture(), Asking(), blobs((8, 4)), callbacks=callbacks))
+        seen.append(Asking.seen)
+    assert served == [2] and seen[0] == seen[1]
 
 
 class Annealed(FedAvg):
