@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.backends import (
     AutoBackend,
@@ -96,9 +97,7 @@ def _models(
     return_freed_memory()
     models = dict[str, LightningModule]()
     for name, module in given.items():
-        with tried(f"{type(module).__name__} cannot be copied for each client"):
-            copied = copy_module(module)
-        models[name] = sized(copied, datamodule, named_seed(seed, name))
+        models[name] = sized(_copied(module), datamodule, named_seed(seed, name))
         load_tree(models[name], initial.get(name, {}))
     return models
 
@@ -119,28 +118,43 @@ def _check_model(owner: str, model: LightningModule) -> None:
 
 def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
     """Refuses a hook that changes the model before a Trainer uses it, where evaluations use it without a Trainer."""
-    configured = copy_module(model)
+    configured = _copied(model)
     try:
         with seeded(0):
             configured.configure_model() if hook == "configure_model" else configured.setup("fit")
     except Exception as error:
-        if hook == "setup":
-            return  # it needs the client's Trainer, which calls it; evaluations fail if they need what it makes
-        because = f"evaluations do not call it, and without a Trainer it fails with {reason_of(error)}"
-        raise InvalidArgumentError(model, hook, "overridden", "left as it is", because) from error
-    before, after = model.state_dict(), configured.state_dict()
-    if added := after.keys() - before.keys():
+        if hook == "configure_model":
+            because = f"evaluations do not call it, and without a Trainer it fails with {reason_of(error)}"
+            raise InvalidArgumentError(model, hook, "overridden", "left as it is", because) from error
+        # setup needs the client's Trainer, which calls it; evaluations fail if they need what it makes
+    if added := configured.state_dict().keys() - model.state_dict().keys():
         because = f"{hook} makes '{min(added)}' only after clients and server have exchanged the others"
         raise InvalidArgumentError(owner, "model", model, "one that makes all layers in its constructor", because)
+    before, after = _tensors(model), _tensors(configured)
     changed = [name for name in before if name not in after or not same_bits(before[name], after[name])]
     changed += [
         name
         for name, value in vars(configured).items()
-        if isinstance(value, int | float | str) and getattr(model, name, value) != value
+        if isinstance(value, int | float | str) and value == value and getattr(model, name, value) != value  # not nan
     ]
     if changed:
         because = f"clients would call it in every round, evaluations never, and it changes '{changed[0]}'"
         raise InvalidArgumentError(model, hook, "overridden", "moved to the constructor", because)
+
+
+def _tensors(model: LightningModule) -> Tree:
+    """Parameters and buffers, without those whose bytes cannot be compared: lazy, sparse and quantized ones."""
+    tensors = {**dict(model.named_buffers()), **model.state_dict()}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (is_lazy(tensor) or tensor.is_quantized) and tensor.layout is torch.strided
+    }
+
+
+def _copied(model: LightningModule) -> LightningModule:
+    with tried(f"{type(model).__name__} cannot be copied for each client"):
+        return copy_module(model)
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:

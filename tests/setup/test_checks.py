@@ -178,6 +178,21 @@ class Pretrained(OneWeight):
         self.weight.data.fill_(2)
 
 
+class PretrainedWithTrainer(Pretrained):
+    def setup(self, stage):
+        super().setup(stage)
+        self.epochs = self.trainer.max_epochs
+
+
+class ShiftedLater(OneWeight):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(2), persistent=False)
+
+    def setup(self, stage):
+        self.shift += 1
+
+
 class ScaledLater(OneWeight):
     scale = 1.0
 
@@ -221,6 +236,11 @@ class TooFew(WithDropout):
         ),
         (MadeLater, "model is a MadeLater, but must be one that makes all layers in its constructor"),
         (Pretrained, r"Pretrained: setup is 'overridden', but must be moved .* it changes 'weight'\.$"),
+        (
+            PretrainedWithTrainer,
+            r"WithTrainer: setup is 'overridden', .* evaluations never, and it changes 'weight'\.$",
+        ),
+        (ShiftedLater, r"setup is 'overridden', .* evaluations never, and it changes 'shift'\.$"),
         (ScaledLater, r"configure_model is 'overridden', .* evaluations never, and it changes 'scale'\.$"),
         (Unconfigurable, r"without a Trainer it fails with Unconfigurable is not attached to a `Trainer`\.$"),
         (lambda: PersonalizedMoE(TooFew()), "one that gives a score for each of 3 classes"),
@@ -229,6 +249,20 @@ class TooFew(WithDropout):
 def test_a_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
     with pytest.raises(MisconfigurationException, match=sentence):
         federation(tmp_path, [Phase("p", FedAvg())]).fit(own(), data())
+
+
+class SetUp(PersonalizedMoE):
+    """Its setup changes nothing; the gate is lazy, and the best accuracy so far is unknown."""
+
+    best = float("nan")
+
+    def setup(self, stage):
+        self.best = float("nan")
+
+
+def test_setup_that_changes_nothing_is_allowed(tmp_path):
+    module = SetUp(WithDropout(), gate=LinearGate(), optimizer=sgd)
+    federation(tmp_path, [Phase("p", FedAvg())]).check(module, data())
 
 
 def test_labels_that_begin_at_1_are_said_to_be_the_reason_why_there_are_too_few_scores(tmp_path):
@@ -483,9 +517,9 @@ def test_a_scheduler_may_have_fewer_steps_than_epochs_if_training_may_end_early(
 
 @pytest.mark.parametrize("value", [threading.Lock(), torch.ones(2, requires_grad=True) * 2])
 def test_a_module_that_python_cannot_copy_is_refused(value, tmp_path):
-    module = model()
+    module = SetUp(WithDropout())
     module.value = value
-    with pytest.raises(MisconfigurationException, match="PersonalizedMoE cannot be copied for each client: "):
+    with pytest.raises(MisconfigurationException, match="SetUp cannot be copied for each client: "):
         federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
 
 
