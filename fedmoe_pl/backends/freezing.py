@@ -33,8 +33,9 @@ class Freezing(Callback):
 
     @property
     def stop_after(self) -> int:
-        """How many of them are trained: all, unless clients stop earlier."""
-        return min(self.epochs, self.epochs if self.training.stop_after is None else self.training.stop_after)
+        """Local epochs after which training ends: all of them, unless clients stop earlier."""
+        stop = self.training.stop_after
+        return self.epochs if stop is None else min(stop, self.epochs)
 
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""

@@ -77,7 +77,7 @@ class LocalTraining:
         devices: those of the processes that train each client together, this one's among them; empty if a client is
             trained in one process.
         client_timeout: seconds that a client's training may take; None for any.
-        stop_after: local epochs after which clients stop, as if interrupted, of those that they train; None for none.
+        stop_after: the number of local epochs after which clients stop, as if interrupted; None to train all of them.
         phase: the phase's name.
         run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
         metrics: what is evaluated beside accuracy, by name.
