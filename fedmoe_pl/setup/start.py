@@ -135,7 +135,9 @@ def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
     changed += [
         name
         for name, value in vars(configured).items()
-        if isinstance(value, int | float | str) and value == value and getattr(model, name, value) != value  # not nan
+        if type(value) in (int, float)
+        and value == value
+        and getattr(model, name, value) not in (value, None)  # not nan
     ]
     if changed:
         because = f"clients would call it in every round, evaluations never, and it changes '{changed[0]}'"

@@ -252,12 +252,13 @@ def test_a_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
 
 
 class SetUp(PersonalizedMoE):
-    """Its setup changes nothing; the gate is lazy, and the best accuracy so far is unknown."""
+    """Its setup changes nothing that it computes with; the gate is lazy, and the best accuracy so far is unknown."""
 
     best = float("nan")
+    stage = None
 
     def setup(self, stage):
-        self.best = float("nan")
+        self.best, self.stage = float("nan"), stage
 
 
 def test_setup_that_changes_nothing_is_allowed(tmp_path):
