@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -135,9 +136,7 @@ def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
     changed += [
         name
         for name, value in vars(configured).items()
-        if type(value) in (int, float)
-        and value == value
-        and getattr(model, name, value) not in (value, None)  # not nan
+        if type(value) in (int, float) and not math.isnan(value) and getattr(model, name, value) not in (value, None)
     ]
     if changed:
         because = f"clients would call it in every round, evaluations never, and it changes '{changed[0]}'"
