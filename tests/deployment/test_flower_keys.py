@@ -156,6 +156,7 @@ def answer(message):
     print("heard", message.kind, message.values.get("text", ""), flush=True)
     values = {"client": int(client), "sizes": [1, 1, 1], "global_test": 0, "shape": [], "dtype": "float32"}
     values |= {"target_shape": [], "target_dtype": "int64", "num_classes": 2, "configuration": {}, "torch": key}
+    values["class_numbers"] = {}
     return Message("description", values)
 
 folder, address, key, client = sys.argv[1:]
@@ -167,7 +168,7 @@ flower_client.answer_messages(answer, Path(folder) / "of" / key, address, Securi
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower uses
-def test_a_key_is_one_client_and_a_key_that_was_removed_is_nobody(keys, tmp_path, monkeypatch):
+def test_a_key_is_one_client_and_a_key_that_was_removed_is_nobody(keys, tmp_path, monkeypatch, request):
     monkeypatch.setattr(transports, "_NOTED_WITHIN", 300.0)  # a machine may be busy
     address, security, logs = f"127.0.0.1:{free_port()}", Security(*server_files(keys), keys / "server/clients"), {}
     (tmp_path / "flower").mkdir()
@@ -177,7 +178,10 @@ def test_a_key_is_one_client_and_a_key_that_was_removed_is_nobody(keys, tmp_path
         logs[key] = tmp_path / f"{key}.log"
         command = [sys.executable, "-c", ANSWERING, str(tmp_path), address, key, str(client)]
         with logs[key].open("wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        request.addfinalizer(process.wait)
+        request.addfinalizer(process.kill)  # before the wait, if the test fails
+        return process
 
     def serving():
         return superlink(tmp_path / "flower", address, security, 2)
