@@ -116,7 +116,9 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
-        trainer = {**plan.training.trainer, "logger": logger} | ({} if epochs else {"max_epochs": 0})
+        trainer = {**plan.training.trainer, "logger": logger}
+        if not epochs:  # clients stop when an epoch ends
+            trainer["max_epochs"] = 0
         shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))
         state = _trained(run, phase, shorter)
         for evaluation in evaluate_phase(run, phase, shorter.training, shorter, state):
