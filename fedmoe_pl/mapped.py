@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import IO, TypeVar
 from weakref import WeakValueDictionary, finalize
@@ -89,10 +90,18 @@ def return_freed_memory() -> None:
 
 
 def copy_on_write(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """Copies of those tensors that are in files; they take no memory until they are written to."""
-    again = dict[int, MappedFile]()
-    copies = {address: mapped_again(values, again) for address, values in _storages(tensors.values()).items()}
-    return _moved(tensors, {address: copied for address, copied in copies.items() if copied is not None})
+    """Copies of those tensors that are in files; they take no memory until they are written to.
+
+    Each is a copy of its own, also of tensors that are the same memory, as equal tensors of a checkpoint may be.
+    """
+    copies, mappings, uses = dict[Key, Tensor](), defaultdict[int, dict[int, MappedFile]](dict), Counter[int]()
+    for key, tensor in tensors.items():
+        for address, values in _storages([tensor]).items():
+            copied = mapped_again(values, mappings[uses[address]])
+            uses[address] += 1
+            if copied is not None:
+                copies |= _moved({key: tensor}, {address: copied})
+    return copies
 
 
 def mapped_again(values: Tensor, again: dict[int, MappedFile]) -> Tensor | None:

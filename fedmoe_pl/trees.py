@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import copyreg
 import gc
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import FunctionType
@@ -314,15 +314,15 @@ _copies = _Copies()  # of this process
 
 
 def map_frozen(module: nn.Module) -> None:
-    """Puts a module's frozen parameters into a file in memory, so that copies of the module map them.
+    """Puts a module's frozen parameters into a file in memory, so that copies of the module map it.
 
-    Those that share memory with trained ones or with buffers stay where they are.
+    Those that share memory with another parameter or a buffer stay where they are.
     """
     parameters = _plain_parameters(module)
-    others = [*module.buffers(), *(p for p in module.parameters() if p.requires_grad)]
-    taken = {storage.data_ptr() for tensor in others if (storage := storage_of(tensor)) is not None}
+    tensors = (*module.parameters(), *module.buffers())
+    uses = Counter(storage.data_ptr() for tensor in tensors if (storage := storage_of(tensor)) is not None)
     frozen = {name: parameter.data for name, parameter in parameters.items() if not parameter.requires_grad}
-    alone = {n: tensor for n, tensor in frozen.items() if (s := storage_of(tensor)) and s.data_ptr() not in taken}
+    alone = {n: tensor for n, tensor in frozen.items() if (s := storage_of(tensor)) and uses[s.data_ptr()] == 1}
     known = copy_on_write(alone)  # of an earlier run
     for name, tensor in map_tensors({name: tensor for name, tensor in alone.items() if name not in known}).items():
         parameters[name].data = tensor

@@ -45,13 +45,14 @@ def test_tensors_keep_values_strides_and_dtypes_and_what_they_share():
         "scalar": torch.tensor(-0.0),
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     }
-    for moved in (once := map_tensors(tensors), copy_on_write(once)):
+    once = map_tensors(tensors)
+    for moved, shares in ((once, True), (copy_on_write(once), False)):
         assert_same_bits(moved, tensors)
         assert {name: tensor.stride() for name, tensor in moved.items()} == {
             name: tensor.stride() for name, tensor in tensors.items()
         }
         moved["part"][0, 0] = 7
-        assert moved["transposed"][0, 1] == 7 and values[1, 0] != 7
+        assert bool(moved["transposed"][0, 1] == 7) is shares and values[1, 0] != 7
         moved["part"][0, 0] = values[1, 0]
     assert map_tensors({"empty": torch.empty(0)}) == map_tensors({}) == copy_on_write(tensors) == {}
 
@@ -104,6 +105,38 @@ def test_only_frozen_parameters_with_memory_of_their_own_are_put_into_a_file():
     mapped = {name for name, parameter in copied.named_parameters() if is_mapped(parameter)}
     assert mapped == {"frozen.weight", "kept.bias"}
     assert not any(parameter.requires_grad for parameter in (copied.frozen.weight, copied.kept.bias))
+
+
+def mapped_once():
+    """Two experts of which equal parameters are the same mapped memory, as a process maps what was written once."""
+    weights = {name: tensor.detach() for name, tensor in nn.Linear(4, 4).named_parameters()}
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    shared = SharedObject({f"{i}.{name}": tensor for i in range(2) for name, tensor in weights.items()}).load()
+    for name, parameter in experts.named_parameters():
+        parameter.data = shared[name]
+    return experts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_copies_of_parameters_in_the_same_mapped_memory_are_independent(depth):
+    experts = copied = mapped_once()
+    assert experts[0].weight.data_ptr() == experts[1].weight.data_ptr() and is_in_file(experts[0].weight)
+    for _ in range(depth):
+        copied = copy_module(copied)
+    before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    load_tree(copied, {"0.weight": before["0.weight"] + 1})
+    with torch.no_grad():
+        copied[1].bias += 1
+    assert_same_bits(experts.state_dict(), before)
+    changed = {"0.weight": before["0.weight"] + 1, "1.bias": before["1.bias"] + 1}
+    assert_same_bits(copied.state_dict(), {**before, **changed})
+
+
+def test_tied_parameters_stay_tied_in_copies():
+    experts = mapped_once()
+    experts[1].weight = experts[0].weight
+    copied = copy_module(experts)
+    assert copied[1].weight is copied[0].weight is not experts[0].weight
 
 
 def test_a_module_that_is_in_a_file_stays_there_until_it_is_written_to():
