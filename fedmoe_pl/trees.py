@@ -17,10 +17,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.mapped import copy_on_write, equal_bytes, map_tensors, storage_of
+from fedmoe_pl.mapped import copy_on_write, equal_bytes, file_at, map_tensors, storage_of
 
 Module = TypeVar("Module", bound=nn.Module)
-_BORROWED, _MAPPED = "_fedmoe_pl_borrowed", "_fedmoe_pl_mapped"  # of a parameter
+_BORROWED = "_fedmoe_pl_borrowed"  # attribute of a parameter
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
@@ -254,11 +254,10 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     parameters = _plain_parameters(module)
     lent = {name: parameter.data for name, parameter in parameters.items() if name in borrowed}
     mapped = copy_on_write({name: parameter.data for name, parameter in parameters.items() if name not in borrowed})
-    for mark, tensors in ((_BORROWED, lent), (_MAPPED, mapped)):
-        for name, tensor in tensors.items():
-            parameter = parameters[name]
-            known[id(parameter)] = own = nn.Parameter(tensor, parameter.requires_grad)
-            setattr(own, mark, (own.data_ptr(), None))
+    for name, tensor in {**lent, **mapped}.items():
+        known[id(parameters[name])] = own = nn.Parameter(tensor, parameters[name].requires_grad)
+        if name in lent:
+            setattr(own, _BORROWED, (own.data_ptr(), None))
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, partial) and value.func.__module__.startswith("jsonargparse"):
@@ -266,7 +265,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     copied = _deep_copy(module, known)
     for parameter in module.parameters():
         if vars(parameter) and (copy_of := known.get(id(parameter), parameter)) is not parameter:
-            given = {name: value for name, value in vars(parameter).items() if name not in (_BORROWED, _MAPPED)}
+            given = {name: value for name, value in vars(parameter).items() if name != _BORROWED}
             vars(copy_of).update(_deep_copy(given, known))
     own = [p for name, p in copied.named_parameters() if name not in borrowed and name not in mapped]
     _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
@@ -333,19 +332,19 @@ def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if type(parameter) is nn.Parameter}
 
 
-def is_mapped(parameter: Tensor) -> bool:
-    """Whether a parameter is mapped from a file, so that it is in memory once more where it is written to."""
-    return _mark(parameter, _MAPPED)[0] == parameter.data_ptr()
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor is in a file in memory, so that it takes memory where it is written to."""
+    return storage_of(tensor) is not None and file_at(tensor.data_ptr(), tensor.nbytes) is not None
 
 
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether a parameter shares the memory of the module that it was copied from."""
-    return _mark(parameter, _BORROWED)[0] == address(parameter)
+    return _mark(parameter)[0] == address(parameter)
 
 
 def is_copy_of(parameter: Tensor, tensor: Tensor) -> bool:
     """Whether a parameter borrows the copy of a tensor that is on another device."""
-    original = _mark(parameter, _BORROWED)[1]
+    original = _mark(parameter)[1]
     return original is not None and is_borrowed(parameter) and same_memory(original, tensor)
 
 
@@ -360,6 +359,6 @@ def set_data(parameter: nn.Parameter, tensor: Tensor) -> None:
     parameter.data = tensor
 
 
-def _mark(parameter: Tensor, name: str) -> tuple[int | None, Tensor | None]:
-    """Where a parameter was when it was marked, and the tensor on another device that it is a copy of, if any."""
-    return getattr(parameter, name, (None, None))
+def _mark(parameter: Tensor) -> tuple[int | None, Tensor | None]:
+    """Where a parameter was when it was borrowed, and the tensor on another device that it is a copy of, if any."""
+    return getattr(parameter, _BORROWED, (None, None))

@@ -81,10 +81,8 @@ class Freezing(Callback):
 
     def _trained_in(self, epoch: int) -> tuple[bool, ...]:
         if epoch not in self._trained:
-            is_trainable = self.training.algorithm.is_trainable
-            self._trained[epoch] = tuple(
-                by_user and is_trainable(name, self.round, epoch) for name, _, by_user in self.parameters
-            )
+            names = self.training.trainable_in(self.round, epoch)
+            self._trained[epoch] = tuple(by_user and name in names for name, _, by_user in self.parameters)
         return self._trained[epoch]
 
 

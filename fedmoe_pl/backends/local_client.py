@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import Algorithm, overrides, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, received
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.failures import NotFiniteError, check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
@@ -37,12 +37,8 @@ def begin_client(
     client_id: int,
     kept: Mapping[int, Tree],
     round: int,
-    load_initial: Callable[[Collection[str]], None] | None = None,
 ) -> tuple[Client, dict[str, Any], Tensor]:
-    """Seeds the client's random numbers and loads its state into a module.
-
-    ``load_initial`` loads the phase's initial tensors into a used module, except for some that are loaded next.
-    """
+    """Seeds the client's random numbers and loads its state into a copy of the phase's module."""
     algorithm = training.algorithm
     seed_all(derive_seed(training.private_seed, _TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
@@ -51,8 +47,6 @@ def begin_client(
     if training.aggregation is not None:
         client.loaded |= {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
     set_optimizer(module, training.learning_rates(round), client.state)
-    if load_initial is not None:
-        load_initial(() if overrides(algorithm, "client_init") else {**sent, **client.state})
     constants = algorithm.client_init(client, sent)
     return client, constants, algorithm.client_samples(client)
 
@@ -177,13 +171,12 @@ def _private_generator(training: LocalTraining, client: Client, purpose: int) ->
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:
     """Names of the parameters that are trained in a local epoch, or in any epoch of the round if ``epoch`` is None."""
-    is_trainable = training.algorithm.is_trainable
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if epoch is not None:
-        return [name for name in names if is_trainable(name, round, epoch)]
+        return [name for name in names if name in training.trainable_in(round, epoch)]
     pairs, all_known = epochs_to_try(training.algorithm, range(round, round + 1), training.max_epochs)
-    pairs = [*pairs]
-    return [name for name in names if not all_known or any(is_trainable(name, *pair) for pair in pairs)]
+    sets = {training.trainable_in(*pair) for pair in pairs}
+    return [name for name in names if not all_known or any(name in trained for trained in sets)]
 
 
 def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedDataModule:

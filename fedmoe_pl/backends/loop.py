@@ -6,7 +6,8 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -84,8 +85,6 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     optimizer, _ = optimizer_and_scheduler(configured)
     if optimizer is None:
         return "configure_optimizers returns more than an optimizer and a scheduler stepped once per epoch"
-    if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
-        return f"{type(optimizer).__name__} needs a closure"
     return None
 
 
@@ -147,11 +146,11 @@ class Learner(ABC):
 
     @abstractmethod
     def loss(self, batch: Any) -> Any:
-        """What ``backward`` needs of a batch: its loss, of shape ()."""
+        """What ``backward`` needs of a batch: its loss, of shape (); None to leave the batch out."""
 
     @abstractmethod
     def backward(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the gradients of the optimizer's parameters, and clips them."""
+        """Sets the gradients of the optimizer's parameters, which are None, and clips them."""
 
 
 class Loop:
@@ -159,6 +158,7 @@ class Loop:
 
     Attributes:
         steps: the optimizer's steps so far.
+        refused: what was asked for that only a Trainer of the client's own knows, even if the asker goes on without.
     """
 
     def __init__(self, trainer: Trainer, training: LocalTraining, freezing: Freezing) -> None:
@@ -170,41 +170,60 @@ class Loop:
         self.current_epoch = 0
         self.steps = 0
         self.counts_steps = True
+        self.refused = ""
 
     @property
     def global_step(self) -> int:
         """The client's steps so far."""
-        if not self.counts_steps:
-            raise NeedsTrainerError("global_step")
-        return self.steps
+        return self.steps if self.counts_steps else self._refuse("global_step")
 
     def __getattr__(self, name: str) -> Any:
         """What is the same in all Trainers; nothing else, which would be that of the Trainer around the loop."""
         if name.startswith("__"):  # Python asks, such as to copy
             raise AttributeError(name)
-        if name not in _SAME_IN_ALL:
-            raise NeedsTrainerError(name)
-        return getattr(self.trainer, name)
+        return getattr(self.trainer, name) if name in _SAME_IN_ALL else self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        self.refused = name
+        raise NeedsTrainerError(name)
 
     def run(self, learner: Learner) -> torch.optim.Optimizer:
         """Trains all epochs; returns the optimizer."""
-        optimizer, scheduler = optimizer_and_scheduler(learner.configure_optimizers())
-        assert optimizer is not None, "needs_every_batch has refused it"
         self.counts_steps = learner.counts_steps
         learner.module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            optimizer = self._run(learner)
+        except Exception:
+            if self.refused:
+                raise NeedsTrainerError(self.refused) from None
+            raise
+        finally:
+            learner.module.trainer = None
+        if self.refused:
+            raise NeedsTrainerError(self.refused)
+        return optimizer
+
+    def _run(self, learner: Learner) -> torch.optim.Optimizer:
+        optimizer, scheduler = optimizer_and_scheduler(learner.configure_optimizers())
+        assert optimizer is not None, "needs_every_batch has refused it"
         for epoch in range(self.freezing.stop_after):
             self.current_epoch = epoch
             self.freezing.freeze(epoch)
             for batch in learner.epoch():
-                with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
-                    loss = learner.loss(batch)
-                learner.backward(loss, optimizer)
-                optimizer.step()
+                optimizer.step(closure=partial(self._closure, learner, optimizer, batch))
                 self.steps += 1
-                if self.is_mixed:
-                    torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
             if scheduler is not None:
                 scheduler.step()
             self.freezing.unfreeze()
-        learner.module.trainer = None
         return optimizer
+
+    def _closure(self, learner: Learner, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
+        """What Lightning gives ``optimizer.step``, which may call it more than once."""
+        with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
+            loss = learner.loss(batch)
+        if self.is_mixed:
+            torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
+        optimizer.zero_grad()
+        if loss is not None:
+            learner.backward(loss, optimizer)
+        return loss

@@ -58,6 +58,7 @@ class PrivateClient(Learner):
         names = trainable_names(training, client.module, client.round)
         self.used = names_in_loss(training, client.module, constants, drawn.samples, names)
         self.names: list[str] = []
+        self.last: Any = None
 
     def epoch(self) -> Iterable[Any]:
         """The batches of the next epoch."""
@@ -77,12 +78,16 @@ class PrivateClient(Learner):
 
     def loss(self, batch: Any) -> Tree:
         """The sums of clipped gradients."""
+        if batch is self.last:  # each call draws noise, and only one of a step is accounted for
+            because = "the optimizer computes the gradients of a batch more than once in a step"
+            phase, privacy = f"Phase '{self.training.phase}'", self.training.sample_privacy
+            raise InvalidArgumentError(phase, "sample_privacy", privacy, "left out", because)
+        self.last = batch
         max_norm = self.training.sample_privacy.max_grad_norm  # pyright: ignore[reportOptionalMemberAccess]
         return clipped_gradients(self.training, self.module, self.constants, self.names, batch, self.lookup, max_norm)
 
     def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
         """Sets the gradients with their noise; what the trainer clips in addition is clipped as in any training."""
-        optimizer.zero_grad()
         parameters, privacy = dict(self.module.named_parameters()), self.training.sample_privacy
         assert privacy is not None
         noisy = noisy_mean(loss, self.expected, privacy.max_grad_norm, self.noise_multiplier, self.generator)

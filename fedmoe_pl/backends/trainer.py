@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,7 +19,6 @@ from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_
 from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.client_loggers import client_folder, client_loggers, finish
-from fedmoe_pl.backends.contents import Contents
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
@@ -39,7 +38,7 @@ from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, is_borrowed, is_mapped, same_bits
+from fedmoe_pl.trees import Tree
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
 _SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as to train a few hundred
@@ -249,10 +248,7 @@ def _counted(module: LightningModule, batch: Any) -> int:
 
 @dataclass
 class _Group:
-    """Clients that are trained one after another in one Trainer.
-
-    Those of one architecture use one module in turn, because a copy takes longer than a small client's training.
-    """
+    """Clients that are trained one after another in one Trainer."""
 
     training: LocalTraining
     server: Tree
@@ -260,117 +256,49 @@ class _Group:
     round: int
     features: FeatureCache
     updates: dict[int, Update | Failure] = field(default_factory=dict)
-    modules: dict[int, _ReusedModule] = field(default_factory=dict)  # by architecture
 
     def train(self, clients: Sequence[int], step: OneStep) -> None:
         """Trains the clients."""
         for client_id in clients:
-            update = guarded(partial(self._train_client, step, client_id), self.training.client_timeout)
-            if isinstance(update, Failure):  # it may have left the module in any state
-                self.modules.pop(self.training.architecture(client_id), None)
-            self.updates[client_id] = update
+            self.updates[client_id] = guarded(
+                partial(self._train_client, step, client_id), self.training.client_timeout
+            )
 
     def _train_client(self, step: OneStep, client_id: int) -> Update:
         """One client's part of a round."""
-        training, architecture = self.training.of(client_id), self.training.architecture(client_id)
-        if architecture not in self.modules:
-            self.modules[architecture] = _ReusedModule(training, self.round)
-        reused = self.modules[architecture]
-        reused.reset()
+        training = self.training.of(client_id)
         client, constants, samples = begin_client(
-            training, reused.module, self.server, client_id, self.kept, self.round, reused.load_initial
+            training, training.copies.copy(), self.server, client_id, self.kept, self.round
         )
         optimizer: Tree = {}
-        if len(samples) and reused.is_trained:
-            optimizer = self._fit(step, reused, client, on_device(constants, training.device), samples)
+        if len(samples) and trainable_names(training, client.module, self.round):
+            optimizer = self._fit(step, training, client, on_device(constants, training.device), samples)
         update = end_client(training, client, constants, optimizer)
         training.copies.try_out(client)
-        if reused.is_used_up():
-            self.modules.pop(architecture)
         return update
 
     def _fit(
-        self, step: OneStep, reused: _ReusedModule, client: Client, constants: dict[str, Any], samples: Tensor
+        self, step: OneStep, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
     ) -> Tree:
         """Trains a client; returns the state of its optimizer, if clients keep it."""
-        training, module, lookup = reused.training, client.module, Tree()
+        module, lookup = client.module, Tree()
         features = self.features.find(training, client, constants, samples)
         batches = drawn = client_batches(training, client, samples)
         if features is not None:
             batches = LookedUpBatches(batches, features, lookup)
-        if training.device.type != "cpu":  # where a move takes time and does nothing
-            training.copies.move(module, training.device)
+        training.copies.move(module, training.device)
         learner: Learner
         if training.sample_privacy is None:
             learner = _ClientAlone(training, client, constants, batches, step)
         else:
             learner = PrivateClient(training, client, constants, batches, drawn, lookup, step)
-        loop = Loop(step.trainer, training, reused.freezing)
+        loop = Loop(step.trainer, training, Freezing(training, module, self.round))
         with looked_up(module, features.parts.names if features else (), lookup):
             optimizer = loop.run(learner)
         client.steps = loop.steps
         module.zero_grad()
-        if training.device.type != "cpu":
-            training.copies.move(module, torch.device("cpu"))
+        training.copies.move(module, torch.device("cpu"))
         return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
-
-
-class _ReusedModule:
-    """A module that clients of one architecture use in turn."""
-
-    def __init__(self, training: LocalTraining, round: int) -> None:
-        self.training = training
-        self.module = training.copies.copy()
-        self.freezing = Freezing(training, self.module, round)
-        self.is_trained = bool(trainable_names(training, self.module, round))
-        self._tensors = self._of_module()
-        parameters = self.module.named_parameters()
-        self._read_only = {name for name, parameter in parameters if is_mapped(parameter)}  # writing would take memory
-        self._read_only |= {name for name, tensor in self._tensors.items() if _is_expanded(tensor)}
-        self._initial = {**dict(training.module.named_buffers()), **training.initial}
-        self._modes = [(part, part.training) for part in self.module.modules()]
-        self._contents = self._contents_now()
-
-    def reset(self) -> None:
-        """Makes the module as a new copy of the phase's module would be, except for tensors that it has to itself."""
-        self.freezing.reset()
-        for part, mode in self._modes:
-            if part.training is not mode:
-                part.training = mode
-        # others, if it was on another device, or had to itself what it shares now
-        if is_restored := self.training.copies.restore(self.module):
-            self._contents = self._contents_now()
-        if is_restored or self.training.device.type != "cpu":
-            self._tensors = self._of_module()
-
-    def is_used_up(self) -> bool:
-        """Whether a client has changed more than values of tensors, so that the next one needs a new copy.
-
-        A buffer may be another tensor, a part may have counted its calls.
-        """
-        return bool(self._contents.change())
-
-    def load_initial(self, replaced: Collection[str]) -> None:
-        """Loads the initial tensors, but those that are replaced next."""
-        with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                initial = self._initial[name]
-                if name not in replaced and not (name in self._read_only and same_bits(tensor, initial)):
-                    tensor.copy_(initial)
-
-    def _contents_now(self) -> Contents:
-        original, on_cpu = self.training.copies.module, self.training.device.type == "cpu"
-        return Contents(self.module, original, on_cpu=on_cpu)
-
-    def _of_module(self) -> Tree:
-        """What a client may change."""
-        tensors = {**dict(self.module.named_buffers()), **self.module.state_dict(keep_vars=True)}
-        return {name: tensor.detach() for name, tensor in tensors.items() if not is_borrowed(tensor)}
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory, in which case PyTorch refuses to write to it."""
-    return tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1
 
 
 class _ClientAlone(Learner):
@@ -389,11 +317,11 @@ class _ClientAlone(Learner):
     def configure_optimizers(self) -> Any:
         return self.module.configure_optimizers()
 
-    def loss(self, batch: Any) -> Tensor:
-        return self.client.see_loss(self.training.algorithm.client_loss(self.module, batch, self.constants))
+    def loss(self, batch: Any) -> Tensor | None:
+        loss = self.training.algorithm.client_loss(self.module, batch, self.constants)
+        return loss if loss is None else self.client.see_loss(loss)
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
         loss.backward()
         if self.clipping[0] is not None:
             self.step.clip_gradients(optimizer, *self.clipping)

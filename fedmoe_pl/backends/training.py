@@ -193,6 +193,19 @@ class LocalTraining:
         """Sets the attributes directly, because a frozen dataclass refuses assignments."""
         self.__dict__.update(state)
 
+    def trainable_in(self, round: int, epoch: int) -> frozenset[str]:
+        """Names of the parameters that the algorithm trains in a local epoch, also if the user has frozen some."""
+        moment = (round, epoch) if overrides(self.algorithm, "is_trainable") else (0, 0)
+        if moment not in self._trainable_in:
+            is_trainable = self.algorithm.is_trainable
+            names = frozenset(name for name, _ in self.module.named_parameters() if is_trainable(name, *moment))
+            self._trainable_in[moment] = next((known for known in self._trainable_in.values() if known == names), names)
+        return self._trainable_in[moment]
+
+    @cached_property
+    def _trainable_in(self) -> dict[tuple[int, int], frozenset[str]]:
+        return {}
+
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
         """Every set of parameter names that are trained together, with the first (round, epoch) in which they are."""

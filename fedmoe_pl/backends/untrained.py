@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits, same_memory
+from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits
 
 
 class DeviceCopies:
@@ -100,14 +100,6 @@ class Untrained:
                     else:
                         borrow(parameter, shared)
         return module.to(device)
-
-    def restore(self, module: LightningModule) -> bool:
-        """Has a copy share again what a client had to itself; returns whether there was anything."""
-        parameters = module.named_parameters() if self.is_tried and self.shared else ()
-        own = [(p, self.shared[n]) for n, p in parameters if n in self.shared and not same_memory(p, self.shared[n])]
-        for parameter, shared in own:
-            borrow(parameter, shared.data)
-        return bool(own)
 
     def try_out(self, client: Client) -> None:
         """Finds what others can share in the first client that was trained: what its training left as it was.

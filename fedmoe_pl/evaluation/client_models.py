@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, chooses_model, needs_server_state, received
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
-from fedmoe_pl.backends import TRAINED, Contents, LocalTraining, Plan, client_of, copied_views, one_thread
+from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
@@ -80,14 +80,11 @@ def _evaluate_shared(
     validation = _opted_in_validation(training)
     for group in training.by_architecture(clients):
         group_training = training.of(group[0])
-        module, contents = None, None
         for tensors, sharing in _models(group_training, server, kept, group):
-            if module is None or contents is None or contents.change():
-                module = contents = None  # a device need not have room for two
-                module = group_training.copies.move(group_training.copies.copy(), training.device)
-                contents = Contents(module, group_training.module)
+            module = group_training.copies.move(group_training.copies.copy(), training.device)
             load_to_evaluate(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
+            del module  # a device need not have room for two
 
 
 def _has_own_model(kept: Mapping[int, Tree], client: int, evaluation_point: EvaluationPoint) -> bool:
@@ -125,7 +122,6 @@ class _Evaluator:
     kept: Mapping[int, Tree]
     round: int
     evaluation_point: EvaluationPoint
-    modules: dict[int, tuple[LightningModule, Contents]] = field(default_factory=dict)  # by architecture
     stackable: dict[int, bool] = field(default_factory=dict)  # by architecture
 
     def __post_init__(self) -> None:
@@ -143,7 +139,7 @@ class _Evaluator:
         training, samples, total, number = self.training.of(client), self.validation[client], 0.0, 0
         own_loss = training.algorithm.validation_loss
         assert own_loss is not None
-        module = self._module(training, client)
+        module = self._module(training)
         load_to_evaluate(module, self._state(training, module, client))
         with torch.inference_mode():
             for batch, y in labelled_batches(training.datamodule, samples, mixture_of(module)):
@@ -156,8 +152,9 @@ class _Evaluator:
         """The same, with the loss of what clients predict."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if len(clients) > 1 and self.stackable.get(architecture, True):
-            module, data = self._module(training, clients[0]), training.datamodule
-            states = [self._state(training, module, client) for client in clients]
+            module, data = self._module(training), training.datamodule
+            # an algorithm may return tensors of the module that it was given
+            states = [self._state(training, self._module(training), client) for client in clients]
             models = StackedModels(module, states)
             if architecture not in self.stackable:
                 self.stackable[architecture] = models.agree(data, training.module)
@@ -166,7 +163,7 @@ class _Evaluator:
         return [evaluation for client in clients for evaluation in self._evaluate_alone(training, client)]
 
     def _evaluate_alone(self, training: LocalTraining, client: int) -> list[ClientEvaluation]:
-        module = self._module(training, client)
+        module = self._module(training)
         state = self._state(training, module, client)
         load_to_evaluate(module, state)
         predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
@@ -174,26 +171,15 @@ class _Evaluator:
         data = training.datamodule
         return [*evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)]
 
-    def _module(self, training: LocalTraining, client: int) -> LightningModule:
-        """The module of a client's architecture: a new copy, if predicting has left more in it than tensors' values."""
-        architecture = self.training.architecture(client)
-        module, contents = self.modules.get(architecture, (None, None))
-        if module is None or contents is None or contents.change():
-            module = contents = None  # a device need not have room for two
-            self.modules.pop(architecture, None)
-            # hooks that see the module may write to it
-            shares = not needs_server_state(training.algorithm)
-            copied = training.copies.copy() if shares else copy_module(training.module)
-            module = training.copies.move(copied, training.device)
-            self.modules[architecture] = module, Contents(module, training.module)
-        return module
+    def _module(self, training: LocalTraining) -> LightningModule:
+        """A module for a client; hooks that see it may write to it."""
+        shares = not needs_server_state(training.algorithm)
+        return training.copies.move(training.copies.copy() if shares else copy_module(training.module), training.device)
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:
         """The tensors of a client's model."""
         arguments = self.server, client, self.kept.get(client, {}), self.round, self.evaluation_point
-        state = {**training.initial, **personal_tensors(training, module, *arguments)}
-        # an algorithm may return the module's own tensors, which the next client replaces
-        return copied_views([state], module)[0] if chooses_model(training.algorithm) else state
+        return {**training.initial, **personal_tensors(training, module, *arguments)}
 
 
 def _opted_in_validation(training: LocalTraining) -> ClientSamples:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
-from fedmoe_pl.backends import Backend, Contents, LocalTraining, Plan, Transfer
+from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.checkpoints.client_state import MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -29,7 +29,7 @@ from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.seeds import named_seed, seed_all
-from fedmoe_pl.trees import Tree, load_tree
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
 class FederationCallback:
@@ -204,16 +204,13 @@ class Run:
         return next(self.client_modules(method, [self.datamodule.client_names.number("Federation", client)]))
 
     def client_modules(self, method: str, clients: Iterable[int]) -> Iterator[LightningModule]:
-        """As :meth:`client_module`, for several clients: each module may be the one before it, with other tensors."""
-        training = None
+        """As :meth:`client_module`, for several clients."""
+        trainings = dict[str, LocalTraining]()
         for client in clients:
             phase, evaluation_point = self.phase_and_point(method, client)
-            training = training or self.training(phase)
-            module = self._client_module(training.of(client), phase, evaluation_point, client)
-            contents = Contents(module, self.initial_model(phase))
-            yield module
-            if contents.change():  # by a forward pass
-                training = None
+            if phase.name not in trainings:
+                trainings[phase.name] = self.training(phase)
+            yield self._client_module(trainings[phase.name].of(client), phase, evaluation_point, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
         """What a client predicts with: its :meth:`client_module`, unless the algorithm has a ``predictor``."""
@@ -227,11 +224,10 @@ class Run:
     ) -> LightningModule:
         state = self.states[phase.name]
         kept = state.clients.get(client, {})
-        tensors = personal_tensors(
-            training, training.module, state.server, client, kept, state.round_of_models, evaluation_point
-        )
-        load_to_evaluate(training.module, {**training.initial, **tensors})
-        return training.module
+        module = copy_module(training.module)
+        arguments = state.server, client, kept, state.round_of_models, evaluation_point
+        load_to_evaluate(module, {**training.initial, **personal_tensors(training, module, *arguments)})
+        return module
 
     def phase_and_point(self, method: str, client: int) -> tuple[Phase, EvaluationPoint]:
         """The phase and the evaluation point that a row is about; refuses others, and ids that no client has."""

@@ -1,5 +1,7 @@
 """Trains the clients of one phase with a backend, and compares two backends."""
 
+import array
+import itertools
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -30,6 +32,8 @@ class Keeping(Expert):
         self.own, self.total, self.generator = SimpleNamespace(calls=0), torch.zeros(2), torch.Generator()
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("scale", torch.ones(6), persistent=False)
+        self.counter, self.of_c = itertools.count(), array.array("q", [0])
+        self.mean.seen = next(self.classifier.parameters()).seen = 0
 
     def forward(self, x):
         features = self.extractor(x)
@@ -52,6 +56,15 @@ class Keeping(Expert):
                 self.own.calls += 1
             elif self.what == "a tensor that is no buffer":
                 self.total += 1
+            elif self.what == "a counter":
+                features = features + 0.01 * next(self.counter)
+            elif self.what == "an array of C":
+                self.of_c[0] += 1
+                features = features + 0.01 * self.of_c[0]
+            elif self.what.startswith("an attribute of a"):
+                of = self.mean if self.what.endswith("buffer") else next(self.classifier.parameters())
+                of.seen = getattr(of, "seen", 0) + 1  # deepcopy drops it
+                features = features + 0.01 * of.seen
             elif self.what == "a generator":
                 features = features * torch.rand(1, generator=self.generator).to(features)
             else:
