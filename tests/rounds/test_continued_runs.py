@@ -2,17 +2,23 @@
 
 import functools
 import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers.chains import CHAINS, Snapshots, outcome, quickstart
-from helpers.configurations import QUICKSTART
+from helpers.chains import CHAINS, Chain, Snapshots, StopsBeforeEveryPhase, outcome, quickstart
+from helpers.configurations import QUICKSTART, REPOSITORY, short_file
 from helpers.reports import leave_pictures_blank
 from helpers.runs import assert_same
 
 from fedmoe_pl import Federation
 from fedmoe_pl.backends import PoolBackend, trainer
+from fedmoe_pl.checkpoints.checkpoint import FILE, load_checkpoint
+from fedmoe_pl.cli import main
 from fedmoe_pl.evaluation import stacked_models
 
 WAYS = {"1": ("auto", 1), "2": ("trainer", 2), "auto": ("auto", "auto"), "2 of stacks": ("stacked", 2)}
@@ -78,3 +84,65 @@ def test_a_run_is_continued_from_the_files_of_any_moment_with_any_devices(whole,
             assert_same(outcome(run), expected)
         except AssertionError as error:
             raise AssertionError(f"continued {moment}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_run_that_is_ended_before_every_phase_and_continued_with_the_same_objects_is_a_whole_one(
+    whole, tmp_path, name
+):
+    _, expected, _ = whole(name, "trainer")
+    chain, stops = CHAINS[name], StopsBeforeEveryPhase()
+    run = chain.federation(tmp_path / "stopped", *WAYS["2"], callbacks=[stops])
+    model, data = chain.model(), chain.data()
+    while "summary" not in {path.stem for path in (tmp_path / "stopped").rglob("*.csv")}:
+        checkpoint, seen = "last" if stops.seen else None, len(stops.seen)
+        with suppress(KeyboardInterrupt):
+            run.fit(model, data, checkpoint)
+        assert len(stops.seen) > seen or run.results, "it goes on"
+    assert len(stops.seen) > 1
+    assert_same(outcome(run), expected)
+
+
+def results_of_commands(chain: Chain, folder: Path, devices: int) -> dict[str, object]:
+    """What ``predict`` and ``personalize`` make of a finished run."""
+    run = chain.federation(folder, "trainer", devices)
+    run.predict(chain.model(), chain.data())
+    (predictions,) = folder.rglob("predictions.csv")
+    run = chain.federation(folder, "trainer", devices)
+    newcomers = run.personalize(chain.model(), chain.data(sizes=(9, 6, 7)), rounds=1)
+    models = {name: [run.client_module(name, client).state_dict() for client in range(3)] for name in newcomers}
+    return {"predictions": predictions.read_text(), "newcomers": newcomers, "models": models}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["quickstart", "parts", "other run", "IFCA"])
+def test_predictions_and_newcomers_of_a_continued_run_are_those_of_a_whole_one(whole, tmp_path, name):
+    chain, (run, _, moments) = CHAINS[name], whole(name, "trainer")
+    expected = results_of_commands(chain, run.runs.parent, 1)
+    *_, before_last = (moment for moment in moments if moment.startswith("before"))
+    continued(name, moments[before_last], tmp_path, "2")
+    assert_same(results_of_commands(chain, tmp_path / "continued", 2), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["finished/PFL-FB.ckpt", "finished/PFL-MF.ckpt", "rows.jsonl"])
+def test_a_command_that_a_signal_ends_is_continued_with_two_devices(tmp_path, monkeypatch, file):
+    """The quickstart's own command, ended as soon as a file of its checkpoints is there."""
+    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
+    short = short_file(Path(QUICKSTART), tmp_path)
+    arguments = ["fit", "--config", str(short), "--federation.backend", "TrainerBackend"]
+    main([*arguments, "--trainer.devices", "1", "--federation.default_root_dir", str(tmp_path / "whole")])
+    arguments = [*arguments, "--trainer.devices", "2", "--federation.default_root_dir", str(tmp_path / "ended")]
+    ended, whole = (tmp_path / name / "quickstart/version_0" for name in ("ended", "whole"))
+    command = [sys.executable, str(REPOSITORY / "cli.py"), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        while not (ended / "checkpoints" / file).is_file():
+            with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
+                process.wait(0.01)
+        process.terminate()
+    assert process.returncode == 128 + signal.SIGTERM and not (ended / "summary.csv").is_file()
+    main([*arguments, "--ckpt_path", "last"])
+    assert_same(*(load_checkpoint(folder / FILE)["phases"] for folder in (ended, whole)))
+    for name in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (ended / name).read_bytes() == (whole / name).read_bytes()
