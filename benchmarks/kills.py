@@ -2,9 +2,11 @@
 
     python benchmarks/kills.py --kills 100 --workers 2
 
-SIGKILL ends the run and its workers when they have used a random amount of CPU time since their start-up. A run that is
-left to its end is compared, and the next one begins. Runs are forked from this process, and workers from them, so that
-a start takes a tenth of a second; ``--server`` forks workers from a server of the run, as they are in other runs.
+SIGKILL ends the run and its workers when they have used a random amount of CPU time since their start-up, and every
+other time as the next phase begins. A run that is left to its end is compared, and the next one begins. Clients are
+trained by Trainers, and not in a stack, which one worker would do alone. Runs are forked from this process, and workers
+from them, so that a start takes a tenth of a second; ``--server`` forks workers from a server of the run, as they are
+in other runs.
 "lost" counts the rounds that had been completed at a kill and were trained again: 1 if the kill came between the end of
 a round's training and its checkpoint.
 """
@@ -28,12 +30,12 @@ import torch
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
-from fedmoe_pl.backends import Backend, PoolBackend
+from fedmoe_pl.backends import Backend, PoolBackend, TrainerBackend
 from fedmoe_pl.backends.workers import fork_server, process
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.data import Digits, Dirichlet
-from fedmoe_pl.models import ConstantGate, FeatureGate, SmallMLP
+from fedmoe_pl.models import ConstantGate, EqualWeights, FeatureGate, GlobalOnly, LocalOnly, SmallMLP
 from fedmoe_pl.rounds.run import Run
 
 NAME = "killed"
@@ -65,14 +67,21 @@ def parts(folder: Path, workers: int = 1) -> tuple[Federation, PersonalizedMoE, 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mixed = {"gate": ConstantGate(0.5), "clients_per_round": 4}
+    tuning = FineTuning("local_expert.classifier.*", gate_fraction=0.25)
     phases = [
-        Phase("FedPer", FedAvg("global_expert.*"), rounds=25, select=Select("global_test"), **mixed),
-        Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
+        Phase("FedPer", FedAvg("global_expert.*"), rounds=12, select=Select("global_test"), **mixed),
+        Phase("PFL-FB", tuning, gate=LocalOnly()),
         Phase("PFL-MF", PFLMoE(), gate=FeatureGate(), train=Train(max_epochs=3)),
+        # clients keep nothing of this phase, so that the experts of the next one are equal
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=5, clients_per_round=4, gate=GlobalOnly()),
+        Phase("tuned", tuning, gate=LocalOnly()),
+        Phase("equal weights", PFLMoE(), gate=EqualWeights(), train=Train(max_epochs=0)),
+        Phase("mixture", PFLMoE(), gate=FeatureGate(), train=Train(max_epochs=3)),
     ]
     federation = Federation(
         phases,
         {"max_epochs": 2, "accelerator": "cpu", "devices": workers},
+        TrainerBackend(),
         callbacks=[Rounds(folder / "rounds")],
         logger=False,
         default_root_dir=str(folder),
@@ -80,7 +89,7 @@ def parts(folder: Path, workers: int = 1) -> tuple[Federation, PersonalizedMoE, 
         enable_progress_bar=False,
     )
     model = PersonalizedMoE(SmallMLP(hidden_features=16), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
-    return federation, model, Digits(num_clients=8, partitioner=Dirichlet(0.5))
+    return federation, model, Digits(num_clients=12, partitioner=Dirichlet(0.5))
 
 
 def train(folder: Path, workers: int) -> None:
@@ -145,15 +154,25 @@ def noted(folder: Path) -> list[int]:
     return [int(line) for line in path.read_text().split()] if path.is_file() else []
 
 
-def killed_at(process: int, folder: Path, seconds: float) -> bool:
-    """Kills a run when it has used this much CPU time since its first round began; False if it ended before."""
-    before, start = len(noted(folder)), 0.0
+def finished(folder: Path) -> int:
+    """How many phases have been finished."""
+    return len([*folder.rglob("finished/*.ckpt")])
+
+
+def killed_at(process: int, folder: Path, seconds: float | None) -> bool:
+    """Kills a run when it has used this much CPU time since its first round began, or as its next phase begins (None).
+
+    False if it ended before.
+    """
+    before, start, phases, between = len(noted(folder)), 0.0, finished(folder), False
     while True:
         if os.waitpid(process, os.WNOHANG)[0]:
             return False
-        if not start and len(noted(folder)) > before:
+        if seconds is None and not between and finished(folder) > phases:
+            between, before = True, len(noted(folder))
+        if not start and (seconds is not None or between) and len(noted(folder)) > before:
             start = cpu_seconds(process)
-        if start and cpu_seconds(process) - start >= seconds:
+        if start and cpu_seconds(process) - start >= (seconds or 0.0):
             end(process)
             return True
         time.sleep(0.002)
@@ -198,7 +217,8 @@ def measure(workers: int, kills: int, rng: random.Random, folder: Path) -> None:
         while True:
             before = noted(path)
             process = forked(train, path, workers)
-            if not killed_at(process, path, rng.uniform(0, 1.5) if done < kills else 1e9):
+            seconds = 1e9 if done >= kills else None if done % 2 else rng.uniform(0, 1.5)
+            if not killed_at(process, path, seconds):
                 failed += not (path / NAME / "version_0/summary.csv").is_file()
                 break
             done += 1
