@@ -77,13 +77,13 @@ def _treats_samples_apart(part: nn.Module) -> bool:
     replaced = (name for name, value in vars(part).items() if callable(value) and hasattr(type(part), name))
     if any(not _is_own(hook) for hook in hooks) or any(name != "configure_optimizers" for name in replaced):
         return False
+    if type(part) not in _LAYERS:
+        return _is_own(type(part))
     if isinstance(part, _BatchNorm | _InstanceNorm):
         return part.track_running_stats is isinstance(part, _BatchNorm)
-    if _is_own(type(part)):
-        return True
     dims = [getattr(part, name, 1) for name in ("dim", "start_dim")]
     is_apart = all(dim in (-1, 1, 2, 3) for dim in dims) and getattr(part, "batch_first", True)
-    return type(part) in _LAYERS and is_apart and getattr(part, "max_norm", None) is None
+    return is_apart and getattr(part, "max_norm", None) is None
 
 
 def _is_own(code: Any) -> bool:

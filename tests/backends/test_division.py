@@ -104,6 +104,10 @@ def hooked() -> PersonalizedMoE:
     return module
 
 
+class Normalization(nn.BatchNorm1d):
+    """May compute anything."""
+
+
 def with_a_loss_of_its_own() -> PersonalizedMoE:
     module = model()
     module.loss = lambda batch: (module(batch[0]).mean().square(), {})
@@ -132,6 +136,11 @@ UNKNOWN = {
     ),
     "rows of limited length": (
         lambda: model(nn.Sequential(nn.Identity(), nn.Embedding(2, 2, max_norm=1))),
+        FedAvg(),
+        "layers",
+    ),
+    "normalization of one's own": (
+        lambda: model(nn.Sequential(nn.Linear(5, 3), Normalization(3))),
         FedAvg(),
         "layers",
     ),
@@ -176,20 +185,31 @@ def test_layers_of_pytorch_are_known(expert):
     check_division(local_training(model(expert()), FedProx(0.1), data()), loss_is_mean=False)
 
 
+OF_ALGORITHMS = "APFL Ditto FD FML FedAPEN FedEM FedPAC FedProto FedProx FedRoD Scaffold".split()
+
+
+@pytest.mark.few("FD")
+@pytest.mark.parametrize("name", OF_ALGORITHMS)
+def test_ignored_labels_do_not_count_in_losses_of_algorithms(team, name):
+    """Most are ignored, and of some shares all."""
+    (phase,), module = METHODS[name].phases(), METHODS[name].model()
+    module.gate = phase.gate or module.gate
+    assert_divided(team, local_training(module, phase.algorithm, data(ignored=-100)), loss_is_mean=True)
+
+
 REFUSED = {"CoMiGS", "FedKD", "PFedMe", "PerFedAvg"}
 
 
 @pytest.mark.few("FedAvg", "Scaffold", "FD", "FedEM")
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_divided_or_refused(team, name, tmp_path, monkeypatch):
-    """Most labels are ignored, and of some shares all."""
     method = METHODS[name]
     monkeypatch.setattr(start, "DistributedBackend", lambda *arguments: team)
     team.loss_is_mean = True  # the layers are the tests' own
 
     def run(folder, **trainer):
         trainer = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **trainer}
-        samples = data(ignored=-100, sizes=(16, 22, 24, 15, 23), **method.split)
+        samples = data(sizes=(17, 9, 11, 15, 12), **method.split)
         made = federation(tmp_path / folder, method.phases(), trainer=trainer, backend=TrainerBackend())
         made.fit(method.model(), samples)
         return made.run.states

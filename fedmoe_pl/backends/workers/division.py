@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
 from torch.utils.data import default_collate
 
 from fedmoe_pl.algorithms.algorithm import overrides
@@ -37,13 +36,13 @@ def _unknown(training: LocalTraining) -> str:
     """What may make the loss of a batch something else than the mean over its samples; empty if nothing does."""
     module, algorithm, reader = training.module, training.algorithm, training.datamodule.reader
     criterion = getattr(module, "criterion", None)
-    if not type(algorithm).__module__.startswith("fedmoe_pl."):
+    if not type(algorithm).__module__.startswith("fedmoe_pl.") or "client_loss" in vars(algorithm):
         return f"the algorithm {type(algorithm).__name__}"
     if not isinstance(module, MixtureOfExperts) or not trains_by_loss(training):
         return f"the loss of {type(module).__name__}"
     if not is_mean_over_samples(criterion) or (weighs_labels(criterion) and overrides(algorithm, "client_loss")):
         of_algorithm = f" in the loss of {type(algorithm).__name__}" if overrides(algorithm, "client_loss") else ""
-        return f"{type(criterion).__name__ if isinstance(criterion, nn.Module) else criterion}{of_algorithm}"
+        return f"{getattr(criterion, '__name__', type(criterion).__name__)}{of_algorithm}"
     if not treats_samples_apart(module):
         return f"the layers of {type(module).__name__}, of which some may compare samples"
     return "" if reader is None or reader.data.collate_fn is default_collate else "the data's collate_fn"
