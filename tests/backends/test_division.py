@@ -185,10 +185,10 @@ def test_layers_of_pytorch_are_known(expert):
     check_division(local_training(model(expert()), FedProx(0.1), data()), loss_is_mean=False)
 
 
-OF_ALGORITHMS = "APFL Ditto FD FML FedAPEN FedEM FedPAC FedProto FedProx FedRoD Scaffold".split()
+OF_ALGORITHMS = "APFL Ditto FML FedAPEN FedEM FedProx FedRoD Scaffold".split()
 
 
-@pytest.mark.few("FD")
+@pytest.mark.few("FML")
 @pytest.mark.parametrize("name", OF_ALGORITHMS)
 def test_ignored_labels_do_not_count_in_losses_of_algorithms(team, name):
     """Most are ignored, and of some shares all."""
