@@ -160,18 +160,17 @@ def test_other_losses_need_the_user_s_word(setting):
 
 
 WORD = {
-    "a training step": (lambda: Own(".").double(), data),
-    "a criterion": (lambda: model(loss=own_mean, task="multiclass"), data),
-    "layers": (lambda: mixture(LinearGate(5)), lambda: data(ignored=-100)),
-    "sparse experts": (sparse_mixture, lambda: data(ignored=-100)),
+    "a training step": (lambda folder: Own(folder).double(), data),
+    "a criterion": (lambda _: model(loss=own_mean, task="multiclass"), data),
+    "layers": (lambda _: mixture(LinearGate(5)), lambda: data(ignored=-100)),
+    "sparse experts": (lambda _: sparse_mixture(), lambda: data(ignored=-100)),
 }
 
 
 @pytest.mark.parametrize("setting", WORD)
-def test_with_the_user_s_word_they_are_divided(team, setting, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_with_the_user_s_word_they_are_divided(team, setting, tmp_path):
     module, samples = WORD[setting]
-    assert_divided(team, local_training(module(), FedAvg(), samples()), loss_is_mean=True)
+    assert_divided(team, local_training(module(tmp_path), FedAvg(), samples()), loss_is_mean=True)
 
 
 @pytest.mark.parametrize("module", [lambda: sparse_mixture(load_balancing=0.1), lambda: Manual(".").double()])
