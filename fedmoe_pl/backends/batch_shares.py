@@ -10,9 +10,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.shared.parts import pair_of
+from fedmoe_pl.backends.loop import trains_by_loss
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches, Share
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.mixtures.tasks import weight_of
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 _DRAWS = 11  # separates the random numbers of a process's share from those of the client
@@ -22,7 +26,8 @@ class Sharing(Callback):
     """Has this process's Trainer train on its share of each batch.
 
     Gradients are averaged over the processes, but shares may differ in size, and a short batch may have none for some.
-    Therefore a loss counts by its share's size: the average is then the gradient of the mean over the whole batch.
+    Therefore a loss counts by its share's size: the average is then the gradient of the mean over the whole batch. A
+    mean over labels counts by those that are not ignored, or by the sum of their classes' weights.
     """
 
     def __init__(self, training: LocalTraining, client: Client, batches: SampleBatches) -> None:
@@ -33,6 +38,8 @@ class Sharing(Callback):
             raise InvalidArgumentError("Trainer", "trainer.sync_batchnorm", True, "left out", because)
         self.share = batches.share = Share(self.rank, len(training.devices), at_least=2 if is_split else 1)
         self.batches = batches
+        self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task == "multiclass"
+        self.has_labels = self.has_labels and trains_by_loss(training)
         self.size = 0  # of the whole batch
         self.weight = 1.0
         keys = client.id, client.rounds_before + client.round, self.rank
@@ -50,6 +57,11 @@ class Sharing(Callback):
         """Computes what the batch's loss counts."""
         self.size = self.batches.size(batch_idx)
         self.weight = self.share.weight(self.size)
+        if self.has_labels:
+            module: Any = pl_module
+            counts = weight_of(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
+            mean = trainer.strategy.reduce(torch.tensor(counts, dtype=torch.float64, device=pl_module.device)).item()
+            self.weight = counts / mean if mean else 0.0
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Scales the gradients; the loss itself is logged as it is."""

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.models.layers import computes_more, replaced_forward
+from fedmoe_pl.models.layers import computes_more, replaced_forward, treats_samples_apart
 from fedmoe_pl.trees import Tree
 
 _MOST_BYTES = 2**28  # of what is remembered in a process, so that it never weighs much more than the data
@@ -22,29 +22,25 @@ _MOST_BYTES = 2**28  # of what is remembered in a process, so that it never weig
 class SharedParts:
     """Remembers what the parts of one model gave for each batch, for the next models that have the same parts.
 
-    A part is looked up if its tensors are the same objects, its input is equal, and it draws no random numbers. Its
-    output is then the one that it would compute again.
+    A part is looked up if its tensors are the same objects and its input is equal, and only in models all of whose code
+    is PyTorch's and this package's: an output is then a function of both.
     """
 
     def __init__(self) -> None:
         self._tensors: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # of the last model
         self._calls: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by part, the input and output for each batch
-        self._verified: set[str] = set()
-        self._excluded: set[str] = set()  # parts whose output does not depend on their tensors and input alone
 
     @contextmanager
     def looked_up(self, module: LightningModule, state: Tree) -> Iterator[None]:
         """In this context, the module, with the tensors of ``state``, is called for one batch after another."""
         same = {name for name, tensor in state.items() if self._is_last(name, tensor)}
         self._tensors = {name: (weakref.ref(tensor), _version(tensor)) for name, tensor in state.items()}
-        parts = _parts_of(module, same, state.keys() - same) if same else {}
-        self._calls = {name: self._calls.get(name, []) for name in parts if name not in self._excluded}
-        self._verified &= self._calls.keys()
+        parts = _parts_of(module, same, state.keys() - same) if same and treats_samples_apart(module) else {}
+        self._calls = {name: self._calls.get(name, []) for name in parts}
         self._inside = False
         with ExitStack() as patched:
-            for name in self._calls:
-                places = itertools.count()
-                call = partial(self._call, name, parts[name].forward, places)
+            for name, calls in self._calls.items():
+                call = partial(self._call, parts[name].forward, itertools.count(), calls)
                 patched.enter_context(replaced_forward(parts[name], call))
             yield
 
@@ -52,43 +48,31 @@ class SharedParts:
         last = self._tensors.get(name)
         return last is not None and last[0]() is tensor and last[1] == _version(tensor)
 
-    def _call(self, name: str, forward: Callable[..., Any], places: Iterator[int], *inputs: Any, **options: Any) -> Any:
+    def _call(
+        self,
+        forward: Callable[..., Any],
+        places: Iterator[int],
+        calls: list[tuple[Tensor, Tensor]],
+        *inputs: Any,
+        **options: Any,
+    ) -> Any:
         """The output of a part, looked up or computed."""
-        place, calls = next(places), self._calls.get(name)
+        place = next(places)
         is_simple = len(inputs) == 1 and isinstance(inputs[0], Tensor) and not options
-        if self._inside or calls is None or place > len(calls) or not is_simple:
+        if self._inside or place > len(calls) or not is_simple:
             return forward(*inputs, **options)
         if place < len(calls):
-            return self._remembered(name, forward, inputs[0], *calls[place])
-        return self._computed(name, forward, inputs[0], calls)
-
-    def _remembered(self, name: str, forward: Callable[..., Any], x: Tensor, known: Tensor, output: Tensor) -> Any:
-        if not torch.equal(known, x):
-            return forward(x)
-        if name not in self._verified:  # it may read what is not its own, such as a tensor of another part
-            computed = forward(x)
-            if not torch.equal(computed, output):
-                self._exclude(name)
-                return computed
-            self._verified.add(name)
-        return output.clone()  # which the next part may change in place
-
-    def _computed(self, name: str, forward: Callable[..., Any], x: Tensor, calls: list[tuple[Tensor, Tensor]]) -> Any:
-        before = _random_state(x.device)
+            known, output = calls[place]
+            # a copy, which the next part may change in place
+            return output.clone() if torch.equal(known, inputs[0]) else forward(*inputs)
         self._inside = True
         try:
-            output = forward(x)
+            output = forward(*inputs)
         finally:
             self._inside = False
-        if not isinstance(output, Tensor) or not torch.equal(before, _random_state(x.device)):
-            self._exclude(name)
-        elif self._bytes() + x.nbytes + output.nbytes <= _MOST_BYTES:
-            calls.append((x, output.clone()))
+        if isinstance(output, Tensor) and self._bytes() + inputs[0].nbytes + output.nbytes <= _MOST_BYTES:
+            calls.append((inputs[0], output.clone()))
         return output
-
-    def _exclude(self, name: str) -> None:
-        self._excluded.add(name)
-        del self._calls[name]
 
     def _bytes(self) -> int:
         return sum(tensor.nbytes for calls in self._calls.values() for call in calls for tensor in call)
@@ -104,13 +88,4 @@ def _parts_of(module: nn.Module, same: Set[str], others: Set[str]) -> dict[str, 
         {name[:end] for name in names for end, letter in enumerate(name) if letter == "."} for names in (same, others)
     )
     names = with_same - with_others
-    parts = {name: part for name, part in module.named_modules() if name in names}
-    return {
-        name: part
-        for name, part in parts.items()
-        if not isinstance(part, torch.jit.ScriptModule) and not computes_more(part)
-    }
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return {name: part for name, part in module.named_modules() if name in names and not computes_more(part)}

@@ -52,7 +52,15 @@ class TrainerBackend(Backend):
     ``training_step``), many clients share a ``Trainer``: its training step trains one after another in a bare loop.
     That gives the same bits in less time. A loss that reads more of its Trainer than a bare loop knows, such as
     ``estimated_stepping_batches``, is computed in a ``Trainer`` per client from then on.
+
+    Args:
+        loss_is_mean: whether your loss of a batch is the mean over its samples, so that ``trainer.strategy`` may divide
+            batches among processes. It is known of the losses of this package and PyTorch's, and of layers that treat
+            samples apart.
     """
+
+    def __init__(self, loss_is_mean: bool = False) -> None:
+        self.loss_is_mean = loss_is_mean
 
     def plan(self, training: LocalTraining) -> TrainerPlan:
         """Decides whether clients share Trainers."""
@@ -226,6 +234,8 @@ class _Steps:
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
+        if self.sharing is not None and not self.sharing.weight:
+            loss = loss.nan_to_num()  # the mean over no labels
         if self.module.trainer.loggers:
             mean, size = loss, _counted(self.module, batch)
             if self.sharing is not None:

@@ -157,7 +157,7 @@ class _Evaluator:
             states = [self._state(training, self._module(training), client) for client in clients]
             models = StackedModels(module, states)
             if architecture not in self.stackable:
-                self.stackable[architecture] = models.agree(data, training.module)
+                self.stackable[architecture] = models.work(data)
             if self.stackable[architecture]:
                 return [*evaluate(module, data, clients, self.validation, training.metrics, models)]
         return [evaluation for client in clients for evaluation in self._evaluate_alone(training, client)]

@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import activation, conv, dropout, padding, pooling
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
+
+_LAYERS = {
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LSTM, nn.GRU, nn.RNN, nn.Identity, nn.Flatten, nn.Unflatten),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
+    *(nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict),
+    *(getattr(of, name) for of in (activation, conv, dropout, padding, pooling) for name in of.__all__),
+} - {nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d}  # which draws numbers in eval mode, too
 
 
 def draw_anew(module: nn.Module) -> None:
@@ -48,6 +59,35 @@ def computes_more(module: nn.Module) -> bool:
     """Whether a part's output may depend on more than its own tensors and input, because of hooks of other parts."""
     parts = (vars(part) for part in module.modules())
     return any(part["_forward_hooks"] or part["_forward_pre_hooks"] or "forward" in part for part in parts)
+
+
+def treats_samples_apart(module: nn.Module) -> bool:
+    """Whether a module in eval mode computes the output for a sample from this sample and its own tensors alone.
+
+    That is known of layers that PyTorch, torchvision or this package wrote, if nobody has replaced or hooked anything.
+    In train mode, it holds but for dropout and batch normalization. The ``criterion`` of a mixture is not looked at.
+    """
+    parts = (part for name, part in module.named_modules() if name.partition(".")[0] != "criterion")
+    return all(_treats_samples_apart(part) for part in parts)
+
+
+def _treats_samples_apart(part: nn.Module) -> bool:
+    """The same of one part, without those in it."""
+    hooks = *part._forward_hooks.values(), *part._forward_pre_hooks.values()
+    replaced = (name for name, value in vars(part).items() if callable(value) and hasattr(type(part), name))
+    if any(not _is_own(hook) for hook in hooks) or any(name != "configure_optimizers" for name in replaced):
+        return False
+    if type(part) not in _LAYERS:
+        return _is_own(type(part))
+    if isinstance(part, _BatchNorm | _InstanceNorm):
+        return part.track_running_stats is isinstance(part, _BatchNorm)
+    dims = [getattr(part, name, 1) for name in ("dim", "start_dim")]
+    is_apart = all(dim in (-1, 1, 2, 3) for dim in dims) and getattr(part, "batch_first", True)
+    return is_apart and getattr(part, "max_norm", None) is None
+
+
+def _is_own(code: Any) -> bool:
+    return getattr(code, "__module__", "").startswith(("fedmoe_pl.", "torchvision.models."))
 
 
 @contextmanager

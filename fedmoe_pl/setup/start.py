@@ -173,7 +173,7 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
         if not isinstance(backend, AutoBackend | TrainerBackend):
             because = "trainer.strategy trains one client after another, each on all devices"
             raise InvalidArgumentError("Federation", "backend", backend, "auto or TrainerBackend", because)
-        return DistributedBackend(devices)
+        return DistributedBackend(devices, getattr(backend, "loss_is_mean", False))
     if len(devices) == 1:
         return backend
     # The imports of the processes take seconds, often longer than a whole run on a CPU.

@@ -10,34 +10,22 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import OneWeight, TensorData, blobs, mixture, sparse_mixture, two_quadratics
+from helpers import blobs, mixture
 from helpers.backends import WithBatchNorm, local_training, train_clients
 from helpers.deployed import Passing, deploy, kept_by, participants
 from helpers.deployed import federation as deployed_federation
 from helpers.methods import Method
-from helpers.ranks import (
-    Hangs,
-    Manual,
-    Misbehaves,
-    Own,
-    SquareInTraining,
-    SquareOfMean,
-    WithDropout,
-    WithMixup,
-    adam,
-    sgd,
-)
+from helpers.ranks import Hangs, Misbehaves, Own, adam, sgd
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import CPU, trained_round, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, PerFedAvg
 from fedmoe_pl.backends import DistributedBackend, PoolBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.workers import distributed
-from fedmoe_pl.backends.workers.division import check_division
 from fedmoe_pl.data import Share
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.setup import start
@@ -56,14 +44,14 @@ def datamodule():
 @pytest.fixture(scope="module")
 def team():
     """Two processes that all tests of this module use, because they take seconds to start."""
-    backend = DistributedBackend([CPU, CPU])
+    backend = DistributedBackend([CPU, CPU], loss_is_mean=True)  # of layers of the tests' own
     yield backend
     backend.close()
 
 
 @pytest.fixture
 def runs_use_the_team(team, monkeypatch):
-    monkeypatch.setattr(start, "DistributedBackend", lambda devices: team)
+    monkeypatch.setattr(start, "DistributedBackend", lambda *arguments: team)
     monkeypatch.setattr(team, "close", lambda: None)
 
 
@@ -225,56 +213,6 @@ def test_what_cannot_be_divided_is_refused_before_any_training(why, datamodule, 
         federation(tmp_path, **arguments).check(mixture(GlobalOnly()), datamodule)
 
 
-NO_MEAN = "the loss of a batch is not the mean over its samples"
-OWN = {SquareOfMean: NO_MEAN, SquareInTraining: NO_MEAN, Manual: "Manual optimizes manually"}
-
-
-@pytest.mark.parametrize("module", OWN)
-def test_a_loss_that_is_no_mean_over_samples_is_refused(module, team, datamodule, tmp_path):
-    phase = local_training(module(tmp_path).double(), FedAvg(), datamodule, strategy="ddp")
-    with pytest.raises(
-        MisconfigurationException, match=f"strategy is 'ddp', but must be left out, because {OWN[module]}"
-    ):
-        team.plan(phase)
-
-
-@pytest.mark.parametrize("module", [WithDropout, WithMixup])
-def test_random_numbers_of_a_step_do_not_count_against_it(module, datamodule, tmp_path):
-    check_division(local_training(module(tmp_path).double(), FedAvg(), datamodule))
-
-
-class FollowsValidation(OneWeight):
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-
-def test_a_scheduler_that_follows_the_validation_does_not_fail_in_the_trial():
-    data = two_quadratics((4, 4))
-    data.setup()
-    check_division(local_training(FollowsValidation(), FedAvg(), data))
-
-
-class LogsItsRate(FollowsValidation):
-    def training_step(self, batch, batch_idx):
-        self.log("lr", self.lr_schedulers().get_last_lr()[0])
-        return super().training_step(batch, batch_idx) * len(batch[0])
-
-
-def test_a_trial_step_may_read_its_scheduler():
-    data = TensorData(torch.ones(4, 2), torch.zeros(4), [range(4)], dtype=torch.float64)
-    data.setup()
-    with pytest.raises(MisconfigurationException, match=NO_MEAN):
-        check_division(local_training(LogsItsRate(), FedAvg(), data, strategy="ddp"))
-
-
-def test_a_load_balancing_loss_is_refused(team, datamodule):
-    module = sparse_mixture(load_balancing=0.1)
-    with pytest.raises(MisconfigurationException, match="not the mean over its samples"):
-        team.plan(local_training(module, FedAvg(), datamodule, strategy=DDPStrategy()))
-
-
 @pytest.mark.slow
 def test_a_client_of_a_deployed_federation_trains_in_two_processes(tmp_path):
     """The others train in one each."""
@@ -288,6 +226,7 @@ def test_a_client_of_a_deployed_federation_trains_in_two_processes(tmp_path):
     simulated.fit(method.model(), blobs(**samples))
     clients = participants(method, blobs(**samples), tmp_path)
     clients[1].federation.trainer |= DDP
+    clients[1].federation.backend = TrainerBackend(loss_is_mean=True)
     deployed = deploy(method, blobs(**samples), tmp_path, Passing(clients))
     clients[1].close()
     for phase, state in simulated.run.states.items():

@@ -1,10 +1,13 @@
 """Small clients' models, evaluated all together, against each of them alone."""
 
+import random
+from collections import OrderedDict
+
 import pytest
 import torch
-from helpers import Expert, blobs, mixture, sparse_mixture
-from helpers.backends import WithBatchNorm, local_training
-from helpers.clusters import GateNet, clustered
+from helpers import Expert, blobs, mixture, small_expert
+from helpers.backends import local_training
+from helpers.clusters import clustered
 from torch import nn
 
 from fedmoe_pl.algorithms import Local
@@ -13,11 +16,48 @@ from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import MONITORS
 from fedmoe_pl.evaluation.stacked_models import evaluation_groups
-from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.models import (
+    ConstantGate,
+    FeatureGate,
+    LeNet5,
+    LinearGate,
+    NetworkGate,
+    PersonalizedMoE,
+    ProxyGate,
+    SparseMoE,
+)
 from fedmoe_pl.rounds.begin import sized
 from fedmoe_pl.trees import load_tree
 
 SIZES = (17, 30, 1, 23, 44)
+
+
+def expert(*others) -> nn.Sequential:
+    """Layers of PyTorch's, which are known to treat samples apart."""
+    extractor = nn.Sequential(nn.Linear(5, 6), *others, nn.Tanh())
+    return nn.Sequential(OrderedDict(extractor=extractor, classifier=nn.Linear(6, 3)))
+
+
+class Counting(Expert):
+    """Its output depends on how often experts were called."""
+
+    def forward(self, x):
+        torch.manual_seed(torch.initial_seed() + 1)  # a counter that no attribute shows
+        return super().forward(x) * (-1) ** (torch.initial_seed() // 5)
+
+
+class Drawing(Expert):
+    """Draws numbers of Python."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 if random.random() > 0.2 else -1)
+
+
+class Comparing(Expert):
+    """Compares the samples of a batch."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
 
 
 class DataDependent(Expert):
@@ -40,12 +80,12 @@ class Caching(Expert):
 
 
 MODELS = {
-    "trained gate": lambda: mixture(FeatureGate(6)),
-    "gate that reads the input": lambda: mixture(LinearGate(5)),
-    "constant gate": lambda: mixture(ConstantGate(0.3)),
-    "batch norm": lambda: mixture(LinearGate(5), WithBatchNorm()),
-    "sparse experts": sparse_mixture,
-    "clusters": lambda: clustered(gate=NetworkGate(GateNet(4)).double()),
+    "trained gate": lambda: mixture(FeatureGate(6), expert()),
+    "gate that reads the input": lambda: mixture(LinearGate(5), expert()),
+    "constant gate": lambda: mixture(ConstantGate(0.3), expert()),
+    "batch norm": lambda: mixture(LinearGate(5), expert(nn.BatchNorm1d(6))),
+    "sparse experts": lambda: SparseMoE(nn.Linear(5, 6), small_expert(), 2, gate=ProxyGate(2, 6)).double(),
+    "clusters": lambda: clustered(gate=NetworkGate(nn.Linear(5, 4)).double(), expert=expert()),
 }
 
 
@@ -92,14 +132,40 @@ def test_models_evaluated_together_have_the_accuracies_of_each_alone(monkeypatch
     assert len({evaluation.global_test for evaluation in alone}) > 1, "the models differ"
 
 
-def test_a_model_that_cannot_be_mapped_over_is_evaluated_alone(monkeypatch):
-    module = mixture(LinearGate(5), DataDependent())
+@pytest.mark.parametrize("kind", [Counting, Drawing, Comparing, DataDependent])
+def test_models_with_code_of_the_user_s_are_evaluated_alone(monkeypatch, kind):
+    training = local_training(mixture(LinearGate(5), kind()), Local(), blobs(SIZES, validation_fraction=0.25))
+    kept, found = states(training.module, range(len(SIZES))), []
+    for most in (8, 1):
+        monkeypatch.setattr(stacked_models, "_MOST", most)
+        random.seed(0)
+        torch.manual_seed(0)
+        found.append(evaluate_clients(training, {}, kept, 1, "aggregation"))
+    together, alone = ([(e.global_test, e.validation, e.local_test) for e in each] for each in found)
+    assert str(together) == str(alone)
+    assert len({accuracy for accuracy, *_ in alone}) > 1
+
+
+def test_models_of_layers_that_vmap_lacks_are_evaluated_alone(monkeypatch):
+    lstm = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.LSTM(5, 3, batch_first=True), TakeFirst())
+    module = mixture(LinearGate(5), lstm)
+    monkeypatch.setattr(TakeFirst, "__module__", "fedmoe_pl.models")
+    found, alone = (evaluations_of(monkeypatch, module, most) for most in (8, 1))
+    assert found == alone and len({*found}) > 1
+
+
+class TakeFirst(nn.Module):
+    """The output at a sequence's only place."""
+
+    def forward(self, x):
+        return x[0][:, 0]
+
+
+def evaluations_of(monkeypatch, module, most):
+    monkeypatch.setattr(stacked_models, "_MOST", most)
     training = local_training(module, Local(), blobs(SIZES))
-    kept = states(module, range(len(SIZES)))
-    found = evaluate_clients(training, {}, kept, 1, "aggregation")
-    assert evaluation_groups(training, range(len(SIZES))) == [[4, 1, 3, 0, 2]]
-    alone = evaluations(monkeypatch, mixture(LinearGate(5), DataDependent()), blobs(SIZES), stacked=False)
-    assert [e.global_test for e in found] == [e.global_test for e in alone]
+    assert len(evaluation_groups(training, range(5))) == (5 if most == 1 else 1)
+    return [e.global_test for e in evaluate_clients(training, {}, states(module, range(5)), 1, "aggregation")]
 
 
 class OfTheServer(Local):
@@ -118,7 +184,7 @@ class ReturnsViews(Local):
 
 
 def test_clients_that_have_the_same_tensors_are_evaluated_together_too(monkeypatch):
-    module, data = mixture(LinearGate(5)), blobs(SIZES)
+    module, data = mixture(LinearGate(5), expert()), blobs(SIZES)
     server = states(module, [7])[7]
     monkeypatch.setattr(evaluating, "client_predictor", None)
     found = evaluate_clients(local_training(module, OfTheServer(), data), server, {}, 1, "aggregation")
@@ -129,58 +195,21 @@ def test_clients_that_have_the_same_tensors_are_evaluated_together_too(monkeypat
 
 
 def test_an_algorithm_may_return_the_module_s_own_tensors_as_a_client_s_model(monkeypatch):
-    module, data = mixture(LinearGate(5)), blobs(SIZES)
+    module, data = mixture(LinearGate(5), expert()), blobs(SIZES)
     expected = evaluations(monkeypatch, module, data, stacked=False)
     found = evaluations(monkeypatch, module, data, stacked=True, algorithm=ReturnsViews())
     assert [e.global_test for e in found] == [e.global_test for e in expected]
     assert len({e.global_test for e in expected}) > 1
 
 
-class Tied(nn.Module):
-    """An expert whose second layer has the weight of the first, under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.second = nn.Linear(5, 5)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
-def test_models_whose_stack_gives_other_outputs_are_evaluated_alone(monkeypatch):
-    module, data = mixture(LinearGate(5), Tied()), blobs(SIZES, classes=5)
-    training = local_training(module, Local(), data)
-    name = "local_expert.second.weight"  # each client keeps the shared weight under one of its two names
-    generator = torch.Generator().manual_seed(0)
-    kept = {c: {name: torch.randn(5, 5, generator=generator, dtype=torch.float64)} for c in range(5)}
-    found = evaluate_clients(training, {}, kept, 1, "aggregation")
-    monkeypatch.setattr(stacked_models, "_MOST", 1)
-    alone = evaluate_clients(training, {}, kept, 1, "aggregation")
-    assert [e.global_test for e in found] == [e.global_test for e in alone]
-    assert len({e.global_test for e in alone}) > 1
-
-
-class Named(nn.Module):
-    """An expert that holds its layer under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-        self.again = self.layer
-
-    def forward(self, x):
-        return self.layer(x)
-
-
 def test_models_with_a_part_of_two_names_are_evaluated_alone():
-    training = local_training(mixture(LinearGate(5), Named()), Local(), blobs(SIZES, classes=5))
+    layer = nn.Linear(5, 5)
+    training = local_training(mixture(LinearGate(5), nn.Sequential(layer, layer)), Local(), blobs(SIZES, classes=5))
     assert evaluation_groups(training, [0, 1]) == [[1], [0]]
 
 
 def test_groups_have_similar_sizes_and_models_with_convolutions_or_of_many_parameters_are_alone(monkeypatch):
-    training = local_training(mixture(LinearGate(5)), Local(), blobs(SIZES))
+    training = local_training(mixture(LinearGate(5), expert()), Local(), blobs(SIZES))
     assert evaluation_groups(training, [0, 1, 3]) == [[1, 3, 0]]
     monkeypatch.setattr(stacked_models, "_MOST", 2)
     assert evaluation_groups(training, range(5)) == [[4, 1], [3, 0], [2]]

@@ -6,7 +6,6 @@ import signal
 import time
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import SumMetric
 
 from fedmoe_pl.algorithms import FedAvg
+from helpers import TensorData
 
 
 def rank() -> int | None:
@@ -85,32 +85,64 @@ class Own(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class SquareOfMean(Own):
-    """Its loss of a batch is no mean over samples."""
+class ClassWeighted(Own):
+    """A mean that weighs classes, in a training step of the user's."""
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) ** 2
+        weight = torch.tensor([1.0, 5.0, 0.2], dtype=self.layer.weight.dtype)
+        return F.cross_entropy(self(batch[0]), batch[1], weight)
 
 
-class SquareInTraining(Own):
-    """Its loss of a batch is no mean over samples in train mode only."""
+class Contrast(FedAvg):
+    """A term of the batch that is zero at the start."""
 
-    def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) ** (2 if self.training else 1)
+    def client_init(self, client, sent):
+        constants = super().client_init(client, sent)
+        state = {name: tensor.clone() for name, tensor in client.module.state_dict().items()}
+        return {**constants, "received": state}
+
+    def client_loss(self, module, batch, constants):
+        old = torch.func.functional_call(module, constants["received"], (batch[0],))
+        return super().client_loss(module, batch, constants) + (module(batch[0]) - old).mean().square()
 
 
-class WithDropout(Own):
-    """Its dropout is no module, and draws other numbers for a part of a batch."""
+class FromEight(FedAvg):
+    """A term for batches of eight samples or more."""
+
+    def client_loss(self, module, batch, constants):
+        loss = super().client_loss(module, batch, constants)
+        return loss + module(batch[0]).mean().square() if len(batch[1]) >= 8 else loss
+
+
+class Centered(nn.Linear):
+    """A layer that compares the samples of a batch."""
 
     def forward(self, x):
-        return self.layer(F.dropout(x, 0.5, self.training))
+        return super().forward(x - x.mean(0))
 
 
-class WithMixup(Own):
-    """Scales each input by a number of NumPy's generator."""
+class Ignoring(TensorData):
+    """Most training samples have a label that does not count."""
 
-    def forward(self, x):
-        return self.layer(x * torch.from_numpy(np.random.beta(1, 1, (len(x), 1))) if self.training else x)
+    ignored = None
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        if self.ignored is not None:
+            generator = torch.Generator().manual_seed(1)
+            y = self.y[: len(self.arrays.y_train)]
+            y[torch.rand(y.shape, generator=generator) < 0.6] = self.ignored
+
+
+def sample_weighted(scores, y):
+    """A mean that weighs samples by their class."""
+    losses, weights = F.cross_entropy(scores, y, reduction="none"), 1 + y.to(scores.dtype)
+    return (losses * weights).sum() / weights.sum()
+
+
+def own_mean(scores, y):
+    """A mean over samples that this package does not know."""
+    return F.multi_margin_loss(scores, y)
 
 
 class Manual(Own):

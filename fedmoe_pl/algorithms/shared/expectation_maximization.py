@@ -70,7 +70,7 @@ class ExpectationMaximization(Algorithm, ABC):
             losses = computed_with(module, constants["received"], _losses_of_inputs, x, y)
             responsibilities = (constants["log_pi"] - losses).softmax(1)
         losses = _losses(module, self.embedded(module, x), y)
-        return (responsibilities * losses).sum() / (y != -100).sum()
+        return (responsibilities * losses).sum() / (y != -100).sum().clamp_min(1)
 
 
 def _losses(module: SparseMoE, z: Tensor, y: Tensor) -> Tensor:

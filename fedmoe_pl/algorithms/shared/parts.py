@@ -91,7 +91,7 @@ def distillation_loss(logits: Tensor, teacher: Tensor, y: Tensor) -> Tensor:
 def mean_of_labelled(values: Tensor, y: Tensor) -> Tensor:
     """The mean of one value per sample, shape (B,), over the samples whose label (B,) is not -100."""
     counts = y != -100
-    return (values * counts).sum() / counts.sum()
+    return (values * counts).sum() / counts.sum().clamp_min(1)  # a process's share of a batch may have none
 
 
 def expert_gradient(module: LightningModule, expert: str, parameters: Tree, batch: Any) -> Tree:

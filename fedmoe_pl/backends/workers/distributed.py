@@ -41,15 +41,17 @@ class DistributedBackend(PoolBackend):
 
     Args:
         devices: the device of each process.
+        loss_is_mean: as of ``TrainerBackend``.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        super().__init__(TrainerBackend(), devices[:1])
+    def __init__(self, devices: Sequence[torch.device], loss_is_mean: bool = False) -> None:
+        super().__init__(TrainerBackend(loss_is_mean), devices[:1])
+        self.loss_is_mean = loss_is_mean
         self.devices_of_client = list(devices)
 
     def plan(self, training: LocalTraining) -> DistributedPlan:
         """A Trainer per client, in all processes."""
-        check_division(training)
+        check_division(training, self.loss_is_mean)
         number = len(self.devices_of_client)
         strategy = training.trainer["strategy"]
         name = strategy if isinstance(strategy, str) else type(strategy).__name__

@@ -98,6 +98,19 @@ def weight_of(task: Task, criterion: Loss | None, targets: Tensor) -> float:
     return len(classes) if weight is None else weight.cpu()[classes.cpu()].sum().item()
 
 
+def is_mean_over_samples(criterion: Loss | None) -> bool:
+    """Whether a mean loss is known to be that over samples or labels, each of which counts as in :func:`weight_of`."""
+    if criterion is None:
+        return True
+    is_weighted = type(criterion) is not nn.CrossEntropyLoss and getattr(criterion, "weight", None) is not None
+    return type(criterion) in _OF_LOSSES and not is_weighted
+
+
+def weighs_labels(criterion: Loss | None) -> bool:
+    """Whether other labels count than those which are not -100, or not all the same."""
+    return getattr(criterion, "weight", None) is not None or ignored_class(criterion) != IGNORED
+
+
 def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """What a metric of torchmetrics compares: probabilities and classes or labels, values, or logits and tokens."""
     if task == "multiclass":
