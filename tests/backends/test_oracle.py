@@ -62,6 +62,8 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "in turn, attribute": Case("attribute of a parameter"),
     "torchmetrics": Case(loss="torchmetrics"),
 }
+SIBLINGS = {"features, one round", "padding, replaced mean", "padding, max_norm", "modes, in turn", "modes, evaluated"}
+SIBLINGS |= {"modes, dropout", "state, load hook", "in turn, array.array", "in turn, attribute", "torchmetrics"}
 STACKED = {  # what a stack trains, and does not refuse
     "plain": Case(),
     "SmallMLP": Case("SmallMLP", optimizer="momentum", scheduler="StepLR"),
@@ -102,7 +104,11 @@ def repeated(cases, backends, slow=()):
     named = cases if isinstance(cases, dict) else {str(case): case for case in cases if not is_excluded(case)}
     slow = backends if slow is True else slow
     return [
-        pytest.param(case, backend, id=f"{name}-{backend}", marks=[pytest.mark.slow] if backend in slow else [])
+        pytest.param(
+            *(case, backend),
+            id=f"{name}-{backend}",
+            marks=[pytest.mark.slow] if backend in slow or name in SIBLINGS else [],
+        )
         for name, case in named.items()
         for backend in backends
     ]

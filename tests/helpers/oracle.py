@@ -135,7 +135,8 @@ def is_excluded(case: Case) -> bool:
     return any(
         (
             case.net == "growing buffer",
-            "frozen" in case.net and case.algorithm == "FedPer",  # trains nothing of what is shared
+            "frozen" in case.net and case.algorithm in ("FedPer", "in turn"),  # trains nothing of what is shared
+            case.loss == "None for short batches" and own_loss,  # adds a term to None
             own_loss and (not case.is_mixture or (case.hook and case.hook not in CONFIGURE)),
             case.algorithm == "chain" and (case.loss or case.setting == "evaluated"),
             not case.is_mixture and case.loss in OF_MIXTURES,
