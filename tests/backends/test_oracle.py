@@ -1,0 +1,179 @@
+"""Every backend gives what plain Trainers on fresh copies and a mean give, or refuses by name before it trains.
+
+Each case has an id of its ingredients and its seed; ``draw(seed)`` gives a drawn one again.
+"""
+
+from functools import cache
+from importlib.metadata import entry_points
+
+import pytest
+from helpers import EveryBatch
+from helpers.ingredients import ALGORITHMS, DATA, HOOKS, LOSSES, NETS, OPTIMIZERS, SCHEDULERS, SETTINGS
+from helpers.oracle import Case, can_be_divided, differences, draw, expected_once, is_excluded
+from lightning.fabric.utilities import registry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.phases.participation import ClientFailures
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SHARED = "shared classifiers"  # what is frozen never changes, so that it need not be computed in each step
+POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was taken
+    "features, dropout": Case("dropout, frozen", algorithm=SHARED),
+    "features, noise": Case("noise, frozen", algorithm=SHARED),
+    "features, mixed inputs": Case("mixed inputs, frozen", algorithm=SHARED),
+    "features, epoch": Case("frozen", "input scaled by the epoch", algorithm=SHARED),
+    "features, one round": Case("dropout, frozen", max_epochs=3, rounds=1),
+    "epoch 0, gate": Case(loss="gate from epoch 1 on"),
+    "epoch 0, term": Case(loss="term from epoch 1 on"),
+    "epoch 0, dropout": Case("dropout", "raises Dropout.p"),
+    "two clients, padding_idx": Case("padding_idx"),
+    "padding, distillation": Case(algorithm="distillation"),
+    "padding, drift": Case(algorithm="drift"),
+    "padding, InstanceNorm": Case("InstanceNorm"),
+    "padding, running mean": Case("running mean"),
+    "padding, replaced mean": Case("replaced mean"),
+    "padding, max_norm": Case("max_norm"),
+    "optimizer, post hook": Case(optimizer="post hook"),
+    "optimizer, pre hook": Case(optimizer="pre hook"),
+    "optimizer, replaced step": Case(optimizer="replaced step"),
+    "optimizer, scheduler": Case(scheduler="touches parameters"),
+    "random numbers, Python": Case("python random", seed=4),
+    "random numbers, NumPy": Case("numpy random"),
+    "listed parameters": Case(loss="listed parameters"),
+    "modes, BatchNorm": Case("BatchNorm in eval mode"),
+    "modes, input_shape": Case("BatchNorm in eval mode, input_shape"),
+    "modes, own module": Case("BatchNorm in eval mode", is_mixture=False),
+    "modes, dropout": Case("dropout in eval mode"),
+    "modes, in turn": Case("BatchNorm in eval mode", algorithm="in turn"),
+    "modes, evaluated": Case("BatchNorm in eval mode", setting="evaluated"),
+    "state, extra": Case("extra state"),
+    "state, load hook": Case("load hook"),
+    "protocol, SAM": Case(optimizer="SAM"),
+    "protocol, any arguments": Case(optimizer="any arguments"),
+    "protocol, configure_optimizers": Case(hook="asks for max_epochs"),
+    "protocol, catches Exception": Case(loss="catches Exception"),
+    "protocol, None": Case(loss="None for short batches"),
+    "ignored labels": Case(loss="criterion that ignores labels"),
+    "in turn, itertools.count": Case("itertools.count"),
+    "in turn, array.array": Case("array.array"),
+    "in turn, attribute": Case("attribute of a parameter"),
+    "torchmetrics": Case(loss="torchmetrics"),
+}
+SIBLINGS = {"features, one round", "padding, replaced mean", "padding, max_norm", "modes, in turn", "modes, evaluated"}
+SIBLINGS |= {"modes, dropout", "state, load hook", "in turn, array.array", "in turn, attribute", "torchmetrics"}
+STACKED = {  # what a stack trains, and does not refuse
+    "plain": Case(),
+    "SmallMLP": Case("SmallMLP", optimizer="momentum", scheduler="StepLR"),
+    "FedProx": Case(optimizer="Adam", algorithm="FedProx"),
+    "chain": Case(algorithm="chain"),
+    "clipped": Case(setting="clip by norm", data="one batch each"),
+    "frozen": Case("frozen", algorithm=SHARED),
+    "BatchNorm": Case("BatchNorm", optimizer="AdamW"),
+}
+OF_FIELDS = {"net": NETS, "loss": LOSSES, "optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "hook": HOOKS}
+OF_FIELDS |= {"algorithm": ALGORITHMS, "setting": SETTINGS, "data": DATA}
+ALONE = [Case(**{field: name, "seed": 1}) for field, names in OF_FIELDS.items() for name in [*names][1:]]
+ALONE += [
+    Case(**{field: name, "is_mixture": False}) for field in ("net", "optimizer") for name in [*OF_FIELDS[field]][1:]
+]
+DRAWN = [draw(seed) for seed in range(200)]
+DIVIDED = {
+    "plain": Case(),
+    "class weights": Case(loss="class weights"),
+    "sample weights": Case(loss="sample weights"),
+    "term of the batch": Case(loss="term of the batch"),
+    "term of large batches": Case(loss="term of large batches", data="large batches"),
+    "drift": Case(algorithm="drift"),
+}
+BACKENDS = {
+    "auto": {"backend": "auto"},
+    "TrainerBackend": {"backend": TrainerBackend()},
+    "StackedBackend": {"backend": StackedBackend()},
+    "alone": {"backend": TrainerBackend(), "callbacks": [EveryBatch()]},  # a Trainer per client
+    "two processes": {"devices": 2},
+    "ddp": {"devices": 2, "strategy": "ddp"},
+}
+MAY_REFUSE = ("StackedBackend", "ddp")
+
+
+def repeated(cases, backends, slow=()):
+    """Each case with each backend, one after another, so that they use the same result of the oracle."""
+    named = cases if isinstance(cases, dict) else {str(case): case for case in cases if not is_excluded(case)}
+    slow = backends if slow is True else slow
+    return [
+        pytest.param(
+            *(case, backend),
+            id=f"{name}-{backend}",
+            marks=[pytest.mark.slow] if backend in slow or name in SIBLINGS else [],
+        )
+        for name, case in named.items()
+        for backend in backends
+    ]
+
+
+@pytest.fixture(autouse=True)
+def packages_read_once(monkeypatch):
+    """Each Trainer searches all installed packages for callbacks, which takes longer than a client's training."""
+    monkeypatch.setattr(registry, "entry_points", cache(entry_points), raising=False)
+
+
+def check(case, backend, tmp_path):
+    rounding = 1e-5 if case.setting == "float32" else 1e-9
+    tolerance = 1e-12 if backend == "alone" and rounding == 1e-9 else rounding
+    errors, refusal = differences(case, tolerance, tmp_path, **BACKENDS[backend])
+    assert not refusal or backend in MAY_REFUSE, f"{backend} refuses {case!r}: {refusal}"
+    assert not errors, "\n".join((f"{backend} with {case!r}:", *errors[:5]))
+    return refusal
+
+
+ALL = ("auto", "TrainerBackend", "StackedBackend", "alone")
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [*repeated(POINTS, ALL, slow=("alone",)), *repeated(ALONE, ALL, slow=True), *repeated(DRAWN, ALL, slow=True)],
+)
+def test_a_backend_gives_what_plain_trainers_give(case, backend, tmp_path):
+    check(case, backend, tmp_path)
+
+
+@pytest.mark.parametrize(("case", "backend"), repeated(STACKED, ("StackedBackend", "auto"), slow=("auto",)))
+def test_plain_clients_are_stacked(case, backend, tmp_path):
+    assert not check(case, backend, tmp_path), "a stack can train it"
+    before = case.make()[0].state_dict()
+    after = next(iter(expected_once(case).values()))["server"]
+    moved = [(tensor - before[name]).abs().max() for name, tensor in after.items() if tensor.is_floating_point()]
+    assert max(moved) > 1e-3, "something was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "backend"), [*repeated(POINTS, ["two processes"]), *repeated(DRAWN[:20], ["two processes"])]
+)
+def test_two_processes_give_what_plain_trainers_give(case, backend, tmp_path):
+    check(case, backend, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "backend"), [*repeated(DIVIDED, ["ddp"]), *repeated([*filter(can_be_divided, DRAWN)][:30], ["ddp"])]
+)
+def test_processes_that_share_batches_give_what_plain_trainers_give(case, backend, tmp_path):
+    check(case, backend, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["auto", "alone"])
+def test_a_buffer_that_grows_is_refused_with_its_client_and_its_name(backend, tmp_path):
+    module, phases, data = Case("growing buffer").make()
+    trainer = {"accelerator": "cpu", "devices": 1, **BACKENDS[backend]}
+    arguments = {"backend": trainer.pop("backend"), "logger": False, "enable_checkpointing": False}
+    failures = ClientFailures(action="raise")
+    federation = Federation(phases, trainer, default_root_dir=str(tmp_path), failures=failures, **arguments)
+    with pytest.raises(Exception, match=r"client 0.*extractor\.mean") as error:
+        federation.fit(module, data)
+    assert isinstance(error.value, MisconfigurationException) or isinstance(
+        error.value.__cause__, MisconfigurationException
+    )
