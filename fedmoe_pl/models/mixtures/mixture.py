@@ -136,9 +136,14 @@ class MixtureOfExperts(LightningModule, ABC):
         Called by the constructor, and again when a phase of a federation has replaced a part or layers were sized.
 
         Raises:
-            MisconfigurationException: if the gate weighs another number of experts or ``mixing`` does not fit the task.
+            MisconfigurationException: if the gate weighs another number of experts, or it or ``mixing`` does not fit
+                the task.
         """
         self._check_mixing()
+        if self.task == "causal_lm" and not self.gate_is_causal:
+            allowed = "a fixed one or, in a mixture of adapters, one that reads features or a TokenGate inside layers"
+            because = "a gate that reads a whole text weighs experts for a token by what follows it"
+            raise InvalidArgumentError(self, "gate", self.gate, allowed, because)
         if isinstance(self.gate, FixedGate) and self.gate_width is not None:
             self.gate.fit_to(self.gate_width)
             self.check_gate_width(len(self.gate.weights))
@@ -190,6 +195,11 @@ class MixtureOfExperts(LightningModule, ABC):
         with torch.no_grad():
             self.mix(torch.zeros(1, *input_shape, dtype=dtype, device=parameter.device))
         self.train()
+
+    @property
+    def gate_is_causal(self) -> bool:
+        """Whether the weights for a token of a text depend on no later token; ``causal_lm`` takes no other gate."""
+        return isinstance(self.gate, FixedGate)
 
     @property
     def weighed_parts(self) -> Sequence[str]:
