@@ -38,7 +38,8 @@ class LoRA:
             convolutions, embeddings and transformers' ``Conv1D``.
         r: the rank: A has r rows and B has r columns.
         lora_alpha: numerator of the scale s.
-        lora_dropout: probability of dropping a value of the adapters' input.
+        lora_dropout: probability of dropping a value of the adapters' input. Where adapters of several experts are
+            mixed in a layer, they read the same values.
         use_rslora: whether the scale is ``lora_alpha / sqrt(r)``.
         exclude_modules: layers that get none, in the words of ``target_modules``.
         modules_to_save: layers that are trained as a whole, such as a ``classifier``: each expert has a copy of its
@@ -100,8 +101,16 @@ class LinearAdapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the output of the layer for its input x."""
+        return self.of_dropped(self.dropped(x))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The input without the values that dropout leaves out."""
         weight: Any = self.lora_A.weight
-        return self.lora_B(self.lora_A(self.dropout(x.to(weight.dtype)))) * self.scaling
+        return self.dropout(x.to(weight.dtype))
+
+    def of_dropped(self, x: Tensor) -> Tensor:
+        """What is added for an input after dropout."""
+        return self.lora_B(self.lora_A(x)) * self.scaling
 
 
 class EmbeddingAdapter(nn.Module):
@@ -129,6 +138,12 @@ class EmbeddingAdapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the embeddings of the ids x."""
         return F.embedding(x, self.lora_embedding_A.T, self.padding_idx) @ self.lora_embedding_B.T * self.scaling
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The ids, of which none is left out."""
+        return x
+
+    of_dropped = forward
 
 
 Weigh = Callable[[str, Tensor], Tensor]
@@ -173,12 +188,12 @@ class _Pass:
         return weights
 
 
-class _LayerCheck:
-    """Whether a base was seen to call the layers that have experts; copies of the base need not be looked at again."""
+class Look:
+    """Whether the calls of a base's layers that have experts were looked at; copies need not be looked at again."""
 
     is_done = False
 
-    def __deepcopy__(self, known: dict[int, Any]) -> _LayerCheck:
+    def __deepcopy__(self, known: dict[int, Any]) -> Look:
         return self
 
 
@@ -236,7 +251,7 @@ class AdaptedBase:
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._blocks = [*_matching(base, blocks, "blocks")]
         self._pass: _Pass | None = None
-        self._check = _LayerCheck()
+        self._check = Look()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
         for path in self._saved:
             for root in [self.head] if has_one_head else self.experts:
@@ -332,12 +347,14 @@ class _AdaptedLayer:
         if current is None:
             return output
         current.called.add(self.path)
-        adapters = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
+        adapters: list[Any] = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
         x = inputs[0]
         if len(adapters) == 1 or not self.mixes:
             return output + adapters[0](x).to(output.dtype)
         weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
-        return output + mixed(weights, [adapter(x) for adapter in adapters], self.path).to(output.dtype)
+        # one draw for all, as in FedALT's and FedLEASE's code, also where frozen experts are in eval mode
+        x = next((adapter for adapter in adapters if adapter.training), adapters[0]).dropped(x)
+        return output + mixed(weights, [adapter.of_dropped(x) for adapter in adapters], self.path).to(output.dtype)
 
 
 @dataclass

@@ -39,7 +39,9 @@ def drawn(module):
 
 
 def adapted(kind, gate, pooling="mean", **kwargs):
-    lora = LoRA(["mlp.0", "mlp.2", "embedding"] if kind is AdapterMoE else ["mlp.0", "mlp.2"], r=2, modules_to_save=["head"])
+    lora = LoRA(
+        ["mlp.0", "mlp.2", "embedding"] if kind is AdapterMoE else ["mlp.0", "mlp.2"], r=2, modules_to_save=["head"]
+    )
     return drawn(kind(Base(), lora, gate, pooling=pooling, pad_token_id=0, task="causal_lm", **kwargs))
 
 
@@ -97,7 +99,9 @@ def _assert_causal(module):
         torch.testing.assert_close(module(others)[:, :last], logits[:, :last])
 
 
-@pytest.mark.parametrize(("pooling", "features_of"), [("mean", lambda seen: seen.mean(0)), ("last", lambda seen: seen[-1])])
+@pytest.mark.parametrize(
+    ("pooling", "features_of"), [("mean", lambda seen: seen.mean(0)), ("last", lambda seen: seen[-1])]
+)
 def test_a_gate_reads_the_features_of_the_tokens_so_far(pooling, features_of):
     module, text = adapted(AdapterMoE, models.FeatureGate(F), pooling), TEXTS[:1]
     seen = []

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
-from fedmoe_pl.models.adapters import AdaptedBase, LoRA, Output
+from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Output, Weigh
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import batch_size_of, rows_of
+from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.routers import AdaptiveTokenGate, TokenGate
 
@@ -121,7 +123,7 @@ class AdapterMoE(MixtureOfExperts):
         return self.gate.reads_features or super().gate_is_causal
 
     def _weights(self, output: Output | None, x: Any) -> Tensor:
-        """The gate's weights (B, 2), in ``causal_lm`` (B, T, 2); ``output`` has the features for a gate that reads them."""
+        """The gate's weights (B, 2), in ``causal_lm`` (B, T, 2); of ``output``, it may read the features."""
         if output is None:
             weights = self.gate(x)
         elif self.task != "causal_lm":
@@ -208,6 +210,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
         **kwargs: Any,
     ) -> None:
         self.blocks = [*blocks]
+        self._layout = Look()
         super().__init__(base, lora, gate, **kwargs)
         self.head = self._adapted.head
 
@@ -248,12 +251,29 @@ class LayerwiseAdapterMoE(AdapterMoE):
 
     def mix_by(self, x: Any, weights: Tensor) -> Tensor:
         """Scores (B, C) of inputs, with given weights (B, experts) or, of tokens, (B, T, experts) in all layers."""
-        return self._adapted(x, range(len(self._adapted.experts)), lambda path, inputs: weights).logits
+        return self._mixed(x, lambda path, inputs: weights).logits
 
     def mix_layers(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores (B, C) of inputs, and a ``TokenGate``'s weights (B, ..., experts) by the path of the layer."""
-        output = self._adapted(x, range(len(self._adapted.experts)), self.gate.weights)  # pyright: ignore[reportArgumentType]
+        output = self._mixed(x, self.gate.weights)  # pyright: ignore[reportArgumentType]
         return output.logits, output.weights
+
+    def _mixed(self, x: Any, weigh: Weigh) -> Output:
+        """What the base computes with all experts; at first, it looks where layers have a single sample."""
+        experts = range(len(self._adapted.experts))
+
+        def look(path: str, inputs: Tensor) -> Tensor:
+            if inputs.shape[0] != 1:
+                allowed = "a layer that keeps the samples apart, in the first dimension"
+                because = f"it reads a single sample in the shape {tuple(inputs.shape)}"
+                raise InvalidArgumentError("LoRA", "target_modules", path, allowed, because)
+            return torch.ones(1, len(experts), device=inputs.device)
+
+        if not self._layout.is_done and batch_size_of(x) > 1:  # a single sample cannot be mistaken for another
+            with torch.no_grad(), evaluating(self):
+                self._adapted(rows_of(x, slice(1)), experts, look)
+            self._layout.is_done = True
+        return self._adapted(x, experts, weigh)
 
     def tokens_of(self, weights: Mapping[str, Tensor], x: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """For each layer that ``mix_layers`` gives weights of, these (B, T, experts), and which tokens are no padding.

@@ -26,7 +26,8 @@ each other. The other two are in the official code of the mixture with opt-out, 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing, task: Task = "multiclass") -> Tensor:
     """Mixes the outputs (B, ...) of the experts by weights (B, experts), which add up to 1.
 
-    Logits (B, T, V) of tokens may also have weights (B, T, experts). The result is what the outputs are, of the same shape; if probabilities of classes are mixed, log-probabilities.
+    Logits (B, T, V) of tokens may also have weights (B, T, experts). The result is what the outputs are, of the same
+    shape; if probabilities of classes are mixed, log-probabilities.
 
     Example:
         >>> outputs = [torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()]  # probabilities 1/2, 1/2 and 3/4, 1/4
