@@ -157,7 +157,8 @@ class Output:
 
     Attributes:
         logits: its output.
-        features: what the first of ``modules_to_save`` read, shape (B, ..., F); None if there is none.
+        features: what the first of ``modules_to_save`` read, shape (B, ..., F); without any, the output layer that a
+            language model of transformers names; None if there is none.
         weights: the weights of the experts by the path of the layer that mixed them, in the order of the calls. Of a
             layer that the base calls again, those of its second call have the name ``<path>, call 2``, and so on.
     """
@@ -248,6 +249,7 @@ class AdaptedBase:
         saved = [*dict.fromkeys(_matching(base, lora.modules_to_save or (), "modules_to_save"))]
         self._saved = [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
         self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
+        self._read = self._saved[0] if self._saved else _output_layer(base)
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._blocks = [*_matching(base, blocks, "blocks")]
         self._pass: _Pass | None = None
@@ -297,6 +299,10 @@ class AdaptedBase:
             hooks = base.get_submodule(path)._forward_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _AdaptedLayer) or hook is _pass_on]:
                 del hooks[key]
+        if not self._saved and self._read:
+            hooks = base.get_submodule(self._read)._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _NotedInput)]:
+                del hooks[key]
         for path in (*self._blocks, *self._saved):
             del vars(base.get_submodule(path))["forward"]
         return base
@@ -321,6 +327,8 @@ class AdaptedBase:
             self.base.get_submodule(path).forward = _Saved(self, path)
             # in eval mode, torch's encoder layers take weights past a part's forward, unless it has a hook
             self.base.get_submodule(path).register_forward_hook(_pass_on)
+        if not self._saved and self._read:
+            self.base.get_submodule(self._read).register_forward_pre_hook(_NotedInput(self))
 
 
 @dataclass
@@ -389,9 +397,20 @@ class _Saved:
             layer = adapted.base.get_submodule(self.path)
             return type(layer).forward(layer, x, *others, **options)
         current.called.add(self.path)
-        if self.path == adapted._saved[0]:
+        if self.path == adapted._read:
             current.features = x
         return adapted._heads[current.experts[0]].get_submodule(self.path)(x, *others, **options)
+
+
+@dataclass
+class _NotedInput:
+    """A hook that notes what the output layer of a language model reads."""
+
+    adapted: AdaptedBase
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        if self.adapted._pass is not None:
+            self.adapted._pass.features = inputs[0]
 
 
 def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -486,6 +505,12 @@ def _matching(base: nn.Module, names: Iterable[str], argument: str) -> Iterator[
             tops = ", ".join(name for name, _ in base.named_children())
             raise InvalidArgumentError("LoRA", argument, name, f"names of modules of the base, which has {tops}")
         yield from found
+
+
+def _output_layer(base: nn.Module) -> str | None:
+    """The path of the layer that gives the logits of tokens, of a model of transformers that has one."""
+    layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return next((path for path, part in base.named_modules() if part is layer and path), None)
 
 
 def _in_features(adapter: nn.Module) -> int:

@@ -37,7 +37,8 @@ class AdapterMoE(MixtureOfExperts):
             ``causal_lm``, it must be causal, which is not checked.
         lora: which layers get adapters, and the layers that experts have copies of.
         gate: weighs the experts; None for ``EqualWeights``. The features that a ``FeatureGate`` reads are what the
-            first of ``modules_to_save`` reads with the global expert.
+            first of ``modules_to_save`` reads with the global expert or, without any, the output layer of a language
+            model of transformers.
         pooling: the features of a sequence, see :data:`Pooling`.
         pad_token_id: the token in inputs that are no dicts that is padding: the base gets ``input_ids`` and an
             ``attention_mask``. None calls it with the inputs alone.

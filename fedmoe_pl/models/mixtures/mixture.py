@@ -427,7 +427,8 @@ class MixtureOfExperts(LightningModule, ABC):
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
     """Whether weights are equal up to the rounding of their type."""
-    return torch.allclose(one.double(), other.double(), rtol=0, atol=1e-4 + 8 * torch.finfo(one.dtype).eps)
+    rounding = torch.finfo(one.dtype).eps if one.is_floating_point() else 0
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=1e-4 + 8 * rounding)
 
 
 def _shown(weights: Tensor) -> list[float]:
