@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, copies, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, begins, copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -122,8 +122,7 @@ class FedMoEDA(Algorithm):
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
-        begins = client.round == 0 or not any(name.startswith("experts.") for name in client.state)
-        if begins and not self.shared_init:
+        if not self.shared_init and begins(self, client, "experts."):
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
         constants = super().client_init(client, sent)

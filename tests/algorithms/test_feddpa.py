@@ -105,7 +105,7 @@ def test_f_is_fedavg_and_fine_tuning_whose_clients_compare_samples_with_their_ow
     shared = ["global_expert.*", "head.*"]
     phases = [
         phase("FedAvg", FedAvg(shared, shared), rounds=2, gate=GlobalOnly()),
-        phase("FedDPA-F", FineTuning(), rounds=1),
+        phase("FedDPA-F", FineTuning(), evaluate=True),
     ]
     federation = run(phases, module, data, tmp_path, 1)
     evaluation = federation.run.states["FedDPA-F"].evaluations[-1]
@@ -128,7 +128,7 @@ def test_a_gate_whose_samples_nobody_notes_is_refused(kind, algorithm, tmp_path)
     with pytest.raises(
         MisconfigurationException, match="gate is a SimilarityGate, but must be another one, because onl"
     ):
-        run([fedavg, phase("it", algorithm)], module, blobs(), tmp_path, 1)
+        run([fedavg, phase("it", algorithm, evaluate=True)], module, blobs(), tmp_path, 1)
 
 
 def test_a_language_model_without_a_trained_head_gives_the_features_of_its_output_layer():
