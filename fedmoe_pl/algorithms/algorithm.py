@@ -118,7 +118,7 @@ class Algorithm:
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
         aggregates: whether the server combines what clients send; if not, a phase is evaluated after local training.
-        evaluated_after: the part of a round after which the paper evaluates clients' models, and so does a phase that
+        evaluated_after: the part of a round after which clients' models are evaluated, as in the paper, by a phase that
             does not say otherwise. If clients train alone, it is always their local training.
         gate_starts_anew: whether every client draws a new gate in its own first round of the phase, and takes none
             from earlier phases.

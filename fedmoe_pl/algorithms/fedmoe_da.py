@@ -10,7 +10,9 @@ rounds before one     not mentioned                                   no expert 
 equal similarities    all that are not below the (P+1)-th largest     the expert itself, then the first P
 initial parameters    not mentioned                                   the same for all clients, ``shared_init``
 matrix of a round     the previous one, or the round's own            the previous; its own with ``sync_matrix``
-evaluation            not mentioned                                   before the exchange; see ``Evaluate.after``
+evaluation            not mentioned; Algorithm 1's last line,         before the exchange, by which the paper's order
+                      "Output: personalized model", is after the      is reproduced (docs/papers/fedmoe_da.md); see
+                      exchange                                        ``Evaluate.after``
 ====================  ==============================================  =============================================
 """
 
