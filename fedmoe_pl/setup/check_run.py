@@ -281,10 +281,13 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
             f"{phase}: gate is {type(gate).__name__}, which weighs the module's {part}, but no phase trains it, "
             "because its parameters are frozen; is it pretrained?"
         )
-    chain = [phase] if phase.gate else chain_of_starts(run.phases, run.starts, phase.name, "gate")
-    if isinstance(module.gate, SimilarityGate) and not any(other.ckpt_path or _notes(other, module) for other in chain):
-        because = "only FedDPA and FineTuning of a LayerwiseAdapterMoE note the samples that it compares others with"
-        raise InvalidArgumentError(str(phase), "gate", module.gate, "another one", because)
+    if isinstance(gate := getattr(module, "gate", None), SimilarityGate):
+        chain = [phase] if phase.gate else chain_of_starts(run.phases, run.starts, phase.name, "gate")
+        if not any(other.ckpt_path or _notes(other, module) for other in chain):
+            because = (
+                "only FedDPA and FineTuning of a LayerwiseAdapterMoE note the samples that it compares others with"
+            )
+            raise InvalidArgumentError(str(phase), "gate", gate, "another one", because)
     idle_parts = [part for part in _parts(module) if part not in _weighed(module)]
     idle, own = tuple(f"{part}." for part in idle_parts), trained[phase.name]
     trains = own and phase.ckpt_path is None and phase.epochs(run.trainer)
