@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, begins
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.trees import Tree, load_tree
@@ -32,13 +32,15 @@ from fedmoe_pl.trees import Tree, load_tree
 class FineTunedCluster(Algorithm):
     """Every client fine-tunes the model of the cluster with the lowest loss on its training samples.
 
+    It chooses the cluster in its own first round. A client that never trains is evaluated with its best cluster, too.
+
     Args:
         trainable: glob patterns of the parameters that are trained; the chosen model replaces ``global_experts.0``.
     """
 
     federated = False
     needed_parts = ("global_experts",)
-    needs = ("all_clients",)  # a client that misses the first round would never choose a cluster
+    needs = ("all_clients",)  # a phase that starts from this one gets the models that clients have fine-tuned
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
         super().__init__(trainable=trainable)
@@ -51,10 +53,22 @@ class FineTunedCluster(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Chooses the cluster before the first round in which the client trains."""
         super().client_init(client, sent)
-        if client.round == 0 or not any(name.startswith("global_experts.0.") for name in client.state):
-            best = best_cluster(client, range(len(experts_of(client.module))), choice_generator(client))
-            load_tree(client.module, moved(client.module.state_dict(), best, 0))
+        if begins(self, client, "global_experts.0."):
+            load_tree(client.module, self._choice(client))
         return {}
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """What the client keeps; until it has trained, its best cluster is in the first place."""
+        tensors = super().personal_tensors(client, server)
+        if any(name.startswith("global_experts.0.") for name in client.state):
+            return tensors
+        load_tree(client.module, tensors)
+        return {**tensors, **self._choice(client)}
+
+    def _choice(self, client: Client) -> Tree:
+        """The model of the cluster with the lowest loss, in the first place."""
+        best = best_cluster(client, range(len(experts_of(client.module))), choice_generator(client))
+        return {name: tensor.clone() for name, tensor in moved(client.module.state_dict(), best, 0).items()}
 
 
 class ClusterMixture(Algorithm):

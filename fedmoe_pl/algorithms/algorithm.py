@@ -118,9 +118,10 @@ class Algorithm:
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
         aggregates: whether the server combines what clients send; if not, a phase is evaluated after local training.
-        evaluated_after: the part of a round after which the paper evaluates clients' models, and so does a phase that
+        evaluated_after: the part of a round after which clients' models are evaluated, as in the paper, by a phase that
             does not say otherwise. If clients train alone, it is always their local training.
-        gate_starts_anew: whether every client draws a new gate in the first round.
+        gate_starts_anew: whether every client draws a new gate in its own first round of the phase, and takes none
+            from earlier phases.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
         opt_out: clients and samples that influence nothing that leaves a client, an ``OptOut``; none by default.
@@ -273,7 +274,7 @@ class Algorithm:
             Constants for the loss, with tensors on the CPU.
         """
         load_tree(client.module, of_module({**sent, **client.state}))
-        if self.gate_starts_anew and client.round == 0:
+        if self.gate_starts_anew and begins(self, client, "gate."):
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
 
@@ -387,6 +388,17 @@ def request_of(algorithm: Algorithm, state: Mapping[str, Tensor]) -> Tree:
 def received(algorithm: Algorithm, server: Tree, client_id: int, state: Tree) -> Tree:
     """The tensors that a client receives in answer to its request."""
     return algorithm.server_send(server, client_id, request_of(algorithm, state))
+
+
+def begins(algorithm: Algorithm, client: Client, prefix: str) -> bool:
+    """Whether a client draws or chooses a part of its module now, in its first round; it keeps the part from then on.
+
+    A part that it shares begins in the phase's first round.
+    """
+    if client.round == 0:
+        return True
+    own = [name for name in client.module.state_dict() if name.startswith(prefix) and not algorithm.is_shared(name)]
+    return bool(own) and client.state.keys().isdisjoint(own)
 
 
 def weight_of(algorithm: Algorithm, client_id: int, samples: Tensor, seed: int) -> float:

@@ -10,29 +10,32 @@ has it            data favours the local one    has at least 1/2                
 client's samples  5, drawn at random            drawn again for each sample            drawn once and kept
 frozen adapter    not mentioned                 no gradient passes through its output  only its parameters are frozen
                                                 to earlier layers either
+features          not mentioned                 the last layer's, of the last token    those of the head or of the
+                                                                                       output layer; ``pooling``, by
+                                                                                       default their mean over tokens
+text to answer    the prompt has one weight     the same                               in ``causal_lm``, each token's
+                                                                                       is of the text up to it
 ================  ============================  =====================================  ===============================
 
-FedDPA-F needs no code of its own: a phase of ``FedAvg`` of the global expert, then one of ``FineTuning``.
+``pooling: last`` of the model is the code's. FedDPA-F needs no code of its own: a phase of ``FedAvg`` of the global
+expert with the gate ``GlobalOnly``, then one of ``FineTuning`` with a ``SimilarityGate``, which notes the samples too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_loss, pair_of
+from fedmoe_pl.algorithms.shared.parts import expert_loss, note_references, pair_of
 from fedmoe_pl.checks import InvalidArgumentError, check_number
-from fedmoe_pl.models import LayerwiseAdapterMoE, SimilarityGate
-from fedmoe_pl.models.inputs import batch_size_of, first_tensor, inputs_of
+from fedmoe_pl.models import LayerwiseAdapterMoE
+from fedmoe_pl.models.inputs import batch_size_of, first_tensor
 from fedmoe_pl.trees import Tree, of_parts
-
-_REFERENCES = 10  # separates the draw of a client's references from its other random numbers
 
 
 class FedDPA(Algorithm):
@@ -91,16 +94,5 @@ class FedDPA(Algorithm):
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Notes the features of a few samples with the local adapter, if the gate compares samples with them."""
-        module = client.module
-        assert isinstance(module, LayerwiseAdapterMoE)
-        if isinstance(gate := module.gate, SimilarityGate):
-            samples = client.shuffled_samples(_REFERENCES)[: len(gate.references)]
-            batches = client.batches(samples)
-            copied = evaluation_copy(client, batches)
-            assert isinstance(copied, LayerwiseAdapterMoE)
-            with torch.no_grad():
-                inputs = (inputs_of(batch, module.target_key) for batch in batches)
-                features = torch.cat([copied.local_features(x) for x in inputs])
-            gate.references.zero_()
-            gate.references[: len(features)] = features
+        note_references(client)
         return super().client_final(client, constants)

@@ -10,7 +10,9 @@ rounds before one     not mentioned                                   no expert 
 equal similarities    all that are not below the (P+1)-th largest     the expert itself, then the first P
 initial parameters    not mentioned                                   the same for all clients, ``shared_init``
 matrix of a round     the previous one, or the round's own            the previous; its own with ``sync_matrix``
-evaluation            not mentioned                                   before the exchange; see ``Evaluate.after``
+evaluation            not mentioned; Algorithm 1's last line,         before the exchange, by which the paper's order
+                      "Output: personalized model", is after the      is reproduced (docs/papers/fedmoe_da.md); see
+                      exchange                                        ``Evaluate.after``
 ====================  ==============================================  =============================================
 """
 
@@ -24,7 +26,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, copies, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, begins, copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -122,8 +124,7 @@ class FedMoEDA(Algorithm):
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
-        begins = client.round == 0 or not any(name.startswith("experts.") for name in client.state)
-        if begins and not self.shared_init:
+        if not self.shared_init and begins(self, client, "experts."):
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
         constants = super().client_init(client, sent)

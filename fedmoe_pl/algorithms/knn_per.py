@@ -56,7 +56,7 @@ class KNNPer(Algorithm):
     """
 
     federated = False
-    needs = ("all_clients", "classes")  # a client that misses the round would never choose a weight
+    needs = ("all_clients", "classes")  # a client chooses a weight once
 
     def __init__(
         self,
@@ -90,14 +90,15 @@ class KNNPer(Algorithm):
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Chooses lambda and keeps it; a client with one sample takes 0."""
         update = super().client_final(client, constants)
-        weight = self._chosen_weight(client) if self.weight is None else self.weight
-        return Update(
-            update.sent, update.weight, {**update.state, _WEIGHT: torch.tensor([weight], dtype=torch.float64)}
-        )
+        weight = torch.tensor([self._weight(client)], dtype=torch.float64)
+        return Update(update.sent, update.weight, {**update.state, _WEIGHT: weight})
 
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """The logarithm of the mixed probabilities; the expert's logits if lambda is 0."""
-        module, weight = client.module, client.state[_WEIGHT].item() if _WEIGHT in client.state else 0.0
+        module = client.module
+        weight = (
+            client.state[_WEIGHT].item() if _WEIGHT in client.state else self._weight(client)
+        )  # it missed the round
         if not weight or not self._number(client.samples):
             extractor, classifier = split_expert(module, self.expert)
             return lambda x: classifier(call(extractor, x))
@@ -110,7 +111,9 @@ class KNNPer(Algorithm):
 
         return predict
 
-    def _chosen_weight(self, client: Client) -> float:
+    def _weight(self, client: Client) -> float:
+        if self.weight is not None:
+            return self.weight
         samples = client.shuffled_samples(_HELD_OUT)
         queries, rest = samples.tensor_split([len(samples) // 5 or min(1, len(samples) - 1)])
         if not self._number(rest):

@@ -46,7 +46,7 @@ class LabelPrior(Algorithm):
     """
 
     federated = False
-    needs = ("all_clients", "classes")  # a client that misses the round would not be corrected
+    needs = ("all_clients", "classes")  # a phase that starts from this one gets the models that clients have corrected
 
     def __init__(self, tau: float | Literal["auto"] = 1.0, expert: str = "global_expert") -> None:
         if tau != "auto":
@@ -80,11 +80,23 @@ class LabelPrior(Algorithm):
             batches = client.batches(client.samples[:2])
             for x, _ in pairs_of(client.module, batches):
                 check_shifts(self, evaluation_copy(client, batches), self.expert, x)
-            tau = self._chosen_tau(client) if self.tau == "auto" else self.tau
+            tau = self._tau(client)
             load_tree(client.module, self._corrected(client, tau))
             tau = torch.tensor([tau], dtype=torch.float64)
         update = super().client_final(client, constants)
         return Update(update.sent, update.weight, {**update.state, _TAU: tau})
+
+    @torch.no_grad()
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The corrected model, also of a client that has missed the round."""
+        tensors = super().personal_tensors(client, server)
+        if _TAU in client.state:
+            return tensors
+        load_tree(client.module, tensors)
+        return {**tensors, **self._corrected(client, self._tau(client))}
+
+    def _tau(self, client: Client) -> float:
+        return self._chosen_tau(client) if self.tau == "auto" else self.tau
 
     def _corrected(self, client: Client, tau: float) -> Tree:
         """The corrected biases (C,) of the client's experts, by name."""

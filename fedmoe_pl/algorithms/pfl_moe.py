@@ -36,6 +36,7 @@ from fedmoe_pl.algorithms.shared.parts import (
     counted,
     evaluation_copy,
     expert_loss,
+    note_references,
     pairs_of,
     set_aside,
 )
@@ -91,11 +92,15 @@ class FineTuning(Algorithm):
         return set_aside(client, self.gate_fraction, _GATE)[1] if self.gate_fraction else client.samples
 
     def client_final(self, client: Client, constants: Constants) -> Update:
-        """Keeps the fine-tuned expert or, if ``keep_better`` finds it no better, another copy of the global one."""
+        """Keeps the fine-tuned expert or, if ``keep_better`` finds it no better, another copy of the global one.
+
+        It also notes the samples with which a ``SimilarityGate`` compares others (FedDPA-F).
+        """
         if self.keep_better and len(samples := client.datamodule.validation_samples[client.id]):
             batches = client.batches(samples)
             if not _mean_loss(client, "local_expert", batches) < _mean_loss(client, "global_expert", batches):
                 load_tree(client.module, copy_of_global_expert(client.module))
+        note_references(client)
         return super().client_final(client, constants)
 
 

@@ -38,7 +38,8 @@ class LoRA:
             convolutions, embeddings and transformers' ``Conv1D``.
         r: the rank: A has r rows and B has r columns.
         lora_alpha: numerator of the scale s.
-        lora_dropout: probability of dropping a value of the adapters' input.
+        lora_dropout: probability of dropping a value of the adapters' input. Where adapters of several experts are
+            mixed in a layer, they read the same values.
         use_rslora: whether the scale is ``lora_alpha / sqrt(r)``.
         exclude_modules: layers that get none, in the words of ``target_modules``.
         modules_to_save: layers that are trained as a whole, such as a ``classifier``: each expert has a copy of its
@@ -100,8 +101,16 @@ class LinearAdapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the output of the layer for its input x."""
+        return self.of_dropped(self.dropped(x))
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The input without the values that dropout leaves out."""
         weight: Any = self.lora_A.weight
-        return self.lora_B(self.lora_A(self.dropout(x.to(weight.dtype)))) * self.scaling
+        return self.dropout(x.to(weight.dtype))
+
+    def of_dropped(self, x: Tensor) -> Tensor:
+        """What is added for an input after dropout."""
+        return self.lora_B(self.lora_A(x)) * self.scaling
 
 
 class EmbeddingAdapter(nn.Module):
@@ -130,6 +139,12 @@ class EmbeddingAdapter(nn.Module):
         """What is added to the embeddings of the ids x."""
         return F.embedding(x, self.lora_embedding_A.T, self.padding_idx) @ self.lora_embedding_B.T * self.scaling
 
+    def dropped(self, x: Tensor) -> Tensor:
+        """The ids, of which none is left out."""
+        return x
+
+    of_dropped = forward
+
 
 Weigh = Callable[[str, Tensor], Tensor]
 """The weights of the experts in a layer, given its path and its input (B, ..., F): shape (B, ..., experts) or (B,
@@ -142,7 +157,8 @@ class Output:
 
     Attributes:
         logits: its output.
-        features: what the first of ``modules_to_save`` read, shape (B, ..., F); None if there is none.
+        features: what the first of ``modules_to_save`` read, shape (B, ..., F); without any, the output layer that a
+            language model of transformers names; None if there is none.
         weights: the weights of the experts by the path of the layer that mixed them, in the order of the calls. Of a
             layer that the base calls again, those of its second call have the name ``<path>, call 2``, and so on.
     """
@@ -173,12 +189,12 @@ class _Pass:
         return weights
 
 
-class _LayerCheck:
-    """Whether a base was seen to call the layers that have experts; copies of the base need not be looked at again."""
+class Look:
+    """Whether the calls of a base's layers that have experts were looked at; copies need not be looked at again."""
 
     is_done = False
 
-    def __deepcopy__(self, known: dict[int, Any]) -> _LayerCheck:
+    def __deepcopy__(self, known: dict[int, Any]) -> Look:
         return self
 
 
@@ -233,10 +249,11 @@ class AdaptedBase:
         saved = [*dict.fromkeys(_matching(base, lora.modules_to_save or (), "modules_to_save"))]
         self._saved = [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
         self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
+        self._read = self._saved[0] if self._saved else _output_layer(base)
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         self._blocks = [*_matching(base, blocks, "blocks")]
         self._pass: _Pass | None = None
-        self._check = _LayerCheck()
+        self._check = Look()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
         for path in self._saved:
             for root in [self.head] if has_one_head else self.experts:
@@ -282,6 +299,10 @@ class AdaptedBase:
             hooks = base.get_submodule(path)._forward_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _AdaptedLayer) or hook is _pass_on]:
                 del hooks[key]
+        if not self._saved and self._read:
+            hooks = base.get_submodule(self._read)._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _NotedInput)]:
+                del hooks[key]
         for path in (*self._blocks, *self._saved):
             del vars(base.get_submodule(path))["forward"]
         return base
@@ -306,6 +327,8 @@ class AdaptedBase:
             self.base.get_submodule(path).forward = _Saved(self, path)
             # in eval mode, torch's encoder layers take weights past a part's forward, unless it has a hook
             self.base.get_submodule(path).register_forward_hook(_pass_on)
+        if not self._saved and self._read:
+            self.base.get_submodule(self._read).register_forward_pre_hook(_NotedInput(self))
 
 
 @dataclass
@@ -332,12 +355,14 @@ class _AdaptedLayer:
         if current is None:
             return output
         current.called.add(self.path)
-        adapters = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
+        adapters: list[Any] = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
         x = inputs[0]
         if len(adapters) == 1 or not self.mixes:
             return output + adapters[0](x).to(output.dtype)
         weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
-        return output + mixed(weights, [adapter(x) for adapter in adapters], self.path).to(output.dtype)
+        # one draw for all, as in FedALT's and FedLEASE's code, also where frozen experts are in eval mode
+        x = next((adapter for adapter in adapters if adapter.training), adapters[0]).dropped(x)
+        return output + mixed(weights, [adapter.of_dropped(x) for adapter in adapters], self.path).to(output.dtype)
 
 
 @dataclass
@@ -372,9 +397,20 @@ class _Saved:
             layer = adapted.base.get_submodule(self.path)
             return type(layer).forward(layer, x, *others, **options)
         current.called.add(self.path)
-        if self.path == adapted._saved[0]:
+        if self.path == adapted._read:
             current.features = x
         return adapted._heads[current.experts[0]].get_submodule(self.path)(x, *others, **options)
+
+
+@dataclass
+class _NotedInput:
+    """A hook that notes what the output layer of a language model reads."""
+
+    adapted: AdaptedBase
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        if self.adapted._pass is not None:
+            self.adapted._pass.features = inputs[0]
 
 
 def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -469,6 +505,12 @@ def _matching(base: nn.Module, names: Iterable[str], argument: str) -> Iterator[
             tops = ", ".join(name for name, _ in base.named_children())
             raise InvalidArgumentError("LoRA", argument, name, f"names of modules of the base, which has {tops}")
         yield from found
+
+
+def _output_layer(base: nn.Module) -> str | None:
+    """The path of the layer that gives the logits of tokens, of a model of transformers that has one."""
+    layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return next((path for path, part in base.named_modules() if part is layer and path), None)
 
 
 def _in_features(adapter: nn.Module) -> int:

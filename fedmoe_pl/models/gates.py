@@ -1,7 +1,8 @@
 """Gates: for every sample, a gate computes the weights of the experts.
 
-A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first and
-the local one last, whatever the order in a paper: of two experts, index 0 is the global one.
+A gate returns weights of shape (B, experts) that are at least 0, add up to 1 and, in eval mode, do not depend on the
+other samples of a batch; mixtures try this before training. Global experts always come first and the local one last,
+whatever the order in a paper: of two experts, index 0 is the global one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Gate(nn.Module, ABC):
         """Weights of shape (B, experts), the local expert's last.
 
         Args:
-            x: the input (B, ...), a dict if batches are dicts, or the features (B, F) if ``reads_features`` is set.
+            x: the input (B, ...), a dict if batches are dicts, or the features (B, F) if ``reads_features`` is set. In
+                the task ``causal_lm``, B are the tokens of all texts, and features those of the text up to a token.
         """
 
     def reset_parameters(self) -> None:

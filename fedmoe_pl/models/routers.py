@@ -139,8 +139,11 @@ class SimilarityGate(Gate):
     """Weighs experts by how similar a sample is to a few of the client's own (FedDPA, NeurIPS 2024).
 
     The weight of one expert is ``factor`` times the mean cosine of the sample's features and those of the references,
-    between 0 and 1. Nothing of it is trained: :class:`~fedmoe_pl.algorithms.FedDPA` draws the references and the client
-    keeps them. Without references, the mean is 0.
+    between 0 and 1. Nothing of it is trained: :class:`~fedmoe_pl.algorithms.FedDPA` and, as FedDPA-F,
+    :class:`~fedmoe_pl.algorithms.FineTuning` of a ``LayerwiseAdapterMoE`` draw the references, and the client keeps
+    them; with other algorithms, a phase is refused that starts from none of these. Without references, such as of a
+    client that has not trained, the mean is 0. FedDPA's code takes the features of a text's last token, ``pooling:
+    last`` of the model, which is not the default.
 
     Args:
         in_features: number of features, those of the local expert.

@@ -331,6 +331,8 @@ def _from_start(
     for names, state in inherited:
         # what the server sends now replaces what clients kept under the same names
         private = {name: name for name in names if name not in server}
+        if phase.algorithm.gate_starts_anew:  # a client without a gate has not drawn it yet
+            private = {name: name for name in private if not name.startswith("gate.")}
         copied = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts) if copies else {}
         if copied.keys() & private.keys():  # a client without a part of its own takes the copy
             client_states.append(only(state.clients, copied))

@@ -14,6 +14,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, averages, sends_more
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models import SimilarityGate
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.fit import shared_by
@@ -115,6 +116,8 @@ def check_sample_privacy(
         because = f"{name} is not known to use samples in the gradients of its loss only (samples_in_loss_only)"
     elif has_batch_norm(module):
         because = f"batch normalization in {type(module).__name__} mixes the samples of a batch; GroupNorm does not"
+    elif isinstance(getattr(module, "gate", None), SimilarityGate):
+        because = "a SimilarityGate keeps features of samples as they are"
     elif phase.monitor is not None:
         because = "a select by clients' data is not in epsilon"
     elif is_distributed(trainer):

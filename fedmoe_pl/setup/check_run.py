@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation.aggregation import Cohort
+from fedmoe_pl.algorithms import FedDPA, FineTuning
 from fedmoe_pl.algorithms.algorithm import Need, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
@@ -18,7 +19,7 @@ from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
-from fedmoe_pl.models import FixedGate, MixtureOfExperts
+from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
@@ -280,6 +281,13 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
             f"{phase}: gate is {type(gate).__name__}, which weighs the module's {part}, but no phase trains it, "
             "because its parameters are frozen; is it pretrained?"
         )
+    if isinstance(gate := getattr(module, "gate", None), SimilarityGate):
+        chain = [phase] if phase.gate else chain_of_starts(run.phases, run.starts, phase.name, "gate")
+        if not any(other.ckpt_path or _notes(other, module) for other in chain):
+            because = (
+                "only FedDPA and FineTuning of a LayerwiseAdapterMoE note the samples that it compares others with"
+            )
+            raise InvalidArgumentError(str(phase), "gate", gate, "another one", because)
     idle_parts = [part for part in _parts(module) if part not in _weighed(module)]
     idle, own = tuple(f"{part}." for part in idle_parts), trained[phase.name]
     trains = own and phase.ckpt_path is None and phase.epochs(run.trainer)
@@ -288,6 +296,12 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
             f"{phase}: gate is {type(module.gate).__name__}, which gives no weight to {', '.join(idle_parts)}, and "
             "this phase trains nothing else, so its results do not reflect that training."
         )
+
+
+def _notes(phase: Phase, module: LightningModule) -> bool:
+    """Whether the phase fills a ``SimilarityGate``; an algorithm of the user's may."""
+    of_user = not type(phase.algorithm).__module__.startswith("fedmoe_pl.")
+    return of_user or (isinstance(module, LayerwiseAdapterMoE) and isinstance(phase.algorithm, FedDPA | FineTuning))
 
 
 def _warn_of_lost(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:

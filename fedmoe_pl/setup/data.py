@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
@@ -22,8 +23,8 @@ from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
 from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predict, predicts_classes
 from fedmoe_pl.evaluation.outputs import described_batches, has_task, labelled_batches, mixture_of
-from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.inputs import inputs_and_targets
+from fedmoe_pl.models import FixedGate, MixtureOfExperts
+from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.mixtures.tasks import fits, range_problem
 from fedmoe_pl.phases.phase import Phase
 
@@ -122,6 +123,7 @@ def set_up_as_saved(
 
 _TRIED_SAMPLES = 8
 _TRIED_OF_READER = 2
+_TRIED_OF_GATE = 3
 
 
 class TooManyClassesError(InvalidArgumentError):
@@ -139,6 +141,7 @@ def check_task(
     if isinstance(module, MixtureOfExperts):
         with naming(phase):
             _check_batches(module, datamodule)
+            _check_gate(module, datamodule)
     has_classes = predicts_classes(module, datamodule)
     needs_metrics = not (has_classes or isinstance(module, MixtureOfExperts))
     if not phase.evaluate and (has_classes or needs_metrics):
@@ -203,6 +206,17 @@ def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) ->
         if are_classes and not torch.equal(y, expected.to(y.dtype)):
             allowed = f"the key of the classes, {expected.tolist()} for the first samples"
             raise InvalidArgumentError(module, "target_key", key, allowed, f"batches have {y.tolist()} there")
+
+
+def _check_gate(module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
+    """Refuses a gate whose weights of some samples are not what a gate's are."""
+    samples = datamodule.train_samples.indices[:_TRIED_OF_GATE]
+    if isinstance(getattr(module, "gate", None), FixedGate | None) or not len(samples):
+        return
+    who, whose = with_article(type(module).__name__), type(datamodule).__name__
+    with tried(f"{who} does not accept the {described_batches(datamodule)} of {whose}"):
+        for batch, _ in labelled_batches(datamodule, samples, module):
+            module.check_gate(move_data_to_device(inputs_of(batch, module.target_key), module.device))
 
 
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:

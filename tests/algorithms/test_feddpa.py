@@ -10,18 +10,18 @@ from helpers.bare import round_batches
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FedDPA
-from fedmoe_pl.models import FeatureGate, GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGate
+from fedmoe_pl.algorithms import FedAvg, FedDPA, FineTuning, Local
+from fedmoe_pl.models import AdapterMoE, FeatureGate, GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGate
 
 pytest.importorskip("peft")
 
 
-def heads(gate=None, dropout=0.0):
+def heads(gate=None, dropout=0.0, kind=LayerwiseAdapterMoE):
     """Adapters in the first layer, with the last one as a head, whose input are the features."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     lora = LoRA(["0"], r=2, lora_dropout=dropout, modules_to_save=["2"])
-    return LayerwiseAdapterMoE(base, lora, gate, optimizer=sgd).double()
+    return kind(base, lora, gate, optimizer=sgd).double()
 
 
 def test_the_weight_is_the_factor_times_the_mean_cosine():
@@ -98,6 +98,66 @@ def test_clients_keep_the_features_of_some_of_their_samples(tmp_path):
         assert client or distances.argmin(1).tolist() != [*range(number)], "drawn, not the first ones"
         assert not references[number:].any()
         assert "gate.references" not in federation.run.states["FedDPA"].server
+
+
+def test_f_is_fedavg_and_fine_tuning_whose_clients_compare_samples_with_their_own(tmp_path):
+    data, module = blobs(sizes=(13, 3, 11)), heads(SimilarityGate(6, factor=0.9))
+    shared = ["global_expert.*", "head.*"]
+    phases = [
+        phase("FedAvg", FedAvg(shared, shared), rounds=2, gate=GlobalOnly()),
+        phase("FedDPA-F", FineTuning(), evaluate=True),
+    ]
+    federation = run(phases, module, data, tmp_path, 1)
+    evaluation = federation.run.states["FedDPA-F"].evaluations[-1]
+    for client, number in ((0, 5), (1, 3)):
+        own = federation.client_module("FedDPA-F", client).eval()
+        x = data.x[data.train_samples[client]]
+        features = own.local_features(x).detach()
+        references = own.gate.references[:number].double()
+        assert (torch.cdist(references, features).min(1).values < 1e-6).all()
+        weights = (0.9 * F.normalize(features) @ F.normalize(references).T).mean(1).clamp(0, 1)
+        assert weights.max() > 0.1, "0 for each sample without references"
+        torch.testing.assert_close(own.mix(x)[1], torch.stack((1 - weights, weights), 1), rtol=0, atol=1e-6)
+        assert evaluation.clients[client].gate_weights[:, 1].max() > 0.1
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [(LayerwiseAdapterMoE, Local()), (AdapterMoE, FineTuning())])
+def test_a_gate_whose_samples_nobody_notes_is_refused(kind, algorithm, tmp_path):
+    module = heads(SimilarityGate(6), kind=kind)
+    fedavg = phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly())
+    with pytest.raises(
+        MisconfigurationException, match="gate is a SimilarityGate, but must be another one, because onl"
+    ):
+        run([fedavg, phase("it", algorithm, evaluate=True)], module, blobs(), tmp_path, 1)
+
+
+def test_a_language_model_without_a_trained_head_gives_the_features_of_its_output_layer():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, pad_token_id=0)
+    gate = SimilarityGate(8, num_references=2)
+    module = LayerwiseAdapterMoE(
+        transformers.GPT2LMHeadModel(config),
+        LoRA(["c_attn"], r=2),
+        gate,
+        pooling="last",
+        pad_token_id=0,
+        task="causal_lm",
+    )
+    for parameter in (parameter for parameter in module.parameters() if parameter.requires_grad):
+        nn.init.normal_(parameter)
+    module.eval()
+    texts, hidden = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0], [9, 1, 2, 0]]), []
+    hook = module.base.transformer.ln_f.register_forward_hook(lambda layer, inputs, output: hidden.append(output))
+    module.local_expert(texts)
+    hook.remove()
+    last = hidden[0][range(3), [3, 1, 2]]
+    torch.testing.assert_close(module.local_features(texts), last)
+    gate.references.copy_(last[:2])
+    weights = (0.5 * F.normalize(hidden[0], dim=2) @ F.normalize(last[:2]).T).mean(2).clamp(0, 1)  # of each token
+    expected = module.mix_by(texts, torch.stack((1 - weights, weights), 2))
+    torch.testing.assert_close(module(texts), expected)
+    assert not module.plain_base().lm_head._forward_pre_hooks
 
 
 def test_newcomers_train_the_local_adapter_beside_the_federation_s_global_one(tmp_path):

@@ -6,11 +6,15 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits
+from helpers import assert_same_bits, blobs
+from helpers.adapters import adapters
+from helpers.backends import local_training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.func import functional_call
 
+from fedmoe_pl.algorithms import FedALT, FedLEASE, Local
+from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.models import (
     AdapterMoE,
     AdaptiveTokenGate,
@@ -547,3 +551,62 @@ def test_a_mixture_of_clusters_is_made_again_from_a_lightning_checkpoint(tmp_pat
     trainer.save_checkpoint(tmp_path / "module.ckpt")
     loaded = ClusteredAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens()).eval()
     assert torch.equal(loaded(IDS), module(IDS))
+
+
+class SequenceFirst(nn.Module):
+    """Layers that read samples (B, T, F) as (T, B, F), as recurrent layers and encoders of torch do by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(2, 2), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.last(self.layer(x.transpose(0, 1)).tanh().mean(0))
+
+
+@pytest.mark.parametrize("tokens_of_sample", [3, 4, 5])
+@pytest.mark.parametrize("gate", [FeatureGate(2), LinearGate(), EqualWeights(), TokenGate()])
+def test_layers_that_have_the_sequence_first_are_refused_also_if_there_are_as_many_tokens_as_samples(
+    gate, tokens_of_sample
+):
+    module = LayerwiseAdapterMoE(SequenceFirst(), LoRA(["layer"], r=1, modules_to_save=["last"]), copy.deepcopy(gate))
+    with pytest.raises(MisconfigurationException, match=r"target_modules is 'layer', but .* keeps the samples apart"):
+        module(torch.zeros(4, tokens_of_sample, 2))
+
+
+def test_one_expert_takes_layers_that_have_the_sequence_first():
+    module = LayerwiseAdapterMoE(SequenceFirst(), LoRA(["layer"], r=1), GlobalOnly())
+    assert module(torch.zeros(4, 4, 2)).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "experts"),
+    [
+        (LayerwiseAdapterMoE, FedALT(), ("global_expert", "local_expert")),
+        (ClusteredAdapterMoE, FedLEASE(), tuple(f"global_experts.{place}" for place in range(4))),
+        (LayerwiseAdapterMoE, Local(), ("global_expert", "local_expert")),
+    ],
+)
+def test_dropout_leaves_out_the_same_values_for_all_experts_of_a_layer(kind, algorithm, experts):
+    """FedALT's official code, and FedLEASE's: ``h = W x + s sum_e g_e B_e A_e drop(x)``, with g of x as it is."""
+    module = adapters(TokenGate() if kind is LayerwiseAdapterMoE else None, kind, lora_dropout=0.5)
+    if kind is ClusteredAdapterMoE:
+        module.gate.num_clusters.fill_(4)
+    data = blobs()
+    Freezing(local_training(module, algorithm, data), module, 5).freeze(0)
+    x = data.x[:9].double()
+    torch.manual_seed(7)
+    actual = module(x)
+    torch.manual_seed(7)
+    h, state = x, module.state_dict()
+    for layer in ("0", "2"):
+        out, weights = (
+            F.linear(h, *(state[f"base.{layer}.{part}"] for part in ("weight", "bias"))),
+            module.gate.weights(layer, h),
+        )
+        kept = F.dropout(h, 0.5)
+        for index, expert in enumerate(experts):
+            a, b = (state[f"{expert}.{layer}.lora_{factor}.weight"] for factor in "AB")
+            out = out + weights[:, index, None] * 2 * (kept @ a.T @ b.T)
+        h = out.tanh() if layer == "0" else out
+    torch.testing.assert_close(actual, h)

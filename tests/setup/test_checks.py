@@ -131,7 +131,7 @@ TRIED = [
         {"train": Train(round_lr_scheduler=partial(OneCycleLR, max_lr=1, total_steps=2)), "rounds": 4},
     ),
     (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
-    (r"accept the samples of shape \(5,\) of TensorData: .*1x5 and 4x1", {"gate": NetworkGate(nn.Linear(4, 1))}),
+    (r"reads inputs of shape \(3, 5\), because it fails with: .*3x5 and 4x1", {"gate": NetworkGate(nn.Linear(4, 1))}),
 ]
 
 

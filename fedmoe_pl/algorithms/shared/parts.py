@@ -14,10 +14,12 @@ from torch.func import functional_call, grad
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.data import SampleBatches
-from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models import LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.experts import check_split
-from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets
+from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets, inputs_of
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree, with_prefix
+
+_REFERENCES = 10  # separates the draw of a client's references from its other random numbers
 
 
 def expert_prefix(expert: str) -> str:
@@ -169,6 +171,19 @@ def copy_of_global_expert(module: LightningModule) -> Tree:
     """The global expert's tensors under the local expert's names."""
     state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     return copies_of_parts(state, {"local_expert": "global_expert"})
+
+
+def note_references(client: Client) -> None:
+    """Notes the features of a few of a client's samples, with the local adapter, in its ``SimilarityGate``, if any."""
+    module = client.module
+    if not isinstance(module, LayerwiseAdapterMoE) or not isinstance(gate := module.gate, SimilarityGate):
+        return
+    batches = client.batches(client.shuffled_samples(_REFERENCES)[: len(gate.references)])
+    copied: Any = evaluation_copy(client, batches)
+    with torch.no_grad():
+        features = torch.cat([copied.local_features(inputs_of(batch, module.target_key)) for batch in batches])
+    gate.references.zero_()
+    gate.references[: len(features)] = features
 
 
 def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Tensor]:

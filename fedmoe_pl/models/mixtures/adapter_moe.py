@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
-from fedmoe_pl.models.adapters import AdaptedBase, LoRA, Output
+from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Output, Weigh
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import batch_size_of, rows_of
+from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.routers import AdaptiveTokenGate, TokenGate
 
 Pooling = Literal["mean", "last"]
-"""The features of a sequence (B, T, F): the mean over its tokens that are no padding, or those of the last such one."""
+"""The features of a sequence (B, T, F): the mean over its tokens that are no padding, or those of the last such one.
+
+In the task ``causal_lm``, each token has features and weights of its own, of the sequence up to this token.
+"""
 
 
 class AdapterMoE(MixtureOfExperts):
@@ -28,10 +33,12 @@ class AdapterMoE(MixtureOfExperts):
 
     Args:
         base: any module that maps inputs to outputs, or to an object with ``logits``, as those of transformers. It
-            gets dicts as keyword arguments. Its parameters are frozen; it must not be used elsewhere.
+            gets dicts as keyword arguments. Its parameters are frozen; it must not be used elsewhere. In the task
+            ``causal_lm``, it must be causal, which is not checked.
         lora: which layers get adapters, and the layers that experts have copies of.
         gate: weighs the experts; None for ``EqualWeights``. The features that a ``FeatureGate`` reads are what the
-            first of ``modules_to_save`` reads with the global expert.
+            first of ``modules_to_save`` reads with the global expert or, without any, the output layer of a language
+            model of transformers.
         pooling: the features of a sequence, see :data:`Pooling`.
         pad_token_id: the token in inputs that are no dicts that is padding: the base gets ``input_ids`` and an
             ``attention_mask``. None calls it with the inputs alone.
@@ -108,24 +115,56 @@ class AdapterMoE(MixtureOfExperts):
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             return self.scores_of(self._adapted(x, self.gate.active).logits), self.gate(x)
         outputs = [self._adapted(x, [expert]) for expert in (0, 1)]
-        weights = self.gate(self.features_of(outputs[0], x) if self.gate.reads_features else x)
-        self.check_gate_width(weights.shape[1])
-        return self.mix_outputs([output.logits for output in outputs], weights), weights
+        weights = self._weights(outputs[0] if self.gate.reads_features else None, x)
+        return self.mix_outputs([output.logits for output in outputs], weights), self._of_samples(weights, x)
+
+    @property
+    def gate_is_causal(self) -> bool:
+        """Whether the gate is fixed, or reads features, which are those of the tokens so far."""
+        return self.gate.reads_features or super().gate_is_causal
+
+    def _weights(self, output: Output | None, x: Any) -> Tensor:
+        """The gate's weights (B, 2), in ``causal_lm`` (B, T, 2); of ``output``, it may read the features."""
+        if output is None:
+            weights = self.gate(x)
+        elif self.task != "causal_lm":
+            weights = self.gate(self.features_of(output, x))
+        else:
+            features = self._features_so_far(output, x)
+            weights = self.gate(features.flatten(0, 1)).unflatten(0, features.shape[:2])
+        self.check_gate_width(weights.shape[-1])
+        return weights
+
+    def _of_samples(self, weights: Tensor, x: Any) -> Tensor:
+        """Weights (B, experts) of samples: of weights (B, T, experts), the means over tokens that are no padding."""
+        return weights if weights.dim() == 2 else _mean_of_tokens(weights, self.mask_of(x, weights))
 
     def features_of(self, output: Output, x: Any) -> Tensor:
         """Features (B, F) of samples, from what the base computed of them."""
-        if (features := output.features) is None:
-            allowed = "with a layer in modules_to_save, whose inputs are the features"
-            raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features")
-        if features.dim() == 2:
+        if (features := self._features(output)).dim() == 2:
             return features
         mask = self.mask_of(x, features)
+        if self.pooling == "mean":
+            return _mean_of_tokens(features, mask)
+        places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+        last = places.where(mask > 0, 0).amax(1)
+        return features[torch.arange(len(features), device=last.device), last]
+
+    def _features_so_far(self, output: Output, x: Any) -> Tensor:
+        """Features (B, T, F) of samples up to each token."""
+        if (features := self._features(output)).dim() != 3:
+            allowed = "with a first layer in modules_to_save that reads tokens of shape (B, T, F)"
+            raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features of the tokens so far")
         if self.pooling == "last":
-            places = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-            last = places.where(mask > 0, 0).amax(1)
-            return features[torch.arange(len(features), device=last.device), last]
-        counts = mask.to(features.dtype)
-        return (features * counts[..., None]).sum(1) / counts.sum(1, keepdim=True).clamp_min(1)
+            return features
+        counts = self.mask_of(x, features).to(features.dtype)[..., None]
+        return (features * counts).cumsum(1) / counts.cumsum(1).clamp_min(1)
+
+    def _features(self, output: Output) -> Tensor:
+        if output.features is None:
+            allowed = "with a layer in modules_to_save, whose inputs are the features"
+            raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features")
+        return output.features
 
     def mask_of(self, x: Any, like: Tensor) -> Tensor:
         """Which tokens of the inputs are no padding, shape (B, T); all if nothing says it."""
@@ -172,6 +211,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
         **kwargs: Any,
     ) -> None:
         self.blocks = [*blocks]
+        self._layout = Look()
         super().__init__(base, lora, gate, **kwargs)
         self.head = self._adapted.head
 
@@ -192,13 +232,15 @@ class LayerwiseAdapterMoE(AdapterMoE):
             return output, self._mean_weights(weights, x)
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             return self._adapted(x, self.gate.active).logits, self.gate(x)
-        inputs = x
-        if self.gate.reads_features:
-            with torch.no_grad():
-                inputs = self.local_features(x)
-        weights = self.gate(inputs)
-        self.check_gate_width(weights.shape[1])
-        return self.mix_by(x, weights), weights
+        with torch.no_grad():
+            output = self._adapted(x, [1]) if self.gate.reads_features else None
+        weights = self._weights(output, x)
+        return self.mix_by(x, weights), self._of_samples(weights, x)
+
+    @property
+    def gate_is_causal(self) -> bool:
+        """Whether the gate is fixed, weighs tokens, or reads features, which are those of the tokens so far."""
+        return isinstance(self.gate, TokenGate) or super().gate_is_causal
 
     def forward(self, x: Any, weights: Tensor | None = None) -> Tensor:
         """Scores (B, C) of inputs; ``weights`` (B, 2) take the place of the gate's."""
@@ -209,13 +251,30 @@ class LayerwiseAdapterMoE(AdapterMoE):
         return self.features_of(self._adapted(x, [1]), x)
 
     def mix_by(self, x: Any, weights: Tensor) -> Tensor:
-        """Scores (B, C) of inputs, with given weights (B, experts) in all layers."""
-        return self._adapted(x, range(len(self._adapted.experts)), lambda path, inputs: weights).logits
+        """Scores (B, C) of inputs, with given weights (B, experts) or, of tokens, (B, T, experts) in all layers."""
+        return self._mixed(x, lambda path, inputs: weights).logits
 
     def mix_layers(self, x: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Scores (B, C) of inputs, and a ``TokenGate``'s weights (B, ..., experts) by the path of the layer."""
-        output = self._adapted(x, range(len(self._adapted.experts)), self.gate.weights)  # pyright: ignore[reportArgumentType]
+        output = self._mixed(x, self.gate.weights)  # pyright: ignore[reportArgumentType]
         return output.logits, output.weights
+
+    def _mixed(self, x: Any, weigh: Weigh) -> Output:
+        """What the base computes with all experts; at first, it looks where layers have a single sample."""
+        experts = range(len(self._adapted.experts))
+
+        def look(path: str, inputs: Tensor) -> Tensor:
+            if inputs.shape[0] != 1:
+                allowed = "a layer that keeps the samples apart, in the first dimension"
+                because = f"it reads a single sample in the shape {tuple(inputs.shape)}"
+                raise InvalidArgumentError("LoRA", "target_modules", path, allowed, because)
+            return torch.ones(1, len(experts), device=inputs.device)
+
+        if not self._layout.is_done and batch_size_of(x) > 1:  # a single sample cannot be mistaken for another
+            with torch.no_grad(), evaluating(self):
+                self._adapted(rows_of(x, slice(1)), experts, look)
+            self._layout.is_done = True
+        return self._adapted(x, experts, weigh)
 
     def tokens_of(self, weights: Mapping[str, Tensor], x: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """For each layer that ``mix_layers`` gives weights of, these (B, T, experts), and which tokens are no padding.
@@ -227,11 +286,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
             yield tokens, self.mask_of(x, tokens).to(tokens.dtype)
 
     def _mean_weights(self, weights: Mapping[str, Tensor], x: Any) -> Tensor:
-        means = [
-            (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
-            for tokens, mask in self.tokens_of(weights, x)
-        ]
-        return torch.stack(means).mean(0)
+        return torch.stack([_mean_of_tokens(*tokens) for tokens in self.tokens_of(weights, x)]).mean(0)
 
 
 class ClusteredAdapterMoE(LayerwiseAdapterMoE):
@@ -286,3 +341,9 @@ class ClusteredAdapterMoE(LayerwiseAdapterMoE):
     def weighed_parts(self) -> Sequence[str]:
         """All experts."""
         return [f"global_experts.{place}" for place in range(self.max_clusters)]
+
+
+def _mean_of_tokens(values: Tensor, mask: Tensor) -> Tensor:
+    """The means (B, F) of values (B, T, F) over the tokens that are no padding, of which the mask (B, T) says it."""
+    counts = mask.to(values.dtype)
+    return (values * counts[..., None]).sum(1) / counts.sum(1, keepdim=True).clamp_min(1)

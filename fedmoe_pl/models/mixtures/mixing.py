@@ -26,16 +26,18 @@ each other. The other two are in the official code of the mixture with opt-out, 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing, task: Task = "multiclass") -> Tensor:
     """Mixes the outputs (B, ...) of the experts by weights (B, experts), which add up to 1.
 
-    The result is what the outputs are, of the same shape; if probabilities of classes are mixed, log-probabilities.
+    Logits (B, T, V) of tokens may also have weights (B, T, experts). The result is what the outputs are, of the same
+    shape; if probabilities of classes are mixed, log-probabilities.
 
     Example:
         >>> outputs = [torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()]  # probabilities 1/2, 1/2 and 3/4, 1/4
         >>> mix_outputs(outputs, torch.tensor([[0.5, 0.5]]), "probabilities").exp()
         tensor([[0.6250, 0.3750]])
     """
-    ones = [1] * (outputs[0].dim() - 1)
+    ones = [1] * (outputs[0].dim() - weights.dim() + 1)
     if mixing == "logits":
-        terms = [weights[:, index].reshape(-1, *ones) * logits for index, logits in enumerate(outputs)]
+        shape = (-1, *weights.shape[1:-1], *ones)
+        terms = [weights[..., index].reshape(shape) * logits for index, logits in enumerate(outputs)]
         return sum(terms[1:], terms[0])
     weights = weights.reshape(*weights.shape, *ones)  # (B, experts, 1, ...)
     smallest = torch.finfo(weights.dtype).tiny  # the logarithm of 0 has no gradient

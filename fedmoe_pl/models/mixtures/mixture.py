@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 from typing_extensions import Self
 
-from fedmoe_pl.checks import InvalidArgumentError, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_number, reason_of
 from fedmoe_pl.models.description import (
     UndescribedError,
     configured_arguments,
@@ -28,8 +28,8 @@ from fedmoe_pl.models.description import (
     stand_in,
 )
 from fedmoe_pl.models.gates import FixedGate
-from fedmoe_pl.models.inputs import Inputs, inputs_and_targets, inputs_of
-from fedmoe_pl.models.layers import to_channels_last
+from fedmoe_pl.models.inputs import Inputs, batch_size_of, inputs_and_targets, inputs_of, rows_of
+from fedmoe_pl.models.layers import evaluating, to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
 from fedmoe_pl.models.mixtures.tasks import (
@@ -48,6 +48,7 @@ from fedmoe_pl.trees import copy_module
 Batch = tuple[Inputs, Tensor] | Mapping[str, Any]
 """Pairs of inputs and targets, or dicts with the targets under ``target_key``."""
 
+_TRIED_SAMPLES = 4
 _OF_TRAINING = ("optimizer", "lr_scheduler")  # arguments that checkpoints do not have: a phase may have others
 _FROZEN = "frozen_parameters"  # of a checkpoint: their names
 _UNDESCRIBED = "undescribed_arguments"  # of a checkpoint: the classes of arguments that it cannot describe
@@ -136,12 +137,18 @@ class MixtureOfExperts(LightningModule, ABC):
         Called by the constructor, and again when a phase of a federation has replaced a part or layers were sized.
 
         Raises:
-            MisconfigurationException: if the gate weighs another number of experts or ``mixing`` does not fit the task.
+            MisconfigurationException: if the gate weighs another number of experts, or it or ``mixing`` does not fit
+                the task.
         """
         self._check_mixing()
+        if self.task == "causal_lm" and not self.gate_is_causal:
+            allowed = "a fixed one or, in a mixture of adapters, one that reads features or a TokenGate inside layers"
+            because = "a gate that reads a whole text weighs experts for a token by what follows it"
+            raise InvalidArgumentError(self, "gate", self.gate, allowed, because)
         if isinstance(self.gate, FixedGate) and self.gate_width is not None:
             self.gate.fit_to(self.gate_width)
             self.check_gate_width(len(self.gate.weights))
+            self._check_shares(torch.as_tensor(self.gate.weights)[None])
         self._run_once()
         if self.channels_last:
             to_channels_last(self)
@@ -165,6 +172,44 @@ class MixtureOfExperts(LightningModule, ABC):
             allowed = f"one that weighs {self.gate_width} experts{order}"
             raise InvalidArgumentError(self, "gate", self.gate, allowed, f"it weighs {width}")
 
+    def check_gate(self, x: Inputs) -> None:
+        """Mixes some inputs, and refuses a gate whose weights of them are not what :class:`Gate` says."""
+        hook = self.gate.register_forward_pre_hook(lambda gate, inputs: self._check_weights(*inputs))
+        try:
+            with torch.no_grad(), evaluating(self):
+                self.mix(x)
+        finally:
+            hook.remove()
+
+    def _check_weights(self, x: Inputs) -> None:
+        """Refuses weights of another shape, and such as are no shares, or depend on the other samples of a batch."""
+        size = batch_size_of(x)
+        try:
+            weights = self.gate.forward(x)
+            alone = [self.gate.forward(rows_of(x, slice(row, row + 1))) for row in range(min(size, _TRIED_SAMPLES))]
+        except InvalidArgumentError:
+            raise
+        except Exception as error:  # whatever the user's raises
+            allowed = f"one that reads {'features' if self.gate.reads_features else 'inputs'} of shape {_shape(x)}"
+            because = f"it fails with: {reason_of(error)}"
+            raise InvalidArgumentError(self, "gate", self.gate, allowed, because) from error
+        if not isinstance(weights, Tensor) or weights.dim() != 2 or len(weights) != size:
+            allowed = f"one that returns weights of shape (samples, experts), here ({size}, {self.gate_width})"
+            raise InvalidArgumentError(self, "gate", self.gate, allowed, f"they have shape {_shape(weights)}")
+        self._check_shares(weights)
+        for together, by_itself in zip(weights, alone, strict=False):
+            if by_itself.shape != (1, len(together)) or not _is_near(by_itself[0], together):
+                allowed = "one that weighs each sample by itself"
+                because = f"a sample has the weights {_shown(by_itself)} alone and {_shown(together)} among others"
+                raise InvalidArgumentError(self, "gate", self.gate, allowed, because)
+
+    def _check_shares(self, weights: Tensor) -> None:
+        """Refuses weights (B, experts) below 0 or whose sums are not 1."""
+        for each in weights:
+            if not (each >= 0).all() or not _is_near(each.sum(), torch.ones_like(each.sum())):
+                allowed = "one whose weights are at least 0 and add up to 1 for each sample"
+                raise InvalidArgumentError(self, "gate", self.gate, allowed, f"those of a sample are {_shown(each)}")
+
     def check_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Refuses outputs of the local expert, the last ones, of another shape than those of the global ones."""
         first, last = outputs[0], outputs[-1]
@@ -174,7 +219,7 @@ class MixtureOfExperts(LightningModule, ABC):
             raise InvalidArgumentError(self, "local_expert", self.local_expert, allowed, reason)
 
     def _run_once(self) -> None:
-        """Mixes a sample of zeros, which sizes lazy layers and shows whether the parts fit together."""
+        """Mixes a few random samples, which sizes lazy layers and shows whether the parts fit together."""
         part = getattr(self, self.sized_by) if self.sized_by else None
         if (input_shape := getattr(part, "input_shape", None)) is None:
             return
@@ -187,9 +232,16 @@ class MixtureOfExperts(LightningModule, ABC):
         self.eval()  # batch normalization cannot train on one sample, and its statistics must not change
         parameter = next(self.parameters())
         dtype = getattr(part, "input_dtype", parameter.dtype)
-        with torch.no_grad():
-            self.mix(torch.zeros(1, *input_shape, dtype=dtype, device=parameter.device))
+        shape, generator = (_TRIED_SAMPLES, *input_shape), torch.Generator().manual_seed(0)
+        # from 0 to 1, or of integers 0 and 1, which any table of embeddings has
+        x = torch.rand(shape, generator=generator).mul(1 if dtype.is_floating_point else 2)
+        self.check_gate(x.to(parameter.device, dtype))
         self.train()
+
+    @property
+    def gate_is_causal(self) -> bool:
+        """Whether the weights for a token of a text depend on no later token; ``causal_lm`` takes no other gate."""
+        return isinstance(self.gate, FixedGate)
 
     @property
     def weighed_parts(self) -> Sequence[str]:
@@ -371,6 +423,23 @@ class MixtureOfExperts(LightningModule, ABC):
         if name not in _kept_arguments(type(self)):
             return self._saved_arguments().get(name)
         return getattr(self, "criterion" if name == "loss" else name)  # ``loss`` itself is a method
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether weights are equal up to the rounding of their type."""
+    rounding = torch.finfo(one.dtype).eps if one.is_floating_point() else 0
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=1e-4 + 8 * rounding)
+
+
+def _shown(weights: Tensor) -> list[float]:
+    return [round(weight, 4) for weight in weights.flatten().tolist()]
+
+
+def _shape(value: Any) -> str:
+    """The shape of inputs or weights, or of those in a dict, or what they are instead of a tensor."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shape(each)}" for key, each in value.items())
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _is_own(kind: type) -> bool:

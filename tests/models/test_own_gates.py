@@ -1,0 +1,138 @@
+"""A gate of one's own returns shares of each sample by itself; any other is refused before training."""
+
+import pytest
+import torch
+from helpers import Expert, blobs, phase, run
+from helpers.data import refused_argument
+from helpers.models import samples
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import ClusteredMoE, PersonalizedMoE
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.models import (
+    EqualWeights,
+    FixedGate,
+    Gate,
+    PooledMoE,
+    RepresentationMLP,
+    RepresentationMoE,
+    SmallMLP,
+    SparseMoE,
+)
+
+
+class Own(Gate):
+    """A layer, and what follows it."""
+
+    def __init__(self, weigh, width=20, reads_features=True, experts=2):
+        super().__init__()
+        self.layer = nn.LazyLinear(experts) if width is None else nn.Linear(width, experts)
+        self.weigh, self.reads_features = weigh, reads_features
+
+    def forward(self, x):
+        return self.weigh(self.layer(x))
+
+
+def softmax(logits):
+    return logits.softmax(1)
+
+
+WRONG = {
+    "no softmax": (lambda logits: logits, "at least 0 and add up to 1 for each sample, because those of a sample are"),
+    "positive": (lambda logits: logits.exp(), "at least 0 and add up to 1"),
+    "negative": (lambda logits: logits.softmax(1) * 20 - 9.5, "at least 0 and add up to 1"),
+    "sigmoid": (lambda logits: logits.sigmoid(), "at least 0 and add up to 1"),
+    "no number": (lambda logits: logits.softmax(1) * torch.nan, "at least 0 and add up to 1"),
+    "over the batch": (lambda logits: logits.softmax(0), "at least 0 and add up to 1"),
+    "of the batch": (
+        lambda logits: (logits - logits.mean(0)).softmax(1),
+        "weighs each sample by itself, because a sample",
+    ),
+    "shifted": (lambda logits: logits.roll(1, 0).softmax(1), "weighs each sample by itself"),
+    "one value": (
+        lambda logits: logits[:, 0].sigmoid(),
+        r"weights of shape \(samples, experts\), here \(\d, 2\), because they h",
+    ),
+    "one row": (lambda logits: logits.softmax(1)[:1], r"weights of shape \(samples, experts\), here \(\d, 2\)"),
+    "a tuple": (lambda logits: (logits.softmax(1), logits), "weights of shape"),
+    "three": (
+        lambda logits: torch.cat((logits, logits), 1).softmax(1),
+        "weighs 2 experts, the local expert last, because it weighs 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_weights_that_are_no_shares_of_each_sample_are_refused(kind):
+    weigh, sentence = WRONG[kind]
+    with pytest.raises(
+        MisconfigurationException, match=f"PersonalizedMoE: gate is an Own, but must be one .*{sentence}"
+    ) as error:
+        PersonalizedMoE(SmallMLP(9, 20, 3), gate=Own(weigh))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_also_of_experts_that_do_not_tell_the_shape_of_their_inputs(kind, tmp_path):
+    weigh, sentence = WRONG[kind]
+    module = PersonalizedMoE(Expert(), gate=Own(weigh, 6)).double()
+    with pytest.raises(MisconfigurationException, match=f"Phase 'p': .*gate is an Own, .*{sentence}"):
+        run([phase("p", FedAvg())], module, blobs(), tmp_path)
+
+
+@pytest.mark.parametrize("width", [7, 21])
+def test_another_width_is_refused_with_the_right_one(width, tmp_path):
+    sentence = r"gate is an Own, but must be one that reads features of shape \(\d, {}\), because it fails with: .*{}"
+    with pytest.raises(MisconfigurationException, match=sentence.format(20, width)) as error:
+        PersonalizedMoE(SmallMLP(9, 20, 3), gate=Own(softmax, width))
+    assert "\n" not in str(error.value)
+    with pytest.raises(MisconfigurationException, match=sentence.format(6, width)):
+        run([phase("p", FedAvg())], PersonalizedMoE(Expert(), gate=Own(softmax, width)).double(), blobs(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda gate: ClusteredMoE(SmallMLP(9, 20, 3), 1, gate=gate(9, False)),
+        lambda gate: PooledMoE(SmallMLP(9, 20, 3), 2, gate(20, True)),
+        lambda gate: SparseMoE(SmallMLP(9, 20, 5), nn.Linear(5, 3), 2, gate=gate(5, False)),
+        lambda gate: RepresentationMoE(
+            RepresentationMLP(9, 4, 5, 3), [RepresentationMLP(9, 4, 5, 3)], gate=gate(5, True)
+        ),
+    ],
+)
+def test_every_mixture_tries_its_gate(make):
+    make(lambda width, reads: Own(softmax, width, reads))
+    make(lambda width, reads: Own(softmax, None, reads))
+    for kind in ("sigmoid", "of the batch", "one value"):
+        assert (
+            refused_argument(lambda kind=kind: make(lambda width, reads: Own(WRONG[kind][0], width, reads))) == "gate"
+        )
+
+
+def test_fixed_weights_of_ones_own_are_shares_too():
+    class Fixed(FixedGate):
+        def fit_to(self, num_experts):
+            self.weights = [0.7] * num_experts
+
+    assert refused_argument(lambda: PersonalizedMoE(Expert(), gate=Fixed())) == "gate"
+
+
+def test_a_trial_leaves_the_generators_and_the_mode_as_they_are():
+    torch.manual_seed(0)
+    expert, gate = SmallMLP(9, 20, 3), Own(softmax)
+    state = torch.get_rng_state()
+    module = PersonalizedMoE(expert, expert, gate)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(part.training for part in module.modules())
+    module.eval().check_gate(samples(5)[0].repeat(1, 2)[:, :9])
+    assert not any(part.training for part in module.modules())
+    assert not module.gate._forward_pre_hooks
+
+
+def test_a_gate_that_keeps_to_it_is_taken_also_in_half_precision():
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        module = PersonalizedMoE(SmallMLP(9, 20, 3), gate=Own(softmax)).to(dtype)
+        module.check_gate(torch.rand(5, 9).to(dtype))
+    assert PersonalizedMoE(SmallMLP(9, 20, 3), gate=EqualWeights()).gate.weights == [0.5, 0.5]
