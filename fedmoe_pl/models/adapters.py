@@ -439,9 +439,9 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
 
 @contextmanager
 def silent_peft() -> Iterator[None]:
-    """Drops peft's warning that it transposes the weights of ``Conv1D``, and of transformers what is new to peft."""
+    """Drops peft's warnings that it transposes the weights of ``Conv1D`` and no others, and of transformers what is new to peft."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         yield
 
