@@ -75,7 +75,9 @@ class FedExLoRA(Algorithm):
             if not weight.is_floating_point():
                 raise InvalidArgumentError(module, "base", module.base, "without quantized weights", because)
             if problem := unlike_weight(name, layer):
-                raise InvalidArgumentError(module, "lora", module.lora, "without this layer", f"{because}, but {problem}")
+                raise InvalidArgumentError(
+                    module, "lora", module.lora, "without this layer", f"{because}, but {problem}"
+                )
             if name in tied:
                 because += f", which is also {next(other for other in tied[name] if other != name)}"
                 raise InvalidArgumentError(module, "base", module.base, "without tied weights", because)

@@ -439,7 +439,7 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
 
 @contextmanager
 def silent_peft() -> Iterator[None]:
-    """Drops peft's warnings that it transposes the weights of ``Conv1D`` and no others, and of transformers what is new to peft."""
+    """Drops peft's warnings that it transposes weights of ``Conv1D`` only, and of transformers what is new to peft."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")

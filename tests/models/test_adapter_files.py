@@ -25,7 +25,10 @@ from fedmoe_pl.models.adapter_files import (
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft calls it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft calls it
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to"),  # by peft itself
+]
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
 
 
@@ -373,26 +376,27 @@ def test_an_adapter_of_peft_starts_with_the_logits_that_peft_gives_it_or_is_refu
         read_adapter(tmp_path, module)
 
 
-@pytest.mark.filterwarnings("ignore:`init_lora_weights` of the")
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights")
 def test_an_adapter_that_peft_has_converted_starts_with_its_logits(tmp_path):
     torch.manual_seed(0)
     base, lora = bert()
-    model = given(copy.deepcopy(base), tmp_path, init_lora_weights="pissa")
+    model = given(copy.deepcopy(base), tmp_path, init_lora_weights="pissa", modules_to_save=None)
     first = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(model.peft_config["default"]))
+    first.peft_config["default"].init_lora_weights = True  # as in peft's documentation
     first.save_pretrained(str(tmp_path / "first"))
     model.save_pretrained(str(tmp_path / "it"), path_initial_model_for_weight_conversion=str(tmp_path / "first"))
-    module = AdapterMoE(base, dataclasses.replace(lora, r=4, lora_alpha=12), GlobalOnly(), pad_token_id=0).eval()
+    lora = dataclasses.replace(lora, r=4, lora_alpha=12, modules_to_save=None)
+    module = AdapterMoE(base, lora, GlobalOnly(), pad_token_id=0).eval()
     module.load_state_dict(read_adapter(tmp_path / "it", module), strict=False)
     torch.testing.assert_close(module(IDS), logits_of(model, module), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_the_base_s_embedding_in_a_folder_is_no_part_of_an_adapter_and_another_one_is_refused(tmp_path):
     torch.manual_seed(0)
     base, lora = BASES["Conv1D and embedding"]()
     arguments = {"target_modules": ["c_attn", "wte"], "lora_alpha": 8, "use_rslora": True, "modules_to_save": ["score"]}
     model = given(copy.deepcopy(base), tmp_path, fan_in_fan_out=True, **arguments)
-    model.save_pretrained(str(tmp_path))
+    model.save_pretrained(str(tmp_path), save_embedding_layers=True)
     assert [name for name in load_file(tmp_path / "adapter_model.safetensors") if "base_layer" in name]
     module = AdapterMoE(base, lora, GlobalOnly(), pad_token_id=0).eval()
     module.load_state_dict(read_adapter(tmp_path, module), strict=False)

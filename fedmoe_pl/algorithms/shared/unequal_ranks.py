@@ -53,7 +53,9 @@ class UnequalRanks(Algorithm):
         for name_of_a, name_of_b in pairs:
             if len(server[name_of_a]) != server[name_of_b].shape[1]:
                 allowed = "one whose adapters have no groups"
-                because = f"{name_of_b} is that of a convolution in groups, of which no single rows and columns are a rank"
+                because = (
+                    f"{name_of_b} is that of a convolution in groups, of which no single rows and columns are a rank"
+                )
                 raise InvalidArgumentError(self, "model", module, allowed, because)
         if max(self.ranks) > highest:
             because = "the module's adapters have this rank"
