@@ -340,9 +340,9 @@ class _AdaptedLayer:
         adapters = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
         x = _first(inputs, options)
         if len(adapters) == 1 or not self.mixes:
-            return output + adapters[0](x).to(output.dtype)
+            return (output + adapters[0](x)).to(output.dtype)
         weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
-        return output + mixed(weights, [adapter(x) for adapter in adapters], self.path).to(output.dtype)
+        return (output + mixed(weights, [adapter(x) for adapter in adapters], self.path)).to(output.dtype)
 
 
 @dataclass

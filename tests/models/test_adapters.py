@@ -369,19 +369,24 @@ def test_a_layer_that_the_base_calls_twice_has_weights_of_both_calls():
     torch.testing.assert_close(module.mix(X)[1], (first + second) / 2)
 
 
+class Block(TwoLayers):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states)
+
+
 def called_by_keyword(layer):
     class Base(Identity):
         """Its layers and blocks are called by keyword, as those of transformers are."""
 
         def __init__(self):
             super().__init__()
-            self.block = TwoLayers()
+            self.block = Block()
             if layer == "embedding":
                 self.embedding = nn.Embedding(3, 2, dtype=torch.float64)
 
         def forward(self, x):
             x = self.embedding(input=(x[:, :1] > 0).long()).flatten(1) if layer == "embedding" else x
-            return self.block(x=self.layer(input=x))
+            return self.block(hidden_states=self.layer(input=x))
 
     return Base()
 
