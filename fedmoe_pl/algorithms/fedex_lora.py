@@ -27,6 +27,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared.low_rank import factor_names, mean_of_products, product
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models.adapters import unlike_weight
 from fedmoe_pl.trees import Tree, mean_of_two, names_of_same_tensors, of_module, subtree, with_prefix
 
 _EXPERT = "global_expert."
@@ -73,6 +74,10 @@ class FedExLoRA(Algorithm):
             because = f"{type(self).__name__} adds to {name}"
             if not weight.is_floating_point():
                 raise InvalidArgumentError(module, "base", module.base, "without quantized weights", because)
+            if problem := unlike_weight(name, layer):
+                raise InvalidArgumentError(
+                    module, "lora", module.lora, "without this layer", f"{because}, but {problem}"
+                )
             if name in tied:
                 because += f", which is also {next(other for other in tied[name] if other != name)}"
                 raise InvalidArgumentError(module, "base", module.base, "without tied weights", because)

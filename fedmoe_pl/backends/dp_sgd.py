@@ -87,15 +87,22 @@ def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: floa
         samples: tensors of shape (n, ...), perhaps in tuples and dicts.
         max_norm: the norm to which a gradient over all parameters is clipped.
     """
-    sums, size = zeros(parameters), samples_at_once(parameters)
-    gradients = _gradient_of_one if size == 1 else sample_gradients
+    sums, size, start = zeros(parameters), samples_at_once(parameters), 0
     first = tree_leaves(samples)[0]
     counts = first.new_ones(len(first), dtype=torch.bool)
     with torch.no_grad():
-        for start in range(0, len(first) if sums else 0, size):
+        while sums and start < len(first):
             part = slice(start, start + size)
-            of_part = gradients(loss, parameters, tree_map(lambda tensor: tensor[part], samples))  # noqa: B023
-            add_clipped(sums, of_part, counts[part], max_norm)
+            rows = tree_map(lambda tensor: tensor[part], samples)  # noqa: B023
+            try:
+                gradients = (_gradient_of_one if size == 1 else sample_gradients)(loss, parameters, rows)
+            except RuntimeError:  # vmap refuses code that asks for values, such as that of transformers
+                if size == 1:
+                    raise
+                size = 1
+                continue
+            add_clipped(sums, gradients, counts[part], max_norm)
+            start += size
     return sums
 
 

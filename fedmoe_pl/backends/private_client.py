@@ -25,7 +25,7 @@ from fedmoe_pl.checks import InvalidArgumentError, reason_of
 from fedmoe_pl.data import PoissonBatches
 from fedmoe_pl.models.layers import trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree, copy_module
+from fedmoe_pl.trees import Tree, copy_module, same_values
 
 _TRIED_SAMPLES = 4
 
@@ -172,6 +172,7 @@ def _problem(training: LocalTraining, clients: Sequence[int]) -> str:
         samples = samples[:_TRIED_SAMPLES]
         (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
         names = trainable_names(training, module, round, epoch)
+        before = {name: buffer.clone() for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         try:
             whole = _gradients(training, module, constants, batch, names)
             sums = clipped_gradients(training, module, constants, [*whole], batch, {}, math.inf)
@@ -181,6 +182,9 @@ def _problem(training: LocalTraining, clients: Sequence[int]) -> str:
             return (
                 f"a trial step with a gradient for each sample failed with {type(error).__name__}: {reason_of(error)}"
             )
+        for name, buffer in module.named_buffers():
+            if name in before and not same_values(buffer, before[name]):
+                return f"a step changes the buffer '{name}', which gets no noise"
         largest = largest_value(whole.values())
         for name, gradient in whole.items():
             if not is_close(sums[name] / len(samples), gradient, largest):

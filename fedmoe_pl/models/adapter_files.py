@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +14,24 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError, tried
-from fedmoe_pl.models.adapters import LoRA, silent_peft
+from fedmoe_pl.checks import InvalidArgumentError, reason_of, shown, tried
+from fedmoe_pl.models.adapters import LoRA, paths_to_save, silent_peft, unlike_weight
 from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, LayerwiseAdapterMoE
-from fedmoe_pl.trees import Tree, names_of_same_tensors
+from fedmoe_pl.trees import Tree, names_of_same_tensors, same_values
 
 _PREFIX = "base_model.model."  # of all names in peft's files
 _FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
 _TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForCausalLM": "CAUSAL_LM"}
 _HEADS = ("classifier", "score")  # layers that peft trains as a whole wherever the task is to classify
-_ARGUMENTS = ("r", "lora_alpha", "use_rslora", "alpha_pattern")  # the tensors show whether the others are the same
+_INITIAL = (True, False, "gaussian", "orthogonal", "eva", "mica")  # ways to draw factors that leave the base as it is
+# keys of an adapter's configuration whose values do not matter, or that the names and shapes of its tensors show
+_ANY = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "rank_pattern"),
+    *("lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # of ways to draw factors
+)
 
 
 @dataclass
@@ -62,21 +70,32 @@ def adapter_of_mixture(module: AdapterMoE) -> Adapter | None:
     weights = [float(gate.weights[index]) for index in gate.active]
     r = sum(adapter.lora.r for adapter in adapters)
     lora = replace(module.lora, r=r, lora_alpha=module.scaling * r, use_rslora=False)
-    return Adapter(
-        lora, {name: _joined(name, [a.tensors[name] for a in adapters], weights) for name in adapters[0].tensors}
-    )
+    return Adapter(lora, {name: _joined(name, [a.tensors for a in adapters], weights) for name in adapters[0].tensors})
 
 
 def peft_model(base: nn.Module, adapter: Adapter) -> Any:
-    """Peft's model of a base with an adapter, in eval mode; it has the base itself, with other layers in it."""
-    from peft import get_peft_model, set_peft_model_state_dict
+    """Peft's model of a base with an adapter, in eval mode; it has the base itself, with other layers in it.
+
+    Raises:
+        MisconfigurationException: if peft would train a layer as a whole that has an adapter.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     config = adapter.lora.config()
-    config.modules_to_save = [*(adapter.lora.modules_to_save or ())] or None
+    # paths, because peft takes each name for the end of others
+    config.modules_to_save = paths_to_save(base, adapter.lora) or None
     config.task_type = _task_type(base, adapter)
-    with silent_peft():
-        model = get_peft_model(base, config)
-    set_peft_model_state_dict(model, adapter.tensors)
+    try:
+        with silent_peft():
+            model = get_peft_model(base, config, autocast_adapter_dtype=adapter.lora.autocast_adapter_dtype)
+    except TypeError as error:  # of a layer that has an adapter
+        allowed = "names that no layer with an adapter ends with"
+        because = f"peft says: {reason_of(error)}"
+        names = adapter.lora.modules_to_save
+        raise InvalidArgumentError(adapter.lora, "modules_to_save", names, allowed, because) from error
+    # also that of other layers with such an end, such as pre_classifier
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    set_peft_model_state_dict(model, own | adapter.tensors)
     return model.eval()
 
 
@@ -84,14 +103,18 @@ def merged(base: nn.Module, adapter: Adapter) -> nn.Module:
     """The base with an adapter in its weights, which are changed.
 
     Raises:
-        MisconfigurationException: if weights are quantized, or also those of another layer.
+        MisconfigurationException: if weights are quantized, or also those of another layer, or cannot do the same.
     """
     layers = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in adapter.tensors if _FACTOR.search(name)}
     for layer in sorted(layers):
-        weight = getattr(base.get_submodule(layer), "weight", None)
+        part = base.get_submodule(layer)
+        weight = getattr(part, "weight", None)
         if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.itemsize < 2:
             because = f"adapters are added to {layer}.weight, whose values would be rounded"
             raise InvalidArgumentError(base, "base", base, "without quantized weights", because)
+        if because := unlike_weight(layer, part):
+            allowed = "without this layer"
+            raise InvalidArgumentError(adapter.lora, "target_modules", adapter.lora.target_modules, allowed, because)
     own = {name.removeprefix(_PREFIX) for name in adapter.tensors} | {f"{layer}.weight" for layer in layers}
     for name, *others in names_of_same_tensors(base):
         if own & {name, *others}:
@@ -119,23 +142,50 @@ def read_adapter(folder: Path, module: AdapterMoE) -> Tree:
         given, tensors = _read_config(folder), load_file(path)
     except (OSError, SafetensorError) as error:
         raise MisconfigurationException(f"'{path}' is missing or damaged.") from error
-    expected, names = module.lora.config(), _names(module, "global_expert")
-    for argument in _ARGUMENTS:
-        if (value := getattr(given, argument, None)) != getattr(expected, argument):
-            allowed = f"{value}, as in '{folder}'"
-            raise InvalidArgumentError(module.lora, argument, getattr(expected, argument), allowed)
-    state = module.state_dict()
+    _check_config(folder, given, module.lora)
+    names, state = _names(module, "global_expert"), module.state_dict()
     for name in sorted(names.keys() | tensors.keys()):
-        if name not in names or name not in tensors:
-            because = f"only the {'folder' if name in tensors else 'model'} has {name.removeprefix(_PREFIX)}"
+        base = f"base.{name.removeprefix(_PREFIX).replace('.base_layer.', '.')}"
+        if name not in names and base in state and same_values(tensors[name], state[base]):
+            del tensors[name]  # peft's files may have embeddings of the base
+        elif name not in names or name not in tensors:
+            where = f"the folder '{folder}'" if name in tensors else "the model"
+            _refuse_tensors(f"Only {where} has", name, given, module.lora)
         elif tensors[name].shape != state[names[name]].shape:
-            because = f"{name.removeprefix(_PREFIX)} has another shape in it"
-        else:
-            continue
-        argument = "target_modules" if ".lora_" in name else "modules_to_save"
-        allowed = f"{_listed(getattr(given, argument))}, as in '{folder}'"
-        raise InvalidArgumentError(module.lora, argument, getattr(module.lora, argument), allowed, because)
+            _refuse_tensors(f"The folder '{folder}' has another shape of", name, given, module.lora)
     return {names[name]: tensor.to(state[names[name]].dtype) for name, tensor in tensors.items()}
+
+
+def _refuse_tensors(problem: str, name: str, given: Any, lora: LoRA) -> None:
+    """Refuses a folder for one of its tensors, or of the model's, with the argument that makes the difference."""
+    argument = "modules_to_save"
+    if _FACTOR.search(name):
+        ours = {"target_modules": lora.target_modules, "exclude_modules": lora.exclude_modules}
+        others = {**ours, "layers_to_transform": None, "rank_pattern": {}}
+        differ = (key for key, value in others.items() if _listed(getattr(given, key)) != _listed(value))
+        argument = next(differ, "target_modules")
+    theirs, own = (shown(_listed(getattr(each, argument, None))) for each in (given, lora))
+    name = name.removeprefix(_PREFIX)
+    raise MisconfigurationException(f"{problem} {name}: its {argument} is {theirs}, and that of the model {own}.")
+
+
+def _check_config(folder: Path, given: Any, lora: LoRA) -> None:
+    """Refuses an adapter that computes something else than the model's, by the first key that says so."""
+    expected, path = lora.config(), folder / "adapter_config.json"
+    written = json.loads(path.read_text())
+    for key in dict.fromkeys(("peft_type", *vars(given), *written)):
+        value, own, because = getattr(given, key, written.get(key)), getattr(expected, key, None), ""
+        if key == "init_lora_weights":
+            own = value if value in _INITIAL else own
+            because = "others change the base's weights, unless the adapter is saved by save_pretrained with "
+            because += "path_initial_model_for_weight_conversion"
+        if value == own or key in _ANY or key.startswith("_"):
+            continue
+        if hasattr(lora, key):
+            raise InvalidArgumentError(lora, key, own, f"{value}, as in '{folder}'")
+        if value:
+            allowed = "left out" if not own else f"one of {_INITIAL}" if because else getattr(own, "value", own)
+            raise InvalidArgumentError(f"'{path}'", key, written.get(key, value), allowed, because)
 
 
 def _read_config(folder: Path) -> Any:
@@ -149,7 +199,8 @@ def _read_config(folder: Path) -> Any:
 
 
 def _listed(names: Any) -> Any:
-    return sorted(names) if isinstance(names, (set, list)) else names
+    """Names in their order; an empty list is none."""
+    return sorted(names) or None if isinstance(names, (set, list)) else names
 
 
 def _names(module: AdapterMoE, expert: str) -> dict[str, str]:
@@ -158,12 +209,17 @@ def _names(module: AdapterMoE, expert: str) -> dict[str, str]:
     return {_PREFIX + name.partition(".")[2]: name for name in module.state_dict() if name.startswith(prefixes)}
 
 
-def _joined(name: str, tensors: list[Tensor], weights: list[float]) -> Tensor:
-    """The factor of an adapter that is a weighted sum of adapters, from theirs; other tensors are the same in all."""
+def _joined(name: str, adapters: list[Tree], weights: list[float]) -> Tensor:
+    """The factor of an adapter that is a weighted sum of adapters, from theirs; other tensors are the same in all.
+
+    Of a convolution in groups, the rows of A that a group reads stay together.
+    """
+    tensors = [adapter[name] for adapter in adapters]
     if (factor := _FACTOR.search(name)) is None:
         return tensors[0]
     if factor[1] == "A":
-        return torch.cat(tensors)
+        groups = len(tensors[0]) // adapters[0]["B".join(name.rsplit("A", 1))].shape[1]
+        return torch.cat([tensor.unflatten(0, (groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
     return torch.cat([weight * tensor for weight, tensor in zip(weights, tensors, strict=True)], dim=1)
 
 
@@ -174,6 +230,6 @@ def _task_type(base: nn.Module, adapter: Adapter) -> str | None:
     if not isinstance(base, PreTrainedModel):
         return None
     task = next((task for ending, task in _TASKS.items() if type(base).__name__.endswith(ending)), None)
-    heads = [name for name, _ in base.named_modules() if name.rpartition(".")[2] in _HEADS]
-    are_trained = all(f"{_PREFIX}{head}." in " ".join(adapter.tensors) for head in heads)
-    return task if task == "CAUSAL_LM" or are_trained else None
+    heads = [(name, part) for name, part in base.named_modules() if name.rpartition(".")[2] in _HEADS]
+    tensors = [f"{_PREFIX}{name}.{own}" for name, part in heads for own in part.state_dict()]
+    return task if task == "CAUSAL_LM" or adapter.tensors.keys() >= {*tensors} else None

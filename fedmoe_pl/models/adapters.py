@@ -17,6 +17,7 @@ from typing import Any
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of, with_article
 from fedmoe_pl.models.inputs import call
@@ -30,7 +31,8 @@ _ADAPTER = "adapter"  # the name under which peft makes adapters
 class LoRA:
     """Adapters of a base's layers: ``h = W x + s B A dropout(x)`` with ``s = lora_alpha / r`` (Hu et al., ICLR 2022).
 
-    The arguments are those of peft's ``LoraConfig`` with the same names (https://arxiv.org/abs/2106.09685).
+    The arguments are those of peft's ``LoraConfig`` and ``get_peft_model`` with the same names
+    (https://arxiv.org/abs/2106.09685).
 
     Args:
         target_modules: the layers that get adapters: a list of names, each the whole one or its end after a dot, such
@@ -43,7 +45,9 @@ class LoRA:
         use_rslora: whether the scale is ``lora_alpha / sqrt(r)``.
         exclude_modules: layers that get none, in the words of ``target_modules``.
         modules_to_save: layers that are trained as a whole, such as a ``classifier``: each expert has a copy of its
-            own, or all of them one together. None for none.
+            own, or all of them one together. They keep the base's type. None for none.
+        autocast_adapter_dtype: whether A and B are float32 if the base is in bfloat16 or float16, in which small steps
+            of an optimizer are rounded away; otherwise they have the base's type.
 
     Raises:
         MisconfigurationException: if a number is out of its range.
@@ -56,6 +60,7 @@ class LoRA:
     use_rslora: bool = False
     exclude_modules: str | list[str] | None = None
     modules_to_save: list[str] | None = None
+    autocast_adapter_dtype: bool = True
 
     def __post_init__(self) -> None:
         """Checks the numbers."""
@@ -80,8 +85,8 @@ class LoRA:
             raise MisconfigurationException(
                 "LoRA needs the package peft: pip install '.[adapters]' in the repository."
             ) from error
-        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "modules_to_save"}
-        return LoraConfig(**given)
+        others = ("modules_to_save", "autocast_adapter_dtype")
+        return LoraConfig(**{each.name: getattr(self, each.name) for each in fields(self) if each.name not in others})
 
 
 class LinearAdapter(nn.Module):
@@ -246,8 +251,7 @@ class AdaptedBase:
         self.base = base.requires_grad_(False)
         self.head = nn.Module()
         self.prepare = prepare
-        saved = [*dict.fromkeys(_matching(base, lora.modules_to_save or (), "modules_to_save"))]
-        self._saved = [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
+        self._saved = paths_to_save(base, lora)
         self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
         self._read = self._saved[0] if self._saved else _output_layer(base)
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
@@ -320,7 +324,8 @@ class AdaptedBase:
     def _patch(self) -> None:
         """Lets layers and blocks of the base ask for the experts."""
         for path in self._paths:
-            self.base.get_submodule(path).register_forward_hook(_AdaptedLayer(self, path, not self._blocks))
+            adapted = _AdaptedLayer(self, path, not self._blocks)
+            self.base.get_submodule(path).register_forward_hook(adapted, with_kwargs=True)
         for path in self._blocks:
             self.base.get_submodule(path).forward = _MixedBlock(self, path)
         for path in self._saved:
@@ -328,7 +333,7 @@ class AdaptedBase:
             # in eval mode, torch's encoder layers take weights past a part's forward, unless it has a hook
             self.base.get_submodule(path).register_forward_hook(_pass_on)
         if not self._saved and self._read:
-            self.base.get_submodule(self._read).register_forward_pre_hook(_NotedInput(self))
+            self.base.get_submodule(self._read).register_forward_pre_hook(_NotedInput(self), with_kwargs=True)
 
 
 @dataclass
@@ -350,19 +355,20 @@ class _AdaptedLayer:
     path: str
     mixes: bool
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Tensor:
         current = self.adapted._pass
         if current is None:
             return output
         current.called.add(self.path)
         adapters: list[Any] = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
-        x = inputs[0]
+        x = _first(inputs, options)
         if len(adapters) == 1 or not self.mixes:
-            return output + adapters[0](x).to(output.dtype)
+            return (output + adapters[0](x)).to(output.dtype)
         weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
         # one draw for all, as in FedALT's and FedLEASE's code, also where frozen experts are in eval mode
         x = next((adapter for adapter in adapters if adapter.training), adapters[0]).dropped(x)
-        return output + mixed(weights, [adapter.of_dropped(x) for adapter in adapters], self.path).to(output.dtype)
+        change = mixed(weights, [adapter.of_dropped(x) for adapter in adapters], self.path)
+        return (output + change).to(output.dtype)
 
 
 @dataclass
@@ -372,16 +378,16 @@ class _MixedBlock:
     adapted: AdaptedBase
     path: str
 
-    def __call__(self, x: Tensor, *others: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         block, current = self.adapted.base.get_submodule(self.path), self.adapted._pass
         compute = type(block).forward
         if current is None or len(current.experts) == 1:
-            return compute(block, x, *others, **options)
+            return compute(block, *inputs, **options)
         outputs = []
         for expert in current.experts:
             with self.adapted._only(expert):
-                outputs.append(compute(block, x, *others, **options))
-        return mixed(current.weights_in(self.path, x), outputs, self.path).to(outputs[0].dtype)
+                outputs.append(compute(block, *inputs, **options))
+        return mixed(current.weights_in(self.path, _first(inputs, options)), outputs, self.path).to(outputs[0].dtype)
 
 
 @dataclass
@@ -391,15 +397,20 @@ class _Saved:
     adapted: AdaptedBase
     path: str
 
-    def __call__(self, x: Tensor, *others: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         adapted, current = self.adapted, self.adapted._pass
         if current is None:
             layer = adapted.base.get_submodule(self.path)
-            return type(layer).forward(layer, x, *others, **options)
+            return type(layer).forward(layer, *inputs, **options)
         current.called.add(self.path)
         if self.path == adapted._read:
-            current.features = x
-        return adapted._heads[current.experts[0]].get_submodule(self.path)(x, *others, **options)
+            current.features = _first(inputs, options)
+        return adapted._heads[current.experts[0]].get_submodule(self.path)(*inputs, **options)
+
+
+def _first(inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The first tensor that a layer is called with, by its place or by its name."""
+    return next((value for value in (*inputs, *options.values()) if isinstance(value, Tensor)), None)
 
 
 @dataclass
@@ -408,9 +419,9 @@ class _NotedInput:
 
     adapted: AdaptedBase
 
-    def __call__(self, layer: nn.Module, inputs: tuple[Tensor]) -> None:
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self.adapted._pass is not None:
-            self.adapted._pass.features = inputs[0]
+            self.adapted._pass.features = _first(inputs, options)
 
 
 def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -439,6 +450,7 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
     config = lora.config()
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import cast_adapter_dtype
 
     for _ in range(num_experts):
         with silent_peft():
@@ -449,6 +461,7 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
                 raise InvalidArgumentError(
                     "LoRA", "target_modules", lora.target_modules, allowed, f"peft says: {reason_of(error)}"
                 ) from error
+        cast_adapter_dtype(base, _ADAPTER, lora.autocast_adapter_dtype)
         made = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
         for path, layer in made.items():  # the base as it was
             base.set_submodule(path, layer.get_base_layer())
@@ -463,9 +476,9 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
 
 @contextmanager
 def silent_peft() -> Iterator[None]:
-    """Drops peft's warning that it transposes the weights of ``Conv1D``, and of transformers what is new to peft."""
+    """Drops peft's warnings that it transposes weights of ``Conv1D`` only, and of transformers what is new to peft."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         yield
 
@@ -487,6 +500,19 @@ def _adapter(path: str, layer: Any) -> nn.Module:
             "LoRA", "target_modules", path, allowed, f"it is {with_article(type(layer.base_layer).__name__)}"
         )
     return LinearAdapter(layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER], layer.lora_dropout[_ADAPTER], scaling)
+
+
+def paths_to_save(base: nn.Module, lora: LoRA) -> list[str]:
+    """The paths of the layers of the base that are trained as a whole."""
+    saved = [*dict.fromkeys(_matching(base, lora.modules_to_save or (), "modules_to_save"))]
+    return [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
+
+
+def unlike_weight(path: str, layer: nn.Module) -> str:
+    """Why no change of a layer's weight does what its adapter does; empty if one does."""
+    if isinstance(layer, _ConvNd) and (layer.groups > 1 or layer.padding_mode != "zeros" or max(layer.dilation) > 1):
+        return f"{path} is a convolution with groups, dilation or padding_mode, which are not its adapter's"
+    return ""
 
 
 def _tree(adapters: dict[str, nn.Module]) -> Expert:

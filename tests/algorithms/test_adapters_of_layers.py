@@ -5,19 +5,25 @@ from functools import partial
 import pytest
 import torch
 from helpers import blobs, phase, run
+from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from safetensors.torch import load_file
 from torch import nn
 
+from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, FedExLoRA, FlexLoRA, HetLoRA
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.models import AdapterMoE, GlobalOnly, LoRA
+from fedmoe_pl.models import AdapterMoE, ConstantGate, GlobalOnly, LayerwiseAdapterMoE, LoRA
 from fedmoe_pl.trees import load_tree, of_module
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
 SIZES = [13, 8, 11]
-pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # peft, of Conv1D
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),  # peft, of Conv1D
+    pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups"),
+]
 
 
 class OneLayer(nn.Module):
@@ -36,21 +42,31 @@ def drawn(*shape):
 LAYERS = {  # square where a layer has a width, so that a wrong orientation would raise nothing
     "Linear": (lambda: nn.Linear(4, 4), drawn(5, 4)),
     "Conv1D": (lambda: pytorch_utils.Conv1D(4, 4), drawn(5, 4)),
+    "Conv1d": (lambda: nn.Conv1d(4, 4, 3, padding=1), drawn(1, 4, 5)),
     "Conv2d": (lambda: nn.Conv2d(2, 3, 2), drawn(1, 2, 4, 4)),
+    "Conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=2), drawn(1, 2, 4, 4, 4)),
     "Embedding": (lambda: nn.Embedding(4, 4), torch.arange(4)),
 }
+# what the adapter of a convolution computes is no change of its weight, because peft does not take these over
+UNLIKE = {
+    "groups": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2), drawn(1, 4, 5, 5)),
+    "dilation": (lambda: nn.Conv2d(4, 4, 3, padding="same", dilation=2), drawn(1, 4, 5, 5)),
+    "padding_mode": (lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), drawn(1, 4, 5, 5)),
+}
+ALL = LAYERS | UNLIKE
+EXACT = [(FedExLoRA(weighting="samples"), 1, kind) for kind in LAYERS]
+EXACT += [(FlexLoRA([1]), 3, kind) for kind in ALL if kind != "groups"]
 
 
 def of_one_layer(kind, r):
     torch.manual_seed(0)
-    return AdapterMoE(OneLayer(LAYERS[kind][0]()), LoRA(["layer"], r=r, lora_alpha=2 * r), GlobalOnly()).double()
+    return AdapterMoE(OneLayer(ALL[kind][0]()), LoRA(["layer"], r=r, lora_alpha=2 * r), GlobalOnly()).double()
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize(("algorithm", "r"), [(FedExLoRA(weighting="samples"), 1), (FlexLoRA([1]), 3)])
+@pytest.mark.parametrize(("algorithm", "r", "kind"), EXACT)
 def test_exact_methods_have_the_mean_of_the_outputs_of_clients_models(kind, algorithm, r):
     """A layer's output is linear in its weight, so that the mean weight has the mean output."""
-    x, model = LAYERS[kind][1], of_one_layer(kind, r)
+    x, model = ALL[kind][1], of_one_layer(kind, r)
     server, generator = algorithm.server_init(model), torch.Generator().manual_seed(1)
     updates, outputs = [], []
     for _ in range(3):
@@ -70,6 +86,64 @@ def test_exact_methods_have_the_mean_of_the_outputs_of_clients_models(kind, algo
     load_tree(model, of_module(algorithm.server_update(server, folded)))
     exact = sum(weight * output for weight, output in zip(weights, outputs, strict=True)) / sum(weights)
     torch.testing.assert_close(model.global_expert(x), exact, rtol=0, atol=1e-12)
+
+
+class OfKind(nn.Module):
+    """A layer of a kind, made of a sample's five features, and a head."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, example = ALL[kind][0](), ALL[kind][1]
+        self.shape = example.shape[1:] if example.is_floating_point() else None
+        self.head = nn.LazyLinear(3)
+        self.double()(torch.zeros(1, 5, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.shape is None:
+            return self.head(self.layer((x > 0).long()).flatten(1))
+        places = torch.arange(self.shape.numel()) % 5
+        return self.head(self.layer(x[:, places].reshape(-1, *self.shape)).tanh().flatten(1))
+
+
+def export(algorithm, kind, format, tmp_path):
+    """The client's model after two rounds, and the one that was exported and loaded again."""
+    lora = LoRA(["layer"], r=2, lora_alpha=4, modules_to_save=["head"])
+    optimizer = partial(torch.optim.SGD, lr=0.3)
+    module = LayerwiseAdapterMoE(OfKind(kind), lora, ConstantGate(0.25), optimizer=optimizer).double()
+    run = federation(tmp_path, [Phase("it", algorithm, rounds=2)])
+    run.fit(module, blobs(SIZES))
+    run.export(module, blobs(SIZES), method="it", client=1, format=format, output=str(tmp_path / "exported"))
+    if format == "peft":
+        loaded = peft.PeftModel.from_pretrained(OfKind(kind), str(tmp_path / "exported" / "mixture"))
+    else:
+        loaded = OfKind(kind)
+        loaded.load_state_dict(load_file(tmp_path / "exported" / "model.safetensors"))
+    return run.client_module("it", 1).eval(), loaded.eval(), module
+
+
+@pytest.mark.few("Conv1D-merged", "groups-peft", "groups-merged")
+@pytest.mark.parametrize(
+    ("algorithm", "format"), [(FedAvg("global_expert.*"), "peft"), (FedExLoRA(), "merged")], ids=["peft", "merged"]
+)
+@pytest.mark.parametrize("kind", ALL)
+def test_every_layer_is_trained_averaged_exported_and_loaded(kind, algorithm, format, tmp_path):
+    if format == "merged" and kind in UNLIKE:
+        with pytest.raises(
+            MisconfigurationException, match=r"lora is a LoRA, but must be .*base\.layer\.weight is a conv"
+        ):
+            export(algorithm, kind, format, tmp_path)
+        return
+    ours, theirs, new = export(algorithm, kind, format, tmp_path)
+    x = drawn(7, 5)
+    torch.testing.assert_close(theirs(x), ours(x), rtol=0, atol=1e-14)
+    assert not torch.allclose(ours(x), new(x))
+
+
+@pytest.mark.parametrize("algorithm", [HetLoRA([2]), FlexLoRA([2])])
+def test_ranks_of_a_convolution_in_groups_cannot_be_cut(algorithm):
+    with pytest.raises(MisconfigurationException, match=r"no groups, because .*lora_B\.weight is that of a conv"):
+        algorithm.server_init(of_one_layer("groups", 4))
 
 
 def network(rank=2) -> AdapterMoE:

@@ -1,7 +1,10 @@
 """Adapters in peft's files and in the weights of their base, as peft and transformers load them."""
 
 import copy
+import dataclasses
 import json
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +25,10 @@ from fedmoe_pl.models.adapter_files import (
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft calls it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft calls it
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to"),  # by peft itself
+]
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
 
 
@@ -95,9 +101,9 @@ def logits_of(model, module):
     return getattr(output, "logits", output)
 
 
-def saved(module, fresh, adapter, folder):
+def saved(module, fresh, adapter, folder, **arguments):
     peft_model(module.plain_base(), adapter).save_pretrained(str(folder), save_embedding_layers=False)
-    return peft.PeftModel.from_pretrained(copy.deepcopy(fresh), str(folder)).eval()
+    return peft.PeftModel.from_pretrained(copy.deepcopy(fresh), str(folder), **arguments).eval()
 
 
 @pytest.mark.few(2)
@@ -194,11 +200,22 @@ def test_what_was_written_is_read_again(name, tmp_path):
         ({"r": 4}, r"LoRA: r is 4, but must be 2, as in '"),
         ({"lora_alpha": 8}, r"LoRA: lora_alpha is 8, but must be 6, as in '"),
         ({"use_rslora": True}, r"LoRA: use_rslora is True, but must be False, as in '"),
-        ({"target_modules": ["query"]}, r"target_modules is \['query'\], but must be \['dense', 'query'\], as in '"),
-        ({"target_modules": ["key", "query", "dense"]}, r"must be \['dense', 'query'\], .*only the model has .*key"),
+        (
+            {"target_modules": ["query"]},
+            r"^Only the folder '.*' has .*dense.lora_A.weight: its target_modules is \['dense', 'query'\], and that of "
+            r"the model \['query'\]\.$",
+        ),
+        (
+            {"target_modules": ["key", "query", "dense"]},
+            r"^Only the model has .*key.lora_A.weight: its target_modules is",
+        ),
+        (
+            {"exclude_modules": ["0.output.dense"]},
+            r"dense.lora_A.weight: its exclude_modules is None, and .* \['0.output",
+        ),
         (
             {"modules_to_save": []},
-            r"modules_to_save is \[\], but must be \['classifier'.*only the folder has cl",
+            r"^Only the folder '.*' has classifier.bias: its modules_to_save is .*and that of the model None",
         ),
     ],
 )
@@ -239,3 +256,255 @@ def test_quantized_weights_are_not_merged():
     )
     with pytest.raises(MisconfigurationException, match=r"without quantized weights, because .*query\.weight"):
         merged(fresh, adapter_of_mixture(module))
+
+
+# --- keys of adapter_config.json ---
+
+OF_LORA = ("r", "lora_alpha", "use_rslora")
+DRAWN = {
+    **dict.fromkeys((False, "gaussian", "orthogonal", "mica", "eva"), True),
+    **dict.fromkeys(("pissa", "pissa_niter_2", "olora", "loftq", "corda", "lora_ga", "a later one"), False),
+}
+HARMLESS = {  # of no effect on an adapter that is there, or seen in its tensors, which this test leaves as they are
+    "task_type": "FEATURE_EXTRACTION",
+    "auto_mapping": {"base_model_class": "Other"},
+    "peft_version": "0.1",
+    "base_model_name_or_path": "other",
+    "revision": "main",
+    "inference_mode": False,
+    "target_modules": ["bert.encoder.layer.0.attention.self.query", "dense"],
+    "exclude_modules": ["pooler.other"],
+    "lora_dropout": 0.5,
+    "fan_in_fan_out": True,
+    "modules_to_save": ["bert.other", "classifier"],
+    "layers_to_transform": [0],
+    "layers_pattern": ["layer"],
+    "rank_pattern": {"none": 3},
+    "megatron_core": "other",
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"verbose": True},
+    "lora_ga_config": {"stable_gamma": 8},
+    "qalora_group_size": 8,
+    "runtime_config": {"ephemeral_gpu_offload": True},
+}
+OTHERS = {  # what peft computes with it is something else
+    "peft_type": "IA3",
+    "bias": "all",
+    "alpha_pattern": {"query": 3},
+    "megatron_config": {"a": 1},
+    "trainable_token_indices": [0],
+    "use_dora": True,
+    "velora_config": {},
+    "alora_invocation_tokens": [1],
+    "use_qalora": True,
+    "monteclora_config": {},
+    "layer_replication": [[0, 1], [0, 1]],
+    "lora_bias": True,
+    "target_parameters": ["a.b"],
+    "use_bdlora": {},
+    "arrow_config": {},
+    "kasa_config": {},
+    "ensure_weight_tying": True,
+    "of_a_later_peft": [1],
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A mixture, and the folder of its global expert."""
+    module, fresh = mixture()
+    folder = tmp_path_factory.mktemp("adapter")
+    saved(module, fresh, adapter_of(module, "global_expert"), folder)
+    return module, folder
+
+
+def test_every_key_of_peft_is_known():
+    names = {each.name for each in dataclasses.fields(peft.LoraConfig)}
+    unknown = names - {*OF_LORA, *HARMLESS, *OTHERS, "init_lora_weights"}
+    assert not unknown, "what do these do to an adapter of a folder?"
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's, of keys that others make useless
+@pytest.mark.parametrize(
+    ("key", "value", "is_read"),
+    [
+        *((key, value, True) for key, value in HARMLESS.items()),
+        *((key, value, False) for key, value in OTHERS.items()),
+        *(("init_lora_weights", value, is_read) for value, is_read in DRAWN.items()),
+    ],
+)
+def test_a_key_is_harmless_or_the_reason_of_a_refusal(key, value, is_read, adapter, tmp_path):
+    module, folder = adapter
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "adapter_config.json"
+    needed = {"layers_pattern": {"layers_to_transform": [0]}}.get(key, {})
+    needed |= {"loftq_config": {"loftq_bits": 4}} if value == "loftq" else {}
+    path.write_text(json.dumps(json.loads(path.read_text()) | needed | {key: value}))
+    if is_read:
+        assert read_adapter(tmp_path, module)
+    else:
+        with pytest.raises(
+            MisconfigurationException, match=rf"^('.*adapter_config.json'|LoRA): {key} is .*, but must be"
+        ):
+            read_adapter(tmp_path, module)
+
+
+def given(base, folder, **arguments):
+    """An adapter of peft's own without a zero in its factors, in a folder, and its logits."""
+    config = {"r": 2, "lora_alpha": 6, "target_modules": ["query", "dense"], "modules_to_save": ["classifier"]}
+    model = peft.get_peft_model(base, peft.LoraConfig(**config | arguments))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) / 2
+    return model.eval()
+
+
+@pytest.mark.parametrize("way", [True, False, "gaussian", "orthogonal", "mica", "pissa", "pissa_niter_2", "olora"])
+def test_an_adapter_of_peft_starts_with_the_logits_that_peft_gives_it_or_is_refused(way, tmp_path):
+    torch.manual_seed(0)
+    base, lora = bert()
+    model = given(copy.deepcopy(base), tmp_path, init_lora_weights=way)
+    model.save_pretrained(str(tmp_path))
+    module = AdapterMoE(base, lora, GlobalOnly(), pad_token_id=0).eval()
+    if DRAWN.get(way, True):
+        module.load_state_dict(read_adapter(tmp_path, module), strict=False)
+        torch.testing.assert_close(module(IDS), logits_of(model, module))
+        return
+    with pytest.raises(MisconfigurationException, match=rf"init_lora_weights is '{way}'.*path_initial_model"):
+        read_adapter(tmp_path, module)
+
+
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights")
+def test_an_adapter_that_peft_has_converted_starts_with_its_logits(tmp_path):
+    torch.manual_seed(0)
+    base, lora = bert()
+    model = given(copy.deepcopy(base), tmp_path, init_lora_weights="pissa", modules_to_save=None)
+    first = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(model.peft_config["default"]))
+    first.peft_config["default"].init_lora_weights = True  # as in peft's documentation
+    first.save_pretrained(str(tmp_path / "first"))
+    model.save_pretrained(str(tmp_path / "it"), path_initial_model_for_weight_conversion=str(tmp_path / "first"))
+    lora = dataclasses.replace(lora, r=4, lora_alpha=12, modules_to_save=None)
+    module = AdapterMoE(base, lora, GlobalOnly(), pad_token_id=0).eval()
+    module.load_state_dict(read_adapter(tmp_path / "it", module), strict=False)
+    torch.testing.assert_close(module(IDS), logits_of(model, module), rtol=1e-3, atol=1e-4)
+
+
+def test_the_base_s_embedding_in_a_folder_is_no_part_of_an_adapter_and_another_one_is_refused(tmp_path):
+    torch.manual_seed(0)
+    base, lora = BASES["Conv1D and embedding"]()
+    arguments = {"target_modules": ["c_attn", "wte"], "lora_alpha": 8, "use_rslora": True, "modules_to_save": ["score"]}
+    model = given(copy.deepcopy(base), tmp_path, fan_in_fan_out=True, **arguments)
+    model.save_pretrained(str(tmp_path), save_embedding_layers=True)
+    assert [name for name in load_file(tmp_path / "adapter_model.safetensors") if "base_layer" in name]
+    module = AdapterMoE(base, lora, GlobalOnly(), pad_token_id=0).eval()
+    module.load_state_dict(read_adapter(tmp_path, module), strict=False)
+    torch.testing.assert_close(module(IDS), logits_of(model, module))
+    nn.init.ones_(base.transformer.wte.weight)
+    with pytest.raises(MisconfigurationException, match=r"^Only the folder '.*' has transformer.wte.base_layer.weight"):
+        read_adapter(tmp_path, module)
+
+
+# --- heads and other layers, with adapters or trained as a whole ---
+
+
+def classifier(name, **config):
+    config = {"num_labels": 3, "pad_token_id": 0, "vocab_size": 9, **config}
+    return getattr(transformers, f"{name}ForSequenceClassification")(getattr(transformers, f"{name}Config")(**config))
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+MODELS = {
+    "Bert": lambda: classifier("Bert", **SMALL),
+    "Roberta": lambda: classifier("Roberta", max_position_embeddings=16, **SMALL),
+    "DistilBert": lambda: classifier("DistilBert", dim=8, hidden_dim=8, n_layers=1, n_heads=2),
+    "GPT2": lambda: transformers.GPT2ForSequenceClassification(gpt2()),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("Bert", LoRA("all-linear", r=2)),
+        ("GPT2", LoRA(["c_attn", "score"], r=2)),
+        ("DistilBert", LoRA(["q_lin"], r=2, modules_to_save=["classifier"])),  # which pre_classifier ends with
+        ("Bert", LoRA(["query", "word_embeddings"], r=2, modules_to_save=["embeddings", "classifier"])),
+        ("Bert", LoRA(["classifier"], r=2)),
+        ("Bert", LoRA(["query"], r=2, modules_to_save=["output"])),
+        ("GPT2", LoRA("all-linear", r=2)),
+        ("GPT2", LoRA("all-linear", r=2, modules_to_save=["score"])),
+        ("Roberta", LoRA("all-linear", r=2)),
+        ("Roberta", LoRA(["query"], r=2, modules_to_save=["classifier.out_proj"])),
+        ("Roberta", LoRA(["query", "classifier.dense"], r=2, modules_to_save=["out_proj"])),
+        ("DistilBert", LoRA("all-linear", r=2)),
+    ],
+)
+def test_adapters_of_heads_and_layers_trained_as_a_whole_are_loaded_by_peft_and_transformers(name, lora, tmp_path):
+    torch.manual_seed(0)
+    base = MODELS[name]().double()
+    fresh = copy.deepcopy(base).eval()
+    module = LayerwiseAdapterMoE(base, lora, ConstantGate(0.25), pad_token_id=0).double()
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.5)
+    module.eval()
+    one, mixed = adapter_of(module, "global_expert"), adapter_of_mixture(module)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
+    close(logits_of(saved(module, fresh, one, tmp_path / "one"), module), module.global_expert(IDS))
+    state = module.state_dict()
+    read = read_adapter(tmp_path / "one", module)
+    assert_same_bits(read, {key: state[key] for key in state if key.startswith(("global_expert.", "head."))})
+    close(logits_of(saved(module, fresh, mixed, tmp_path / "mixed"), module), module(IDS))
+    save_base(merged(module.plain_base(), mixed), tmp_path / "merged")
+    close(logits_of(type(fresh).from_pretrained(tmp_path / "merged").eval(), module), module(IDS))
+
+
+def test_what_peft_would_train_as_a_whole_and_adapt_is_refused():
+    base = MODELS["DistilBert"]()
+    module = AdapterMoE(base, LoRA("all-linear", r=2, modules_to_save=["classifier"]), GlobalOnly(), pad_token_id=0)
+    with pytest.raises(
+        MisconfigurationException, match=r"modules_to_save is \['classifier'\].*peft says: modules_to_save"
+    ):
+        peft_model(module.plain_base(), adapter_of(module, "global_expert"))
+
+
+# --- types ---
+
+
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_factors_have_the_types_and_bits_that_peft_gives_them(is_cast, tmp_path):
+    """On a base in bfloat16, float32 unless asked otherwise."""
+    base, lora = bert()
+    base.to(torch.bfloat16)
+    fresh = copy.deepcopy(base)
+    torch.manual_seed(1)
+    config = {"r": 2, "lora_alpha": 6, "target_modules": ["query", "dense"], "modules_to_save": ["classifier"]}
+    theirs = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**config), autocast_adapter_dtype=is_cast)
+    torch.manual_seed(1)
+    module = AdapterMoE(base, dataclasses.replace(lora, autocast_adapter_dtype=is_cast), GlobalOnly(), pad_token_id=0)
+    own = adapter_of(module, "global_expert").tensors
+    assert_same_bits(own, {name: own[name] for name in own} | peft.get_peft_model_state_dict(theirs))
+    assert {own[name].dtype for name in own if ".lora_" in name} == {torch.float32 if is_cast else torch.bfloat16}
+    for parameter in module.global_expert.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    one = adapter_of(module, "global_expert")
+    loaded = saved(module, fresh, one, tmp_path, autocast_adapter_dtype=is_cast)
+    assert_same_bits(load_file(tmp_path / "adapter_model.safetensors"), adapter_of(module, "global_expert").tensors)
+    assert torch.equal(logits_of(loaded, module), module.eval()(IDS))
+
+
+def test_small_steps_on_a_base_in_bfloat16_change_the_factors():
+    base, lora = bert()
+    module = AdapterMoE(base.to(torch.bfloat16), lora, GlobalOnly(), pad_token_id=0)
+    factors = [p for name, p in module.named_parameters() if name.startswith("global_expert") and "lora_A" in name]
+    for name, parameter in module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    before = [factor.detach().clone() for factor in factors]
+    optimizer = torch.optim.AdamW(factors, lr=1e-5)
+    module(IDS).float().square().sum().backward()
+    optimizer.step()
+    changed = torch.cat([(one != factor).flatten() for one, factor in zip(before, factors, strict=True)])
+    assert changed.double().mean() > 0.99

@@ -373,6 +373,57 @@ def test_a_layer_that_the_base_calls_twice_has_weights_of_both_calls():
     torch.testing.assert_close(module.mix(X)[1], (first + second) / 2)
 
 
+class Block(TwoLayers):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states)
+
+
+def called_by_keyword(layer):
+    class Base(Identity):
+        """Its layers and blocks are called by keyword, as those of transformers are."""
+
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+            if layer == "embedding":
+                self.embedding = nn.Embedding(3, 2, dtype=torch.float64)
+
+        def forward(self, x):
+            x = self.embedding(input=(x[:, :1] > 0).long()).flatten(1) if layer == "embedding" else x
+            return self.block(hidden_states=self.layer(input=x))
+
+    return Base()
+
+
+@pytest.mark.parametrize(
+    ("lora", "arguments"),
+    [
+        (LoRA(["0.layer", "block.layer", "layer"], r=1), {}),
+        (LoRA(["block.layer", "block.last"], r=1), {"blocks": ["block"]}),
+        (LoRA(["last"], r=1, modules_to_save=["block.layer", "layer"]), {}),
+        (LoRA(["embedding"], r=1, modules_to_save=["block"]), {}),
+    ],
+)
+@pytest.mark.parametrize("gate", [ConstantGate(0.25), TokenGate()])
+def test_layers_and_blocks_may_be_called_by_keyword(lora, arguments, gate):
+    """A layer's call by place has the same outputs."""
+    kind = "embedding" if lora.target_modules == ["embedding"] else "layer"
+    if kind == "embedding" and isinstance(gate, TokenGate):
+        return
+    torch.manual_seed(0)
+    module = drawn(LayerwiseAdapterMoE(called_by_keyword(kind), lora, copy.deepcopy(gate), **arguments).double())
+    by_keyword = module(X)
+
+    def by_place(self, x):
+        x = self.embedding((x[:, :1] > 0).long()).flatten(1) if kind == "embedding" else x
+        return self.block(self.layer(x))
+
+    type(module.base).forward = by_place
+    assert torch.equal(module(X), by_keyword)
+    module.base.layer.weight.requires_grad_()
+    by_keyword.sum().backward()
+
+
 # --- names, copies, files ---
 
 
@@ -418,9 +469,10 @@ def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
     trainer = Trainer(logger=False, accelerator="cpu", barebones=False, default_root_dir=tmp_path)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "module.ckpt")
-    loaded = LayerwiseAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens()).eval()
-    assert_same_bits(loaded.state_dict(), module.state_dict())
-    assert torch.equal(loaded(IDS), module(IDS))
+    for given in ({}, {"lora": module.lora}, {"lora": copy.deepcopy(module.lora), "gate": TokenGate()}):
+        loaded = LayerwiseAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens(), **given).eval()
+        assert_same_bits(loaded.state_dict(), module.state_dict())
+        assert torch.equal(loaded(IDS), module(IDS))
     assert (loaded.lora, loaded.blocks, loaded.pad_token_id) == (module.lora, ["mlp"], 0)
 
 

@@ -50,6 +50,13 @@ class UnequalRanks(Algorithm):
         highest = min((len(server[name]) for name, _ in pairs), default=0)
         if not pairs:
             raise InvalidArgumentError(self, "model", module, f"an AdapterMoE with adapters in {self.shared.patterns}")
+        for name_of_a, name_of_b in pairs:
+            if len(server[name_of_a]) != server[name_of_b].shape[1]:
+                allowed = "one whose adapters have no groups"
+                because = (
+                    f"{name_of_b} is that of a convolution in groups, of which no single rows and columns are a rank"
+                )
+                raise InvalidArgumentError(self, "model", module, allowed, because)
         if max(self.ranks) > highest:
             because = "the module's adapters have this rank"
             raise InvalidArgumentError(self, "ranks", self.ranks, f"at most {highest}", because)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -389,6 +390,8 @@ class MixtureOfExperts(LightningModule, ABC):
             MisconfigurationException: if the mixture refuses an argument, or needs one that the checkpoint cannot
                 describe. Pass it, as in ``load_from_checkpoint(path, global_expert=...)``.
         """
+        # the parser does not take dataclasses, such as LoRA, as objects
+        kwargs = {name: vars(value) if is_dataclass(value) else value for name, value in kwargs.items()}
         try:
             return super().load_from_checkpoint(*args, **kwargs)
         except ValueError as error:  # of jsonargparse, in many lines
