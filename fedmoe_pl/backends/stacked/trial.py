@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -104,10 +105,6 @@ def _check_without_trial(training: LocalTraining) -> None:
         raise NotStackable("a part of the model has a train method of its own")
     if names_of_same_tensors(training.module):
         raise NotStackable("parts of the model share parameters or buffers")
-    for part in training.module.modules():
-        # vmap makes one table of those of all clients, in which only the first one's padding is where it was
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and (part.padding_idx, part.max_norm) != (None, None):
-            raise NotStackable(f"{type(part).__name__} treats rows of its table in other ways: padding_idx or max_norm")
 
 
 @in_full_precision()
@@ -208,17 +205,22 @@ def _step_alone(
 
     load_tree(module, member.state)
     before = _contents(module)
-    counter = FlopCounterMode(display=False)  # only for the first member: all have the same architecture
+    tables, counter = (
+        _Tables(),
+        FlopCounterMode(display=False),
+    )  # the latter only for the first member: all have the same architecture
     hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
     try:
-        with nullcontext() if saved else counter, hooks:
+        with tables, nullcontext() if saved else counter, hooks:
             _, gradients = plain_gradients(stack.training, module, member, share, names)
     except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
         saved.clear()
-        with register_module_forward_hook(remember_output):
+        with tables, register_module_forward_hook(remember_output):
             _, gradients = plain_gradients(stack.training, module, member, share, names)
     if counter.get_total_flops() * stack.data.batch_size // share.y.shape[1] > most_operations:
         raise NotStackable("a step takes much longer than the calls that stacking saves")
+    if tables.are_special:
+        raise NotStackable("a step looks up embeddings with padding_idx or max_norm")
     tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     changed = [
         name for name in tensors if name not in stack.buffers and not same_bits(member.state[name], tensors[name])
@@ -228,6 +230,19 @@ def _step_alone(
     if changed:
         raise NotStackable(f"a step changes '{changed[0]}', and not only the values of buffers")
     return gradients, tensors
+
+
+class _Tables(TorchDispatchMode):
+    """Notes steps that treat some rows of a table of embeddings in other ways: vmap makes one table of all clients'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_special = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        is_padded = function is torch.ops.aten.embedding_dense_backward.default and arguments[3] >= 0
+        self.are_special |= is_padded or function is torch.ops.aten.embedding_renorm_.default
+        return function(*arguments, **(options or {}))
 
 
 class _Pickler(pickle.Pickler):
