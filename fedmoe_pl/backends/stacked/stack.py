@@ -19,7 +19,7 @@ from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep
 from fedmoe_pl.backends.loss import Loss
-from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.rounding import equal_to_rounding
 from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
 from fedmoe_pl.backends.stacked.rule import code_of_user, treats_samples_apart
@@ -45,6 +45,7 @@ class Stack(Learner):
     def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
         self.training = training
         self.module = training.copies.move(module, training.device)
+        set_optimizer(module, training.learning_rates(round), {})
         self.members = sorted(members, key=lambda member: -len(member.batches))
         self.data = StackedData(training, self.members)
         self.counts_steps = len({*self.data.steps}) == 1

@@ -17,6 +17,7 @@ from fedmoe_pl.backends.loop import in_one_step
 from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.private_stack import make_stack
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
+from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.trees import Tree, copy_module, load_tree
@@ -80,8 +81,13 @@ class StackedPlan(Plan):
             for clients in groups:
                 of_group, stopped = self._train(server, clients, kept, round)
                 updates |= of_group
-                for client in stopped:  # each by itself, to find those at fault
-                    updates |= self._train(server, [client], kept, round)[0]
+                if stopped:  # each by itself: the fault is that of one of them, or of the stack
+                    alone = TrainerPlan(self.training, self.description)
+                    groups_of_one = [[client] for client in stopped]
+                    for client, update in zip(
+                        stopped, alone.train_groups(server, groups_of_one, kept, round), strict=True
+                    ):
+                        updates[client] = update.failed.get(client) or update.update
         return group_updates(self.training, groups, updates)
 
     def _train(
@@ -105,7 +111,7 @@ class StackedPlan(Plan):
             failure = guarded(fit, seconds and seconds * len(group))
             if isinstance(failure, Failure):
                 results |= {member.client.id: failure for member in group}
-                stopped += [member.client.id for member in group if failure.error is not None and len(group) > 1]
+                stopped += [member.client.id for member in group if failure.error is not None]
         for member in members:
             if member.client.id not in results:
                 results[member.client.id] = guarded(partial(_end, training, member), seconds)

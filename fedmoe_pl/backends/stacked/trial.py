@@ -160,37 +160,29 @@ def _try_stack(
 
 def _compare(stack: Stack, saved: list[int], most_operations: float) -> None:
     """Compares a step of each member; appends the bytes of each tensor that its backward pass needs."""
-    share, alone = stack.data.first_share(slice(0, 2)), list[tuple[Tree, Tree]]()
+    share, alone = stack.data.first_share(slice(0, 2)), list[dict[str, Any]]()
     for position, member in enumerate(stack.members):
         alone.append(_step_alone(stack, member, share.of(position), saved, most_operations))
     with stack.looking_up(), stack.stepping():
-        names = stack.names
-        losses, trained = stack.losses(share, names)
-        gradients = dict(zip(names, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
-        private = {}
+        losses, trained = stack.losses(share, stack.names)
+        gradients = dict(zip(stack.names, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
+        stacked = {"gradient": gradients, "buffer": {name: stack.stacked[name].clone() for name in stack.buffers}}
         if isinstance(stack, PrivateStack):
             counts = share.y.new_ones(share.y.shape[:2], dtype=torch.bool)
-            private = stack.clipped_sums(share, counts, stack.max_norm)
-    for position, (expected, tensors) in enumerate(alone):
-        for name in expected:
-            if not is_close(
-                gradients[name][position] if name in names else None, expected[name], largest_value(expected.values())
-            ):
-                raise NotStackable(f"stacking changes the gradient of '{name}'")
-        for name in stack.buffers:
-            if not is_close(stack.stacked[name][position], tensors[name]):
-                raise NotStackable(f"stacking changes the buffer '{name}'")
+            stacked["clipped gradient"] = stack.clipped_sums(share, counts, stack.max_norm)
+    for position, of_client in enumerate(alone):
         if isinstance(stack, PrivateStack):
-            clipped = _clipped_alone(stack, stack.members[position], share.of(position))
-            for name in names:
-                if not is_close(private[name][position], clipped[name], largest_value(clipped.values())):
-                    raise NotStackable(f"stacking changes the clipped gradient of '{name}'")
+            of_client["clipped gradient"] = _clipped_alone(stack, stack.members[position], share.of(position))
+        for what, expected in of_client.items():
+            largest = 0.0 if what == "buffer" else largest_value(expected.values())
+            for name, tensor in expected.items():
+                actual = stacked[what][name][position] if name in stacked[what] else None
+                if not is_close(actual, tensor, largest):
+                    raise NotStackable(f"stacking changes the {what} of '{name}'")
 
 
-def _step_alone(
-    stack: Stack, member: Member, share: Share, saved: list[int], most_operations: float
-) -> tuple[dict[str, Tensor | None], Tree]:
-    """The gradients and the tensors of the state dict after a client's step, in a module of its own."""
+def _step_alone(stack: Stack, member: Member, share: Share, saved: list[int], most_operations: float) -> dict[str, Any]:
+    """The gradients, and the buffers after a client's step, in a module of its own; it may change nothing else."""
     module = member.client.module
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name in stack.stepped]
 
@@ -205,13 +197,10 @@ def _step_alone(
 
     load_tree(module, member.state)
     before = _contents(module)
-    tables, counter = (
-        _Tables(),
-        FlopCounterMode(display=False),
-    )  # the latter only for the first member: all have the same architecture
+    tables, counter = _Tables(), FlopCounterMode(display=False)
     hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
     try:
-        with tables, nullcontext() if saved else counter, hooks:
+        with tables, nullcontext() if saved else counter, hooks:  # counted once: both have the same architecture
             _, gradients = plain_gradients(stack.training, module, member, share, names)
     except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
         saved.clear()
@@ -221,15 +210,12 @@ def _step_alone(
         raise NotStackable("a step takes much longer than the calls that stacking saves")
     if tables.are_special:
         raise NotStackable("a step looks up embeddings with padding_idx or max_norm")
-    tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    changed = [
-        name for name in tensors if name not in stack.buffers and not same_bits(member.state[name], tensors[name])
-    ]
-    after = _contents(module)
-    changed += [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    tensors, after = module.state_dict(), _contents(module)
+    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    changed += [name for name in tensors.keys() - stack.buffers if not same_bits(member.state[name], tensors[name])]
     if changed:
         raise NotStackable(f"a step changes '{changed[0]}', and not only the values of buffers")
-    return gradients, tensors
+    return {"gradient": gradients, "buffer": {name: tensors[name] for name in stack.buffers}}
 
 
 class _Tables(TorchDispatchMode):
@@ -278,16 +264,10 @@ def _clipped_alone(stack: PrivateStack, member: Member, share: Share) -> Tree:
     """The sums of a client's clipped gradients."""
     load_tree(member.client.module, member.state)
     constants = on_device(member.constants, share.y.device)
-    lookup = {name: rows[0] for name, rows in share.rows.items()}
+    lookup, batch = {name: rows[0] for name, rows in share.rows.items()}, (share.x[0], share.y[0])
     with looked_up(member.client.module, tuple(share.rows), lookup):
         return clipped_gradients(
-            stack.training,
-            member.client.module,
-            constants,
-            stack.names,
-            (share.x[0], share.y[0]),
-            lookup,
-            stack.max_norm,
+            stack.training, member.client.module, constants, stack.names, batch, lookup, stack.max_norm
         )
 
 
