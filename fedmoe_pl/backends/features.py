@@ -118,7 +118,8 @@ class NoTrainer:
 def states_of_generators(device: torch.device) -> tuple[Any, ...]:
     """The states of the global generators of Python, NumPy and PyTorch, to be compared."""
     on_device = bytes(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else b""
-    return random.getstate(), repr(np.random.get_state(legacy=False)), bytes(torch.get_rng_state().numpy()), on_device
+    _, key, *position = np.random.get_state()
+    return random.getstate(), key.tobytes(), position, torch.get_rng_state().numpy().tobytes(), on_device
 
 
 class _Tracing:
