@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fedmoe_pl.backends.backend import Backend, Plan
-from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, try_to_stack
+from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, code_of_user, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 
@@ -16,7 +16,10 @@ class AutoBackend(Backend):
     """Stacks clients if that gives the same result as a ``Trainer`` per client, only faster; else uses such Trainers.
 
     The choice follows rules, not measured times. On a GPU stacked clients share kernel launches. On a CPU they share
-    the overhead of calls into PyTorch, which dominates in small linear layers; convolutions gain nothing there.
+    the overhead of calls into PyTorch, which dominates in small linear layers; convolutions gain nothing there. Only
+    the experts and gates may have code of your own: with an algorithm, a mixture, a loss, a function that makes the
+    optimizer or an augmentation that neither PyTorch nor this package wrote, each client is trained alone. If you know
+    that the loss is a function of parameters, buffers and batch, choose :class:`StackedBackend`.
     """
 
     def plan(self, training: LocalTraining) -> Plan:
@@ -25,6 +28,8 @@ class AutoBackend(Backend):
         try:
             if on_cpu and training.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
+            if of_user := code_of_user(training):
+                raise NotStackable(f"{of_user} is code of your own, with which only StackedBackend stacks")
             trial = try_to_stack(training, _MOST_OPERATIONS_ON_CPU if on_cpu else math.inf)
             if on_cpu and trial.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")

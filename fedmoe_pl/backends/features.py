@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.local_client import on_device, trainable_names
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import on_device
 from fedmoe_pl.backends.rounding import in_full_precision, is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
-from fedmoe_pl.models.layers import computes_more, evaluating, has_own_train, replaced_forward
-from fedmoe_pl.trees import Tree, changed, of_parts
+from fedmoe_pl.models.layers import computes_more, has_own_train, replaced_forward
+from fedmoe_pl.seeds import seed_all, seeded
+from fedmoe_pl.trees import Tree, changed, copy_module, of_parts
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
@@ -65,33 +69,30 @@ class FeatureCache:
         architecture = training.architecture(client.id)
         if architecture in self._too_large:
             return None
+        module = copy_module(client.module, training.untrained)  # a step may change more than values of tensors
+        tracing = _Tracing(training, training.copies.move(module, device), on_device(constants, device))
         try:
-            module = training.copies.move(client.module, device)
-            tracing = _Tracing(training, module, client.round, on_device(constants, device))
-            # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.
             with (
+                seeded(0),  # whatever is drawn, the client goes on from where its generators are
                 torch.random.fork_rng([device] if device.type == "cuda" else []),
                 torch.autocast(device.type, torch.bfloat16, enabled=training.in_half_precision),
-                evaluating(client.module),
             ):
                 parts = tracing.find(samples)
                 return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
         except _TooLargeError:
             self._too_large.add(architecture)
             return None
-        finally:
-            training.copies.move(client.module, torch.device("cpu"))
 
     def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Rows:
         """The rows of a client; computed again only if the frozen parts or the samples have changed."""
         if tracing.training.rounds == 1:
-            return tracing.rows(samples, parts.names)
+            return tracing.rows(samples)
         kept, kept_samples, rows = self._kept.get((client_id, parts), ({}, None, {}))
-        tensors = of_parts(tracing.module.state_dict(keep_vars=True), parts.names)
+        tensors = of_parts(tracing.module.state_dict(keep_vars=True), [name for name, _ in tracing.calls])
         state = changed(tensors, tracing.training.initial, kept)
         is_same = kept_samples is not None and torch.equal(kept_samples, samples) and state.keys() == kept.keys()
         if not is_same or any(state[name] is not kept[name] for name in kept):
-            rows = tracing.rows(samples, parts.names)
+            rows = tracing.rows(samples)
             self._kept[client_id, parts] = state, samples, rows
         return rows
 
@@ -100,54 +101,89 @@ class _TooLargeError(Exception):
     """The outputs of frozen parts need too much memory, whichever client's they are."""
 
 
-@dataclass(frozen=True)
-class _Tracing:
-    """A client's module in eval mode, whose frozen parts are found by computing losses of some samples."""
+class NoTrainer:
+    """Takes the place of a module's Trainer in a trial, and notes what it is asked for: a client's would say else."""
 
-    training: LocalTraining
-    module: LightningModule
-    round: int
-    constants: dict[str, Any]
+    def __init__(self, *modules: LightningModule) -> None:
+        self.asked: list[str] = []
+        for module in modules:
+            module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):  # Python asks, such as to copy
+            self.asked.append(name)
+        raise AttributeError(name)
+
+
+def states_of_generators(device: torch.device) -> tuple[Any, ...]:
+    """The states of the global generators of Python, NumPy and PyTorch, to be compared."""
+    on_device = bytes(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else b""
+    _, key, *position = np.random.get_state()
+    return random.getstate(), key.tobytes(), position, torch.get_rng_state().numpy().tobytes(), on_device
+
+
+class _Tracing:
+    """A copy of a client's module, whose frozen parts are found by computing losses of some samples as steps do.
+
+    Attributes:
+        calls: the name of each frozen part that reads nothing but samples and outputs of such parts, in the order of
+            their calls, and its arguments: 0 for the samples, 1, 2, ... for the outputs of the calls before it.
+        names: those that are called once, so that their outputs can be looked up.
+    """
+
+    def __init__(self, training: LocalTraining, module: LightningModule, constants: dict[str, Any]) -> None:
+        self.training, self.module, self.constants = training, module, constants
+        self.calls: list[tuple[str, list[int]]] = []
+        self.names: tuple[str, ...] = ()
 
     @in_full_precision()
     def find(self, samples: Tensor) -> FrozenParts | None:
-        """Finds the frozen parts whose outputs depend on the sample only."""
-        samples = samples[:_TRACED_SAMPLES]
-        x, y = self._batch(samples)
-        try:
-            names = self._called_with_known(x, y)  # the loss may need its Trainer
-            if not names:
+        """Finds the frozen parts whose outputs depend on the sample only, whatever is trained with them."""
+        (x, y), found = self._batch(samples[:_TRACED_SAMPLES]), set[FrozenParts | None]()
+        trainer = NoTrainer(self.module)
+        for round, epoch in self.training.trainable.values():
+            freezing = Freezing(self.training, self.module, round)
+            freezing.freeze(epoch)
+            try:
+                found.add(self._find(x, y))
+            except _TooLargeError:
+                raise
+            except Exception:  # of the user's code
                 return None
-            expected = self._loss_and_gradients(x, y)  # cuDNN's LSTM has no gradients in eval mode
-            # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
-            rows = self.rows(samples, names, batch_size=1)
-        except _TooLargeError:
-            raise
-        except Exception:  # also of the user's code, which may refuse a single sample
+            freezing.unfreeze()
+            freezing.reset()
+        return found.pop() if len(found) == 1 and not trainer.asked else None
+
+    def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
+        """The same for the parameters that are trained now."""
+        self._find_calls(x, y)
+        if not (names := self.names):
             return None
-        with looked_up(self.module, names, rows):
+        expected, state = self._loss_and_gradients(x, y)
+        # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
+        of_each = [self._of_parts(one) for one in x.split(1)]
+        with looked_up(self.module, names, {name: torch.cat([rows[name] for rows in of_each]) for name in names}):
             for reads_input in (False, True):
                 try:
-                    actual = self._loss_and_gradients(x if reads_input else no_input(x, y.shape), y)
+                    actual, new_state = self._loss_and_gradients(x if reads_input else no_input(x, y.shape), y)
                 except Exception:  # whatever another part says to samples without values, which it needs
                     continue
-                if len(actual) == len(expected) and all(map(is_close, actual, expected)):
+                if state == new_state and len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
         return None
 
-    def rows(self, samples: Tensor, names: Sequence[str], batch_size: int = _BATCH_SIZE) -> Rows:
-        """Outputs of the named submodules for some samples, in the order of the samples."""
-        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    def rows(self, samples: Tensor) -> Rows:
+        """Outputs of the frozen parts for some samples, in the order of the samples."""
+        of_batches = [self._of_parts(self._batch(some)[0]) for some in samples.split(_BATCH_SIZE)]
+        return {name: torch.cat([rows[name] for rows in of_batches]) for name in self.names}
 
-        def remember(name: str, part: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-            rows[name].append(output.detach())
-
-        with ExitStack() as hooks, torch.no_grad():
-            for name in names:
-                hooks.enter_context(self.module.get_submodule(name).register_forward_hook(partial(remember, name)))
-            for batch_samples in samples.split(batch_size):
-                self._loss(*self._batch(batch_samples))
-        return {name: torch.cat(outputs) for name, outputs in rows.items()}
+    @torch.no_grad()
+    def _of_parts(self, x: Tensor) -> Rows:
+        known = [x]
+        for name, arguments in self.calls:
+            part = self.module.get_submodule(name).eval()  # as frozen parts are in steps
+            known.append(part(*(known[index] for index in arguments)))
+        return {name: output for (name, _), output in zip(self.calls, known[1:], strict=True) if name in self.names}
 
     def _batch(self, samples: Tensor) -> tuple[Tensor, Tensor]:
         device = self.training.device
@@ -157,45 +193,53 @@ class _Tracing:
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         return self.training.algorithm.client_loss(self.module, (x, y), self.constants)
 
-    def _loss_and_gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """The loss of a batch, and its gradients by the trained parameters that it depends on."""
-        loss, names = self._loss(x, y), {*trainable_names(self.training, self.module, self.round)}
-        trained = [parameter for name, parameter in self.module.named_parameters() if name in names]
+    def _loss_and_gradients(self, x: Tensor, y: Tensor) -> tuple[list[Tensor], tuple[Any, ...]]:
+        """A batch's loss, its gradients by the trained parameters that it depends on, and the generators after it."""
+        seed_all(0)
+        loss = self._loss(x, y)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+        results = [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+        return results, states_of_generators(x.device)
 
-    def _called_with_known(self, x: Tensor, y: Tensor) -> tuple[str, ...]:
-        """Names of the frozen parts called once, whose inputs are the samples or outputs of such parts only.
+    def _find_calls(self, x: Tensor, y: Tensor) -> None:
+        """Finds ``calls`` and ``names``.
 
         Raises:
             _TooLargeError: if their outputs have many more bytes than the samples.
         """
-        known, calls, inside = [x], [], []
+        known, inside = [x], list[str]()
+        self.calls = calls = []
 
-        def before(name: str, part: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if not inside and all(any(argument is tensor for tensor in known) for argument in arguments):
+        def place(argument: Any) -> int | None:
+            return next((index for index, tensor in enumerate(known) if argument is tensor), None)
+
+        def before(name: str, part: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            if not inside and arguments and not options and None not in map(place, arguments):
                 inside.append(name)
 
         def after(name: str, part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if inside == [name]:
                 inside.clear()
                 if isinstance(output, Tensor) and len(output) == len(x):
+                    calls.append((name, [place(argument) for argument in arguments]))
                     known.append(output)
-                    calls.append(name)
 
         frozen = {name: self.module.get_submodule(name) for name in self.training.frozen_in_use}
         # a base whose layers have adapters computes more; found before there are hooks of this method
         parts = {name: part for name, part in frozen.items() if not computes_more(part)}
         with ExitStack() as hooks:
             for name, part in parts.items():
-                hooks.enter_context(part.register_forward_pre_hook(partial(before, name)))
+                hooks.enter_context(part.register_forward_pre_hook(partial(before, name), with_kwargs=True))
                 hooks.enter_context(part.register_forward_hook(partial(after, name)))
             self._loss(x, y)
-        names = tuple(name for name in calls if calls.count(name) == 1)
-        outputs = zip(calls, known[1:], strict=True)
-        if sum(output.nbytes for name, output in outputs if name in names) > _MOST_BYTES * x.nbytes:
+        called = [name for name, _ in calls]
+        self.names = tuple(name for name in called if called.count(name) == 1)
+        if (
+            sum(t.nbytes for name, t in zip(called, known[1:], strict=True) if name in self.names)
+            > _MOST_BYTES * x.nbytes
+        ):
             raise _TooLargeError
-        return names
 
 
 @contextmanager

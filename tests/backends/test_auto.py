@@ -168,12 +168,11 @@ def assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **argume
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", TRAPS)
-def test_auto_stacks_where_that_gives_what_an_ordinary_trainer_gives(name):
+def test_a_stack_gives_what_an_ordinary_trainer_gives(name):
     make, algorithm, arguments = TRAPS[name]
     data = blobs(SIZES, batch_size=4)
     training = local_training(make(), algorithm, data, **arguments)
-    plans = [begin(backend, training) for backend in (TrainerBackend(), AutoBackend())]
-    assert isinstance(plans[1], StackedPlan)
+    plans = [begin(backend, training) for backend in (TrainerBackend(), StackedBackend())]
     assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **arguments)
 
 
@@ -239,7 +238,7 @@ def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_othe
         StackedBackend().plan(training)
     plan = AutoBackend().plan(training)
     assert isinstance(plan, TrainerPlan)
-    assert reason in plan.description
+    assert reason in plan.description or "code of your own" in plan.description
     if plan.shares_trainer:
         assert_what_an_ordinary_trainer_gives([plan.begin(training)], make, algorithm, data)
 
@@ -249,10 +248,9 @@ def test_an_error_of_the_user_s_hooks_is_reported_as_one_of_the_trial():
         def client_init(self, client, sent):
             return {"share": 1 / len(client.state)}
 
-    plan = AutoBackend().plan(local_training(mixture(), Broken(), blobs(FEW)))
-    assert isinstance(plan, TrainerPlan)
-    assert "a trial step of two stacked clients failed with ZeroDivisionError: division by zero" in plan.description
-    assert "PyTorch" not in plan.description
+    reason = "a trial step of two stacked clients failed with ZeroDivisionError: division by zero;"
+    with pytest.raises(MisconfigurationException, match=reason):
+        StackedBackend().plan(local_training(mixture(), Broken(), blobs(FEW)))
 
 
 def test_a_federation_refuses_an_explicit_choice_before_training_and_names_the_phase(tmp_path):

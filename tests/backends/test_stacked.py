@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
 from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, begin, local_training, train
 from helpers.quadratics import LOSSES, RATE
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import (
@@ -336,9 +337,9 @@ class Decaying(ByLoss):
         return 0.9**steps * super().client_loss(module, batch, constants)
 
 
-def test_a_loss_that_counts_steps_after_the_first_epoch_counts_its_client_s():
-    assert_agree(local_training(mixture(), Decaying(), blobs((4, 4))), 1e-10)
-    assert_agree(local_training(mixture(), Decaying(), blobs((4, 12, 9))), 1e-10)
+def test_a_loss_that_asks_for_the_epoch_is_not_stacked():
+    with pytest.raises(MisconfigurationException, match="the loss reads current_epoch of its Trainer"):
+        StackedBackend().plan(local_training(mixture(), Decaying(), blobs((4, 4))))
 
 
 def test_a_stack_s_batches_are_no_larger_than_its_largest_client():

@@ -1,6 +1,7 @@
 """Small data, models and runs that several test modules share."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -110,8 +111,7 @@ class Expert(nn.Module):
         return self.classifier(self.extractor(x))
 
 
-def momentum_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+momentum_sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd) -> PersonalizedMoE:

@@ -1,6 +1,7 @@
 """Trains many clients in one Trainer: their parameters are stacked and the loss is mapped over them."""
 
+from fedmoe_pl.backends.stacked.rule import code_of_user
 from fedmoe_pl.backends.stacked.stacked_backend import StackedBackend, StackedPlan
 from fedmoe_pl.backends.stacked.trial import NotStackable, Trial, try_to_stack
 
-__all__ = ["NotStackable", "StackedBackend", "StackedPlan", "Trial", "try_to_stack"]
+__all__ = ["NotStackable", "StackedBackend", "StackedPlan", "Trial", "code_of_user", "try_to_stack"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -16,7 +15,7 @@ from fedmoe_pl.backends.features import FeatureCache, Features, no_input
 from fedmoe_pl.backends.local_client import begin_client, client_batches
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches
-from fedmoe_pl.trees import Tree, load_tree
+from fedmoe_pl.trees import Tree
 
 TRIED_SAMPLES = 4
 """Samples of each client in a trial."""
@@ -37,7 +36,6 @@ class Member:
 
 def begin_member(
     training: LocalTraining,
-    module: LightningModule,
     server: Tree,
     client_id: int,
     kept: Mapping[int, Tree],
@@ -45,11 +43,11 @@ def begin_member(
     cache: FeatureCache,
     members: Sequence[Member],
 ) -> Member:
-    """Prepares a client in a module that other members have used.
+    """Prepares a client, with a module of its own.
 
-    Tensors that equal the first member's, or the phase's initial ones, are in memory once.
+    In ``state``, tensors that equal the first member's, or the phase's initial ones, are in memory once.
     """
-    load_tree(module, training.initial)
+    module = training.copies.copy()
     client, constants, samples = begin_client(training, module, server, client_id, kept, round)
     first = members[0].state if members else training.initial
     state = {
@@ -91,6 +89,10 @@ class Share:
     x: Tensor
     y: Tensor
     rows: Tree
+
+    def of(self, position: int) -> Share:
+        """That of the client at a position in this one."""
+        return self.apply(lambda tensor: tensor[position : position + 1])
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Share:
         """The share with the same change made to all of its tensors."""
@@ -146,11 +148,11 @@ class StackedData:
         x = all_x.index_select(0, self.indices[flat]).to(device)
         return Share(clients, x.view(*shape, *x.shape[1:]), y, rows)
 
-    def first_share(self, client: int, size: int = TRIED_SAMPLES) -> Share:
-        """One client's first few samples, neither shuffled nor augmented."""
-        size = min(int(self.sizes[client, 0]), size)
-        places = self.first[client] + torch.arange(size)
-        return self.share(torch.tensor([client]), places[None].to(self.indices.device), torch.tensor([size]))
+    def first_share(self, clients: slice, size: int = TRIED_SAMPLES) -> Share:
+        """The first few samples of some clients, neither shuffled nor augmented, and equally many of each."""
+        first, size = self.first[clients], min(int(self.sizes[clients, 0].min()), size)
+        places = first[:, None] + torch.arange(size)
+        return self.share(clients, places.to(self.indices.device), torch.full_like(first, size))
 
     def epoch(self, pads: bool) -> Iterator[list[Share]]:
         """The steps of one epoch: each has one share of the clients that still have batches, or one per batch size."""

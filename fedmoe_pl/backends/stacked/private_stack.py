@@ -16,7 +16,7 @@ from fedmoe_pl.backends.dp_sgd import add_clipped, noisy_mean, sample_gradients,
 from fedmoe_pl.backends.local_client import noise_of_client
 from fedmoe_pl.backends.loss import Loss
 from fedmoe_pl.backends.stacked.members import Member, Share
-from fedmoe_pl.backends.stacked.stack import Stack, trained_in_epoch
+from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree
@@ -37,9 +37,8 @@ class PrivateStack(Stack):
         self.max_norm = training.sample_privacy.max_grad_norm
         self._noisy_means = [self._noisy_mean(member) for member in self.members]
 
-    def epoch(self) -> Iterator[Any]:
-        """The steps of the next epoch: a share of all clients that still have batches, and what its samples count."""
-        self.names = trained_in_epoch(self.module, self.trained)
+    def _shares(self) -> Iterator[Any]:
+        """A share of all clients that still have batches, and what its samples count, for each step of an epoch."""
         return self.data.poisson_epoch()
 
     def loss(self, batch: tuple[Share, Tensor]) -> Tree:

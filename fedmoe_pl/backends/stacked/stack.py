@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loop, OneStep
 from fedmoe_pl.backends.loss import Loss
-from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.rounding import equal_to_rounding
 from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
+from fedmoe_pl.backends.stacked.rule import code_of_user, treats_samples_apart
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
@@ -32,7 +34,8 @@ class Stack(Learner):
 
     Attributes:
         trained: names of the parameters that are trained in any epoch and that the loss depends on.
-        names: those that are trained in this epoch.
+        stepped: names of the parameters that the optimizer steps.
+        names: those of ``trained`` that are trained in this epoch.
         buffers: names of the buffers that are not frozen.
         stacked: tensors that differ between clients or are trained, shape (clients, ...), by name.
         views: parameters for each run of neighbours with equal numbers of steps, which the optimizer counts for each
@@ -42,6 +45,7 @@ class Stack(Learner):
     def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
         self.training = training
         self.module = training.copies.move(module, training.device)
+        set_optimizer(module, training.learning_rates(round), {})
         self.members = sorted(members, key=lambda member: -len(member.batches))
         self.data = StackedData(training, self.members)
         self.counts_steps = len({*self.data.steps}) == 1
@@ -65,7 +69,6 @@ class Stack(Learner):
         freezing = Freezing(self.training, self.module, self.round)
         with self.looking_up():
             Loop(step.trainer, self.training, freezing).run(self)
-        freezing.reset()  # the module's next stack may train what this one has frozen last
         self.training.copies.move(self.module, torch.device("cpu"))
         for member in self.members:
             member.client.steps = freezing.stop_after * len(member.batches)
@@ -73,8 +76,27 @@ class Stack(Learner):
 
     def epoch(self) -> Iterator[Any]:
         """The steps of the next epoch."""
-        self.names = trained_in_epoch(self.module, self.trained)
+        with self.stepping():
+            yield from self._shares()
+
+    def _shares(self) -> Iterator[Any]:
         return self.data.epoch(self.pads)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In this context, ``names`` are those that are trained now, and dropout that drops nothing is off.
+
+        To vmap, dropout of probability 0 is random.
+        """
+        parameters = dict(self.module.named_parameters())
+        self.names = [name for name in self.trained if parameters[name].requires_grad]
+        parts = [part for part in self.module.modules() if isinstance(part, _DropoutNd) and part.training]
+        off = [part for part in parts if part.p == 0]
+        for part in off:
+            part.training = False
+        yield
+        for part in off:
+            part.training = True
 
     def configure_optimizers(self) -> Any:
         """The optimizer of the clients' module, with views of the stacked parameters in place of the module's."""
@@ -130,14 +152,14 @@ class Stack(Learner):
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
         with trying(module):  # in train mode, in which a part may compute something else
-            _, gradients = plain_gradients(training, module, first, self.data.first_share(0), trainable)
+            gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)[1]
             used = [name for name in trainable if gradients[name] is not None]
             self.pads = ignores_padding(training, module, first, self.data, used)
         optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
         assert optimizer is not None, "try_to_stack has refused it"
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        parameters = dict(module.named_parameters())
-        self.trained = [name for name in used if id(parameters[name]) in stepped]
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        self.stepped = [name for name, parameter in module.named_parameters() if parameter in stepped]
+        self.trained = [name for name in used if name in self.stepped]
 
     def _stack_tensors(self) -> None:
         states = [member.state for member in self.members]
@@ -234,15 +256,6 @@ def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
             start = client
 
 
-def trained_in_epoch(module: LightningModule, names: Sequence[str]) -> list[str]:
-    """Those of some parameters that are not frozen; dropout of probability 0, which vmap counts as random, is off."""
-    for part in module.modules():
-        if isinstance(part, _DropoutNd) and part.p == 0:
-            part.eval()
-    parameters = dict(module.named_parameters())
-    return [name for name in names if parameters[name].requires_grad]
-
-
 def plain_gradients(
     training: LocalTraining, module: LightningModule, member: Member, share: Share, names: Sequence[str]
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -259,12 +272,18 @@ def plain_gradients(
 def ignores_padding(
     training: LocalTraining, module: LightningModule, member: Member, data: StackedData, names: Sequence[str]
 ) -> bool:
-    """Whether samples without a label change neither loss nor gradients, so that all batches can have one size."""
+    """Whether samples without a label change neither loss nor gradients, so that all batches can have one size.
+
+    Only losses and layers of this package and PyTorch are asked, by one look at parameters with noise: a loss of the
+    user's may depend on the number of samples elsewhere.
+    """
     if bool((data.sizes[data.sizes > 0] == data.batch_size).all()):
         return True
-    share = data.first_share(0, 2 * TRIED_SAMPLES)
+    if not treats_samples_apart(module) or code_of_user(training):
+        return False
+    share = data.first_share(slice(1), 2 * TRIED_SAMPLES)
     half = share.y.shape[1] // 2
-    if training.has_batch_norm or not half:
+    if not half:
         return False
     # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
     training.copies.move(module, torch.device("cpu"))
@@ -272,9 +291,10 @@ def ignores_padding(
         fewer, padded = share.apply(lambda tensor: tensor[:, :half].cpu()), share.apply(lambda tensor: tensor.cpu())
         padded.y = padded.y.clone()
         padded.y[:, half:] = NO_LABEL
+        noisy = replace(member, state=member.state | with_noise({name: member.state[name] for name in names}))
         with torch.autocast("cpu", enabled=False):
             (loss, gradients), (expected, expected_gradients) = (
-                plain_gradients(training, module, member, batch, names) for batch in (padded, fewer)
+                plain_gradients(training, module, noisy, batch, names) for batch in (padded, fewer)
             )
     except Exception:  # whatever a loss says to a label that is no class
         return False
@@ -282,3 +302,19 @@ def ignores_padding(
         training.copies.move(module, training.device)
     pairs = [(loss, expected), *((gradients[name], expected_gradients[name]) for name in names)]
     return all(a is not None and b is not None and equal_to_rounding(a, b) for a, b in pairs)
+
+
+def with_noise(tensors: Tree) -> Tree:
+    """The tensors, with values of floating point a tenth of their mean size, or 0.01, above what they are, or less.
+
+    A trial computes with them, so that it sees terms of a loss that are 0 where training starts. Values above 0, such
+    as variances, stay so.
+    """
+    generator = torch.Generator().manual_seed(0)
+    noise = {name: torch.rand(tensor.shape, generator=generator).to(tensor) for name, tensor in tensors.items()}
+    return {
+        name: tensor + noise[name] * (0.1 * tensor.abs().mean()).clamp_min(0.01)
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in tensors.items()
+    }

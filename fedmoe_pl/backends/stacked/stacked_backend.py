@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_updates
@@ -18,6 +17,7 @@ from fedmoe_pl.backends.loop import in_one_step
 from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.private_stack import make_stack
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
+from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.trees import Tree, copy_module, load_tree
@@ -29,6 +29,11 @@ class StackedBackend(Backend):
     Their parameters are stacked along a client axis and the pure loss is mapped over them. The model's own optimizer
     steps the stacked parameters. It works element by element, so that each client gets the same steps as alone. Frozen
     tensors that are the same for all clients are not stacked.
+
+    With an algorithm, a mixture, a loss or an augmentation of your own, choosing this backend is your promise that the
+    loss depends on nothing but the parameters, the buffers and the batch, whatever the epoch, and that an augmentation
+    draws its numbers from the generator that it is given. A trial of two clients refuses what it finds to do more, but
+    it cannot find everything. ``auto`` does not rely on promises.
     """
 
     def __init__(self, clients_per_stack: int | None = None) -> None:
@@ -76,8 +81,13 @@ class StackedPlan(Plan):
             for clients in groups:
                 of_group, stopped = self._train(server, clients, kept, round)
                 updates |= of_group
-                for client in stopped:  # each by itself, to find those at fault
-                    updates |= self._train(server, [client], kept, round)[0]
+                if stopped:  # each by itself: the fault is that of one of them, or of the stack
+                    alone = TrainerPlan(self.training, self.description)
+                    groups_of_one = [[client] for client in stopped]
+                    for client, update in zip(
+                        stopped, alone.train_groups(server, groups_of_one, kept, round), strict=True
+                    ):
+                        updates[client] = update.failed.get(client) or update.update
         return group_updates(self.training, groups, updates)
 
     def _train(
@@ -88,33 +98,32 @@ class StackedPlan(Plan):
         seconds = training.client_timeout
         results: dict[int, Update | Failure] = {}
         stopped: list[int] = []
-        module, members = copy_module(training.module), list[Member]()
+        members = list[Member]()
         for client in clients:
-            begin = partial(begin_member, training, module, server, client, kept, round, self.features, members)
+            begin = partial(begin_member, training, server, client, kept, round, self.features, members)
             member = guarded(begin, seconds)
             if isinstance(member, Failure):
                 results[client] = member
             else:
                 members.append(member)
-        for group in stackable_groups(members) if trainable_names(training, module, round) else []:
-            fit = partial(_fit, training, module, group, round)
+        for group in stackable_groups(members) if trainable_names(training, training.module, round) else []:
+            fit = partial(_fit, training, group, round)
             failure = guarded(fit, seconds and seconds * len(group))
             if isinstance(failure, Failure):
                 results |= {member.client.id: failure for member in group}
-                stopped += [member.client.id for member in group if failure.error is not None and len(group) > 1]
-                module = copy_module(training.module)  # the old one may be in any state
+                stopped += [member.client.id for member in group if failure.error is not None]
         for member in members:
             if member.client.id not in results:
-                results[member.client.id] = guarded(partial(_end, training, module, member), seconds)
+                results[member.client.id] = guarded(partial(_end, training, member), seconds)
         return results, stopped
 
 
-def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
+def _fit(training: LocalTraining, members: list[Member], round: int) -> None:
     """Trains the members in one Trainer and puts the result into their states."""
-    in_one_step(training, len(members), make_stack(training, module, members, round).train)
+    stack = make_stack(training, copy_module(training.module), members, round)
+    in_one_step(training, len(members), stack.train)
 
 
-def _end(training: LocalTraining, module: LightningModule, member: Member) -> Update:
-    load_tree(module, member.state)
-    member.client.module = module
+def _end(training: LocalTraining, member: Member) -> Update:
+    load_tree(member.client.module, member.state)
     return end_client(training, member.client, member.constants)

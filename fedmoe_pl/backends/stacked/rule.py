@@ -1,0 +1,90 @@
+"""Rules for short cuts: whose code runs in the steps of a phase's clients, and which layers treat samples apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import activation, conv, dropout, padding, pooling
+from torch.optim import Optimizer, lr_scheduler, optimizer
+
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.normalization import SwitchNorm1d
+
+_KNOWN = {"fedmoe_pl", "torch", "lightning", "numpy", "jsonargparse", *sys.stdlib_module_names}
+_APART = {
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.Identity, nn.Flatten, nn.Unflatten, nn.Upsample),
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Sequential, nn.ModuleList, nn.ModuleDict),
+    *(getattr(of, name) for of in (activation, conv, dropout, padding, pooling) for name in of.__all__),
+} - {nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax}  # which may compare samples, by an argument
+
+
+def code_of_user(training: LocalTraining) -> str:
+    """What neither PyTorch nor this package wrote of the code that clients run; empty if only networks may be such.
+
+    Networks are experts and gates, with the layers in them: a trial shows what they do. In anything else, such as a
+    loss, no trial could: it may count its calls, or do something else in a later epoch.
+    """
+    algorithm, module, data = training.algorithm, training.module, training.datamodule
+    criterion = getattr(module, "criterion", None)
+    code = {
+        f"the algorithm {type(algorithm).__name__}": (type(algorithm), *vars(algorithm).values()),
+        f"the model {type(module).__name__}": (type(module),),
+        **{f"{name} of the model": (value,) for name, value in vars(module).items() if callable(value)},
+        "the loss": criterion.modules() if isinstance(criterion, nn.Module) else (),
+        "a hook or a method that a part was given": _given(module),
+        "the augmentation": data.augmentation,
+        f"the data module {type(data).__name__}": (type(data).batches, type(data).augment),
+    }
+    return next((what for what, values in code.items() if any(map(_is_of_user, values))), "")
+
+
+def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
+    """Whether a user's code runs in the steps of an optimizer or a scheduler: a hook, or a method of an instance."""
+    hooks = (value for name, value in vars(stepping).items() if name.endswith("_hooks"))
+    of_all = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    methods = (value for name, value in vars(stepping).items() if hasattr(type(stepping), name) and callable(value))
+    is_of_user = any(map(_is_of_user, (type(stepping), type(stepping).step, *methods)))
+    return is_of_user or any(map(len, (*hooks, *of_all))) or any(map(changes_steps, _parts(stepping)))
+
+
+def treats_samples_apart(module: nn.Module) -> bool:
+    """Whether every layer is known to compute the output for a sample without the other samples of its batch."""
+    kinds = {type(part) for part in module.modules()} - _APART
+    return all(kind.__module__.startswith("fedmoe_pl.") and kind is not SwitchNorm1d for kind in kinds)
+
+
+def _given(module: nn.Module) -> Iterator[Any]:
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name.endswith("_hooks"):
+                yield from value.values()
+            elif callable(value) and hasattr(type(part), name):
+                yield value
+
+
+def _is_of_user(code: Any) -> bool:
+    """Whether someone else wrote a function, a class or its bases, the class of an object, or anything in it."""
+    if isinstance(code, (list, tuple, set, dict)):
+        return any(map(_is_of_user, code.values() if isinstance(code, dict) else code))
+    if isinstance(code, partial):
+        return any(map(_is_of_user, (code.func, code.args, code.keywords)))
+    code = getattr(code, "__func__", code)
+    if isinstance(code, FunctionType):
+        # not of `__module__`, which `functools.wraps` copies
+        return _is_foreign(code.__globals__["__name__"]) or _is_of_user(getattr(code, "__wrapped__", None))
+    kinds = code if isinstance(code, type) else type(code)
+    return any(_is_foreign(kind.__module__) for kind in kinds.__mro__)
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] not in _KNOWN
+
+
+def _parts(scheduler: Any) -> list[Any]:
+    """Those of a SequentialLR or a ChainedScheduler."""
+    return [*getattr(scheduler, "_schedulers", ())]
