@@ -17,7 +17,6 @@ from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
-from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts
@@ -247,8 +246,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         if not sizes.all() and not isinstance(partitioner, AllToOne):
             client = self.client_names[sizes.argmin()]
             reason = f"{type(partitioner).__name__} gives client {client} of {len(parts)} no training samples"
-            others = ", a larger alpha or BalancedDirichlet" if isinstance(partitioner, Dirichlet) else ""
-            reason += f"; another partition_seed{others} may help, too"
+            reason += "; another partition_seed may help, too"
             raise InvalidArgumentError(self, "num_clients", self.requested_clients, "lower", reason)
         self.num_clients = len(sizes)
         samples = np.concatenate(parts).astype(np.int64, copy=False)

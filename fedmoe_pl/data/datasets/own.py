@@ -255,6 +255,7 @@ def _with_values(
         )
     if len(known) == len(classes):
         data.classes = torch.cat(known)
+        data.check(owner, needs_test=not owner.pool)
         join_by_name(owner, data)
     return data
 
