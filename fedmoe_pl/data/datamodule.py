@@ -71,6 +71,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         test_samples: the same, each client's local test set; may be empty.
         global_test: indices of the global test set.
         num_shared: number of samples that the partitioner could deal, the first ones of ``x``.
+        dealt_by: the partitioner that has dealt the samples.
         class_shares: share of each class in each client's training and validation samples, float64,
             shape (num_clients, num_classes).
         normalization: mean and standard deviation of each channel of images; None for other data. If ``load`` gives
@@ -99,6 +100,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     num_clients: int
     client_names: ClientNames
     num_shared: int
+    dealt_by: Partitioner
     train_samples: ClientSamples
     validation_samples: ClientSamples
     test_samples: ClientSamples
@@ -237,6 +239,7 @@ class FederatedDataModule(LightningDataModule, ABC):
                 because = "the targets are not one class per sample; target_bins makes classes of numbers"
                 raise InvalidArgumentError(self, name, value, "left out", because)
         labels = torch.zeros(len(self.y), dtype=torch.int64) if labels is None else labels
+        self.dealt_by = partitioner
         dealt = partitioner(labels[: self.num_shared].numpy(), self.requested_clients, rng, ids)
         parts = [np.asarray(part) for part in (dealt.values() if isinstance(dealt, Mapping) else dealt)]
         check_parts(partitioner, "what it returns", dealt, parts, self.num_shared)
