@@ -275,6 +275,7 @@ def evaluate(
         [getattr(module, "has_global_expert", True)] * len(clients),
         _by_client(len(clients), own.values, of_global.values, of_validation.values),
         map(datamodule.client_names.given_name, clients),
+        held_out.sizes.tolist(),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)
