@@ -75,8 +75,8 @@ def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, Any]]:
 @rank_zero_only
 def log_partition(datamodule: FederatedDataModule) -> None:
     """Logs in one line how the samples are divided; as a warning, if something seems to be forgotten or wrong."""
-    if isinstance(datamodule.dealt_by, AllToOne):
-        return  # a client's own
+    if isinstance(getattr(datamodule, "dealt_by", None), AllToOne | None):
+        return  # data of several machines, which nobody has dealt
     counts, n = datamodule.class_counts(), datamodule.num_clients
     settings = ((name, value) for name, value in vars(datamodule.dealt_by).items() if type(value) in (int, float, str))
     scheme = f"{type(datamodule.dealt_by).__name__}({', '.join(f'{name}={value}' for name, value in settings)})"
