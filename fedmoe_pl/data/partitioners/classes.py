@@ -154,7 +154,7 @@ class Pathological(LabelPartitioner):
         classes_per_client: classes of every client.
         share: "uniform" for shares from U(0.4, 0.6), "dirichlet" for a symmetric Dirichlet distribution.
         concentration: concentration of the Dirichlet distribution, for ``share="dirichlet"``; None means 1.
-        minimum_samples: smallest number of samples of a client.
+        minimum_samples: smallest number of samples of a client; None means 1.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Pathological(LabelPartitioner):
         classes_per_client: int = 2,
         share: Share = "uniform",
         concentration: float | None = None,
-        minimum_samples: int = 1,
+        minimum_samples: int | None = None,
     ) -> None:
         check_choice(self, "share", share, get_args(Share))
         if concentration is not None and share != "dirichlet":

@@ -20,10 +20,10 @@ class Dirichlet(LabelPartitioner):
 
     Args:
         alpha: concentration, above 0; small values give each client few classes, large ones approach IID.
-        minimum_samples: smallest number of samples of a client; Flower and PFLlib, too, draw again.
+        minimum_samples: smallest number of samples of a client; None means 1. Flower and PFLlib, too, draw again.
     """
 
-    def __init__(self, alpha: float, minimum_samples: int = 1) -> None:
+    def __init__(self, alpha: float, minimum_samples: int | None = None) -> None:
         check_number(self, "alpha", alpha, above=0)
         check_at_least(self, "minimum_samples", minimum_samples, 1)
         self.alpha = alpha

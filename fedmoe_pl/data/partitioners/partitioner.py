@@ -72,7 +72,7 @@ class LabelPartitioner(Partitioner):
 
 def drawn_until_enough(partitioner: Any, num_clients: int, samples: int, draw: Callable[[], Drawn]) -> Drawn:
     """Draws parts, or numbers of samples by client and class, until each client has ``minimum_samples``."""
-    least = partitioner.minimum_samples
+    least = partitioner.minimum_samples or 1
     for _ in range(_ATTEMPTS if least * num_clients <= samples else 0):
         drawn = draw()
         sizes = drawn.sum(axis=1) if isinstance(drawn, np.ndarray) else [len(part) for part in drawn]
