@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedmoe_pl.checkpoints.phase_state import WAYS
@@ -22,9 +22,10 @@ class CostToTarget(FederationCallback):
     """Writes ``target.csv``: rounds, parameters, bytes and operations until the clients' mean first reached a target.
 
     Parameters and bytes count everything that was sent by or to any client, operations (FLOPs) all local training. All
-    rounds of the phases that a method starts from are counted, too. Only evaluated rounds can reach the target. These
-    columns are empty if none did, or if a checkpoint gave a result, whose costs are unknown; the best value of all
-    evaluated rounds and its round are always there.
+    rounds of the phases that a method starts from are counted, too. Only evaluated rounds can reach the target: it was
+    reached between the evaluation before, from the round ``earliest_rounds`` on, and ``rounds``. These columns are
+    empty if none did, or if a checkpoint gave a result, whose costs are unknown; the best value of all evaluated rounds
+    and its round are always there.
 
     Args:
         target: the value to reach: of an accuracy, a fraction above 0 and at most 1.
@@ -77,9 +78,11 @@ def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, targe
     measured = [row for row in rounds if not math.isnan(row.get(column, math.nan))]  # a method may lack the metric
     reached = next((row for row in measured if sign * (row[column] - target) >= -_ROUNDING), None)
     if reached is None:
-        columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
+        columns |= dict.fromkeys(("earliest_rounds", "rounds", "parameters", "bytes", "flops"), math.nan)
     else:
-        columns |= spent(reached)
+        before = [row["round"] for row in measured if row["round"] < reached["round"]]
+        earliest = min(max(before, default=0) + 1, reached["round"]) + reached["rounds_before"]
+        columns |= {"earliest_rounds": earliest, **spent(reached)}
     best = max(measured, key=lambda row: sign * row[column], default={column: math.nan, "round": math.nan})
     return columns | {"best": best[column], "best_round": best["round"]}
 
@@ -92,6 +95,11 @@ def spent(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value + row[f"{name}_before"] for name, value in own.items()}
 
 
+def between(earliest: float, latest: float, text: Callable[[float], str]) -> str:
+    """The rounds of the evaluations between which a target was reached, such as ``11 to 20``; ``20`` if it is one."""
+    return text(latest) if earliest == latest or math.isnan(latest) else f"{text(earliest)} to {text(latest)}"
+
+
 def _table(rows: list[dict[str, Any]]) -> str:
     width = max(len("method"), *(len(row["method"]) for row in rows))
     columns = "".join(f"   {name:>10}" for name in ("rounds", "parameters", "bytes", "FLOPs", "best", "in round"))
@@ -100,7 +108,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     of = f"{metric.replace('_', ' ')} of {value_text(metric, target)}{percents}, and the best of all rounds:"
     lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}   evaluated"]
     for row in rows:
-        costs = "".join(f"   {_number(row[name]):>10}" for name in ("rounds", "parameters", "bytes", "flops"))
+        costs = f"   {between(row['earliest_rounds'], row['rounds'], _number):>10}"
+        costs += "".join(f"   {_number(row[name]):>10}" for name in ("parameters", "bytes", "flops"))
         best = f"{value_text(metric, row['best']):>10}   {_number(row['best_round']):>10}"
         lines.append(f"{row['method']:<{width}}{costs}   {best}   {row['evaluation_point']}")
     return "\n".join(lines)

@@ -17,7 +17,6 @@ from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
-from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts
@@ -72,6 +71,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         test_samples: the same, each client's local test set; may be empty.
         global_test: indices of the global test set.
         num_shared: number of samples that the partitioner could deal, the first ones of ``x``.
+        dealt_by: the partitioner that has dealt the samples.
         class_shares: share of each class in each client's training and validation samples, float64,
             shape (num_clients, num_classes).
         normalization: mean and standard deviation of each channel of images; None for other data. If ``load`` gives
@@ -100,6 +100,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     num_clients: int
     client_names: ClientNames
     num_shared: int
+    dealt_by: Partitioner
     train_samples: ClientSamples
     validation_samples: ClientSamples
     test_samples: ClientSamples
@@ -238,6 +239,7 @@ class FederatedDataModule(LightningDataModule, ABC):
                 because = "the targets are not one class per sample; target_bins makes classes of numbers"
                 raise InvalidArgumentError(self, name, value, "left out", because)
         labels = torch.zeros(len(self.y), dtype=torch.int64) if labels is None else labels
+        self.dealt_by = partitioner
         dealt = partitioner(labels[: self.num_shared].numpy(), self.requested_clients, rng, ids)
         parts = [np.asarray(part) for part in (dealt.values() if isinstance(dealt, Mapping) else dealt)]
         check_parts(partitioner, "what it returns", dealt, parts, self.num_shared)
@@ -247,8 +249,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         if not sizes.all() and not isinstance(partitioner, AllToOne):
             client = self.client_names[sizes.argmin()]
             reason = f"{type(partitioner).__name__} gives client {client} of {len(parts)} no training samples"
-            others = ", a larger alpha or BalancedDirichlet" if isinstance(partitioner, Dirichlet) else ""
-            reason += f"; another partition_seed{others} may help, too"
+            reason += "; another partition_seed may help, too"
             raise InvalidArgumentError(self, "num_clients", self.requested_clients, "lower", reason)
         self.num_clients = len(sizes)
         samples = np.concatenate(parts).astype(np.int64, copy=False)

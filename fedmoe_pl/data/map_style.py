@@ -60,7 +60,7 @@ class MapStyleData:
         eval_collate_fn: the same for evaluation; None for ``collate_fn``.
         num_workers: number of processes that read samples; 0 for none.
         worker_init_fn: called in each of these processes with its number; None for none.
-        class_numbers: the number of each class by its name, where the datasets number the classes; else empty.
+        class_numbers: the number of each class by its name, as far as the datasets name them.
     """
 
     train_dataset: Any

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from logging import INFO, WARNING, getLogger
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.partitioners.given import AllToOne
+from fedmoe_pl.data.partitioners.iid import IID
 
 _MOST_CLIENTS = 40  # clients in the table; if there are more, some are left out
 _MOST_CLASSES = 20  # classes with a column in the table
+_MOST_UNUSED = 5  # classes without samples in the log
 
 
 def partition_table(datamodule: FederatedDataModule) -> str:
@@ -65,6 +70,42 @@ def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, Any]]:
     for client, (*sizes, of_labels) in enumerate(zip(*columns, counts.long().tolist(), strict=True)):
         row = dict(zip(names, (client, *sizes, *of_labels), strict=True))
         yield {"client": client, "name": name, **row} if (name := datamodule.client_names.given_name(client)) else row
+
+
+@rank_zero_only
+def log_partition(datamodule: FederatedDataModule) -> None:
+    """Logs in one line how the samples are divided; as a warning, if something seems to be forgotten or wrong."""
+    if isinstance(getattr(datamodule, "dealt_by", None), AllToOne | None):
+        return  # data of several machines, which nobody has dealt
+    counts, n = datamodule.class_counts(), datamodule.num_clients
+    settings = ((name, value) for name, value in vars(datamodule.dealt_by).items() if type(value) in (int, float, str))
+    scheme = f"{type(datamodule.dealt_by).__name__}({', '.join(f'{name}={value}' for name, value in settings)})"
+    each = [f"{_range(datamodule.train_samples.sizes)} training samples"]
+    if datamodule.num_classes:
+        each.append(f"samples of {_range((counts > 0).sum(dim=1))} of {datamodule.num_classes} classes")
+    odd = [f" {text}" for text in _oddities(datamodule)]
+    text = f"{type(datamodule).__name__}: {scheme}, {n} client{'s' * (n > 1)} with {' and '.join(each)}.{''.join(odd)}"
+    getLogger("lightning.pytorch").log(WARNING if odd else INFO, text)
+
+
+def _oddities(datamodule: FederatedDataModule) -> Iterator[str]:
+    if datamodule.partitioner is None and isinstance(datamodule.dealt_by, IID) and datamodule.num_clients > 1:
+        yield "No partitioner is given, so all clients have samples of the same distribution."
+    if not datamodule.num_classes:
+        return
+    of_classes = datamodule.y.bincount(minlength=datamodule.num_classes)
+    unused = [str(label) for label in (of_classes == 0).nonzero().flatten().tolist()]
+    if (of_classes > 0).sum() == 1:
+        yield f"All samples have class {int(of_classes.argmax())}, so accuracies say nothing."
+    elif unused:
+        shown = ", ".join(unused[:_MOST_UNUSED]) + ", ..." * (len(unused) > _MOST_UNUSED)
+        begin = " Labels begin with 0." if unused[0] == "0" else ""
+        yield f"No sample has class {shown}, for which models have an output.{begin}"
+
+
+def _range(numbers: Tensor) -> str:
+    least, most = int(numbers.min()), int(numbers.max())
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _shared(datamodule: FederatedDataModule) -> str:

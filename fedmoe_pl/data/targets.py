@@ -59,7 +59,7 @@ class Samples:
 
     def first(self) -> Any:
         """The first sample."""
-        return _read(self.dataset, 0)
+        return read_sample(self.dataset, 0)
 
     def column(self, key: Any) -> list[Any]:
         """What each sample has under a key, or at an index."""
@@ -73,7 +73,7 @@ class Samples:
             keys = {key, *(other for other in others if np.ndim(first[other]) == 0)}
             self._columns |= {each: [] for each in keys}
             for index in range(len(self.dataset)):
-                sample = _read(self.dataset, index)
+                sample = read_sample(self.dataset, index)
                 for each in keys:
                     self._columns[each].append(sample[each])
         return self._columns[key]
@@ -95,8 +95,7 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
     elif _transforms_targets(dataset):  # an attribute has them before the transform
         values = _second_items(samples)
     else:
-        found = (_attribute(dataset, name) for name in _ATTRIBUTES)
-        values = next((values for values in found if values is not None and _are_classes(_to_array(values))), None)
+        values = labels_of(dataset)
         if values is None:
             values = _second_items(samples)
     if values is None:
@@ -109,6 +108,13 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
     allowed = "left out or classes, one integer for each sample"
     reason = f"it gives {array.dtype} values of shape {array.shape}"
     raise InvalidArgumentError(samples.owner, "targets", targets, allowed, reason)
+
+
+def labels_of(dataset: Any) -> np.ndarray | None:
+    """The integers that a dataset has as its attribute ``targets`` or ``labels``; None if it has none."""
+    found = (_attribute(dataset, name) for name in _ATTRIBUTES)
+    arrays = (_to_array(values) for values in found if values is not None)
+    return next((array for array in arrays if _are_classes(array)), None)
 
 
 def values_of(samples: Samples, argument: str, values: Values) -> np.ndarray:
@@ -174,7 +180,8 @@ def _is_class(value: Any) -> bool:
     return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iub"
 
 
-def _read(dataset: Any, index: int) -> Any:
+def read_sample(dataset: Any, index: int) -> Any:
+    """A sample of a dataset; what its transforms draw at random is the same each time."""
     with seeded(index):
         return dataset[index]
 

@@ -82,13 +82,17 @@ def evaluation_of(answer: Message, training: LocalTraining, client: int) -> Clie
         return Failure("its gate_weights are none of its model's gate")
     of_client = {name: values[name] for name in (*METRICS, "validation_loss", "has_global_expert")}
     of_client |= {"metrics": {name: values["metrics"][name] for name in names}, "gate_weights": weights}
-    return ClientEvaluation(client, len(training.datamodule.train_samples[client]), **of_client)
+    data = training.datamodule
+    return ClientEvaluation(client, len(data.train_samples[client]), n_test=len(data.test_samples[client]), **of_client)
 
 
 def without_values(training: LocalTraining, client: int) -> ClientEvaluation:
     """The evaluation of a client that sent none; arguments as in :func:`update_of`."""
     metrics = dict.fromkeys(_metric_names(training, client), nan)
-    return ClientEvaluation(client, len(training.datamodule.train_samples[client]), nan, nan, nan, nan, metrics=metrics)
+    data = training.datamodule
+    sizes = {"n_train": len(data.train_samples[client]), "n_test": len(data.test_samples[client])}
+    accuracies = dict.fromkeys(METRICS, nan)
+    return ClientEvaluation(client, **sizes, **accuracies, metrics=metrics)
 
 
 def _metric_names(training: LocalTraining, client: int) -> list[str]:

@@ -148,6 +148,7 @@ _DESCRIPTION = {
 _EVALUATION_OF_CLIENT = {
     "client": _CLIENT,
     "n_train": _SIZE,
+    "n_test": _SIZE,
     **dict.fromkeys(METRICS, _share),
     "gate_weights": _nothing,  # a tensor
     "gate_labels": _nothing,

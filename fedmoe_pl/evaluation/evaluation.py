@@ -62,6 +62,7 @@ class ClientEvaluation:
         metrics: the values of other metrics, such as ``local_test_f1``, which is on the client's held-out samples; nan
             if there are none.
         name: what the data call the client; empty if they do not name it.
+        n_test: number of its held-out samples.
     """
 
     client: int
@@ -76,6 +77,7 @@ class ClientEvaluation:
     has_global_expert: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
     name: str = ""
+    n_test: int = 0
 
     def value(self, metric: str) -> float:
         """An accuracy, the loss, the mean gate weight, or another metric, by name; nan if the client lacks it.
@@ -159,6 +161,7 @@ class Evaluation:
                 "client": client.client,
                 **({"name": client.name} if client.name else {}),
                 "n_train": client.n_train,
+                "n_test": client.n_test,
                 **{metric: getattr(client, metric) for metric in METRICS},
                 "mean_gate_weight": client.mean_gate_weight,
                 **client.metrics,
@@ -208,6 +211,24 @@ class Evaluation:
             return []
         values = (c.value(metric) for c in self.clients if clients is None or c.client in clients)
         return [value for value in values if not math.isnan(value)]
+
+    @property
+    def local_test_pooled(self) -> float:
+        """The accuracy over the held-out samples of all clients, as PFLlib and FL-bench report it; nan without any.
+
+        It is the mean of ``local_test`` in which each client counts as often as it has held-out samples.
+
+        Example:
+            >>> nan = float("nan")
+            >>> of_one = ClientEvaluation(0, 10, 1.0, nan, nan, nan, n_test=1)
+            >>> clients = [of_one, ClientEvaluation(1, 10, 0.5, nan, nan, nan, n_test=4)]
+            >>> evaluation = Evaluation("FedAvg", 1, "global expert", "after aggregation", "last round", clients)
+            >>> evaluation.spread("local_test").mean, evaluation.local_test_pooled
+            (0.75, 0.6)
+        """
+        tested = [client for client in self.clients if client.n_test and not math.isnan(client.local_test)]
+        right = math.fsum(client.n_test * client.local_test for client in tested)
+        return right / sum(client.n_test for client in tested) if tested else math.nan
 
     def spread(self, metric: str, clients: Collection[int] | None = None) -> Spread:
         """Mean, standard deviation and worst tenth over the clients that have the metric.

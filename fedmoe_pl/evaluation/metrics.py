@@ -20,6 +20,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_kind, reason_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
+from fedmoe_pl.evaluation.missing_classes import value_of
 from fedmoe_pl.evaluation.outputs import has_task, has_trained_gate, labelled_batches, mixture_of, outputs_of
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
@@ -123,17 +124,10 @@ class Meter:
         part = self._part
         if self.wanted[part]:
             for name, metric in self.metrics.items():
-                self.values[name][part] = _value(metric)
+                self.values[name][part] = value_of(metric)
             if self.with_loss:
                 self.values[LOSS][part] = self._loss / self._weight if self._weight else math.nan
         self._begin(part + 1)
-
-
-def _value(metric: Metric) -> float:
-    try:
-        return float(metric.compute())
-    except ValueError:  # too few samples, such as one for R2Score
-        return math.nan
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
@@ -281,6 +275,7 @@ def evaluate(
         [getattr(module, "has_global_expert", True)] * len(clients),
         _by_client(len(clients), own.values, of_global.values, of_validation.values),
         map(datamodule.client_names.given_name, clients),
+        held_out.sizes.tolist(),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)

@@ -41,6 +41,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     }
     for metric in METRICS:
         row |= _spread_columns(evaluation, metric)
+    row["local_test_pooled"] = evaluation.local_test_pooled
     row["validation_loss_mean"] = evaluation.spread_or_nan("validation_loss").mean
     for metric in evaluation.metrics[len(METRICS) :]:
         row |= _spread_columns(evaluation, metric)

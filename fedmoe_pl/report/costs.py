@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fedmoe_pl.callbacks.cost_to_target import target_rows
+from fedmoe_pl.callbacks.cost_to_target import between, target_rows
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.tables import Condition, Method, Table
@@ -18,6 +18,7 @@ class Cost(NamedTuple):
     label: str
     reached: int
     seeds: int
+    earliest: float  # round after the evaluation before
     rounds: float
     bytes: float
     flops: float
@@ -28,7 +29,7 @@ def cost_table(condition: Condition, metric: str, target: float) -> Table:
     """The costs of the methods until the clients' mean reached the target."""
     rows = list[list[str]]()
     for cost in costs(condition, metric, target):
-        rounds = "-" if math.isnan(cost.rounds) else f"{cost.rounds:.4g}"
+        rounds = "-" if math.isnan(cost.rounds) else between(cost.earliest, cost.rounds, "{:.4g}".format)
         rounds += f" ({cost.reached} of {cost.seeds} seeds)" if 0 < cost.reached < cost.seeds else ""
         amounts = amount(cost.bytes, "B"), amount(cost.flops, "FLOP")
         rows.append([cost.label, rounds, *amounts, value_text(metric, cost.best)])
@@ -49,8 +50,8 @@ def _has_costs(method: Method) -> bool:
 def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:
     rows = [target_rows(run.rounds, metric, target, lower_is_better)[0] for run in method.runs]
     reached = [row for row in rows if not math.isnan(row["rounds"])]
-    rounds, size, flops = (_mean([row[name] for row in reached]) for name in ("rounds", "bytes", "flops"))
-    return Cost(method.label, len(reached), len(rows), rounds, size, flops, _mean([row["best"] for row in rows]))
+    means = (_mean([row[name] for row in reached]) for name in ("earliest_rounds", "rounds", "bytes", "flops"))
+    return Cost(method.label, len(reached), len(rows), *means, _mean([row["best"] for row in rows]))
 
 
 def _mean(values: Sequence[float]) -> float:

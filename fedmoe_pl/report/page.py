@@ -143,9 +143,11 @@ def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
         for metric in condition.metrics
         if (figure := curves_figure(condition.methods, metric, styles))
     ]
+    once = [method.label for method in condition.methods if all(len(run.rounds) == 1 for run in method.runs)]
+    why = f"No curve of {', '.join(once)}: only one round was evaluated (evaluate_every_n_rounds)." if once else ""
     if not condition.choices.rounds:
-        return Block("Learning curves", pictures=pictures)
-    text = f"{axis_label(condition.metric)}, mean over the clients, after evaluated rounds."
+        return Block("Learning curves", why, pictures=pictures)
+    text = f"{axis_label(condition.metric)}, mean over the clients, after evaluated rounds. {why}".rstrip()
     return Block("Learning curves", text, curve_table(condition), pictures)
 
 
@@ -167,9 +169,9 @@ def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     table = None if math.isnan(target) else cost_table(condition, metric, target)
     reached = value_text(metric, target) + (" percent" if metric in METRICS else "")
     text = (
-        f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds, "
-        "everything sent by or to any client, and all local training, with all rounds of the phases that a method "
-        "starts from."
+        f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds (11 to "
+        "20 if the rounds 10 and 20 were evaluated, and none between them), everything sent by or to any client, and "
+        "all local training, with all rounds of the phases that a method starts from."
     )
     pictures = []
     for amount, name in AMOUNTS.items():

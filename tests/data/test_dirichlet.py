@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from helpers.data import CIFAR10_LABELS, dealt
 
-from fedmoe_pl.data import BalancedDirichlet, ClientDirichlet, Dirichlet
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import BalancedDirichlet, ClientDirichlet, Dirichlet, Pathological
 
 
 @pytest.mark.parametrize(("alpha", "largest_share"), [(0.5, 0.38), (0.9, 0.31), (2, 0.22)])
@@ -64,3 +65,39 @@ def test_balanced_dirichlet_tries_until_every_client_has_the_minimum():
     assert min(least) < 30  # by itself a client may have less
     for seed in range(20):
         assert dealt(BalancedDirichlet(0.5, minimum_samples=30), labels, 10, seed).sum(axis=1).min() >= 30
+
+
+def drawn_again(alpha, labels, num_clients, least, rng):
+    """As Flower and PFLlib: the shares of all classes are drawn until each client has enough samples."""
+    while True:
+        owners = np.empty(len(labels), dtype=int)
+        for c in range(labels.max() + 1):
+            shares = rng.dirichlet(np.full(num_clients, alpha))
+            ends = np.rint(np.cumsum(shares[:-1]) * (labels == c).sum()).astype(int)
+            for client, part in enumerate(np.split(rng.permutation(np.flatnonzero(labels == c)), ends)):
+                owners[part] = client
+        if np.bincount(owners, minlength=num_clients).min() >= least:
+            return [np.flatnonzero(owners == client) for client in range(num_clients)]
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_shares_are_drawn_again_until_each_client_has_enough_samples(least):
+    labels, found = np.arange(200) % 4, []
+    for seed in range(4):
+        parts = Dirichlet(0.2, least)(labels, 10, np.random.default_rng(seed))
+        expected = drawn_again(0.2, labels, 10, least, np.random.default_rng(seed))
+        assert all(np.array_equal(*each) for each in zip(parts, expected, strict=True))
+        found.append(min(map(len, parts)))
+    assert min(found) >= least
+
+
+@pytest.mark.parametrize(
+    "partitioner",
+    [Dirichlet(0.01, 3), BalancedDirichlet(0.01, 3), Pathological(1, "dirichlet", 0.01, minimum_samples=3)],
+)
+def test_a_minimum_that_nobody_reaches_is_named(partitioner):
+    refusal = "minimum_samples is 3, but must be lower, or num_clients lower.*, because in 1000 attempts some of 10"
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        partitioner(np.arange(30) % 2, 10, np.random.default_rng(0))
+    with pytest.raises(InvalidArgumentError, match="minimum_samples is 0, but must be"):
+        type(partitioner)(1, minimum_samples=0)

@@ -1,13 +1,18 @@
 """A user's own images in folders."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
 from helpers.data import pixels, set_up
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import ImageFolder
+from fedmoe_pl.data.datasets.images import VisibleImages, read_images
 
 
 def write_images(folder, sizes):
@@ -56,3 +61,48 @@ def test_classes_are_numbered_in_a_given_order(tmp_path, as_argument):
     write_images(tmp_path / "test", {"eel/1.png": (2, 2)})
     with pytest.raises(InvalidArgumentError, match=r"the names of all classes, because '.*/test' has the class 'eel'"):
         ImageFolder(data.train_dir, data.test_dir, num_clients=1).setup()
+
+
+def deep_png(values, color):
+    """A PNG of 16 bits per channel, which Pillow cannot write: RGB (2), grey with alpha (4) or RGB with alpha (6)."""
+
+    def chunk(kind, content):
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + checksum
+
+    head = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, color, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+DEEP = {
+    **{f"{color}.png": deep_png(np.arange(8 * n).reshape(2, 4, n), color) for color, n in ((2, 3), (4, 2), (6, 4))},
+    "x.ppm": b"P6 2 1 65535\n" + bytes(range(12)),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_colours_of_16_bits_are_refused(name, tmp_path):
+    (tmp_path / name).write_bytes(DEEP[name])
+    with pytest.raises(MisconfigurationException, match=f"{name}' has more than 8 bits per channel"):
+        read_images("data", [str(tmp_path / name)], None)
+
+
+@pytest.mark.parametrize("name", ["x.tif", "x.gif", "x.webp", "x.png"])
+def test_a_file_of_several_images_is_refused_with_their_number(name, tmp_path):
+    first, *others = (Image.fromarray(pixels(4, 4, 3)[::step]) for step in (1, -1, 1, -1))
+    first.save(tmp_path / name)
+    assert read_images("data", [str(tmp_path / name)], None).shape == (1, 3, 4, 4)
+    first.save(tmp_path / name, save_all=True, append_images=others)
+    with pytest.raises(MisconfigurationException, match=f"{name}' has 4 pages or frames, but must have one"):
+        read_images("data", [str(tmp_path / name)], None)
+
+
+def test_files_that_are_left_out_are_counted(tmp_path):
+    write_images(tmp_path, {f"cat/{number}.png": (2, 2) for number in range(2)})
+    write_images(tmp_path, {f"cat/{number}.gif": (2, 2) for number in range(8)})
+    (tmp_path / "cat/.DS_Store").touch()
+    (tmp_path / "cat/README").touch()
+    left_out = r"9 files in train_dir '.*' are left out \(8 \.gif, 1 without an ending\), beside 2 images, .* \.jpg, "
+    with pytest.warns(UserWarning, match=left_out):
+        assert len(VisibleImages("data", "train_dir", str(tmp_path))) == 2

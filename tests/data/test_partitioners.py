@@ -63,8 +63,8 @@ def test_every_partition_is_disjoint_and_reproducible_or_refused(partitioner, n,
         assert len(held) == n  # nothing is left over
     if isinstance(partitioner, MajorityClasses | TwoClasses | ClientDirichlet):
         assert {len(part) for part in parts} == {partitioner.samples_per_client or len(parts[0])}
-    if isinstance(partitioner, BalancedDirichlet):
-        assert min(map(len, parts)) >= partitioner.minimum_samples
+    if isinstance(partitioner, Dirichlet | Pathological | BalancedDirichlet):
+        assert min(map(len, parts)) >= (partitioner.minimum_samples or 1)
     again = partitioner(labels, num_clients, np.random.default_rng(seed))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
 

@@ -82,7 +82,7 @@ IDS = np.array([*"aab"])
     ("argument", "arrays", "kwargs"),
     [
         ("num_clients", vectors(6), {"num_clients": 7}),
-        ("num_clients", vectors(6), {"num_clients": 5, "partitioner": Dirichlet(1e-3)}),
+        ("minimum_samples", vectors(6), {"num_clients": 5, "partitioner": Dirichlet(1e-3)}),
         ("num_clients", vectors(3, client_train=IDS), {"num_clients": 3}),
         ("partitioner", vectors(6), {"partitioner": NaturalIds()}),
         ("test_fraction", vectors(3, client_train=IDS, client_test=np.array([*"aabb"])), {"test_fraction": 0.1}),
@@ -99,19 +99,12 @@ def test_data_that_cannot_be_dealt_as_the_arguments_ask_are_refused(argument, ar
         assert refused_argument(lambda: data) == argument
 
 
-@pytest.mark.parametrize(
-    ("partitioner", "cures"),
-    [
-        (Dirichlet(1e-3), "another partition_seed, a larger alpha or BalancedDirichlet may help, too"),
-        (MajorityClasses(1.0, 1), "another partition_seed may help, too"),
-    ],
-)
-def test_a_client_without_samples_is_refused_with_what_helps(partitioner, cures, monkeypatch):
+def test_a_client_without_samples_is_refused_with_what_helps(monkeypatch):
     parts = [np.arange(3), np.arange(0), np.arange(3, 6)]
-    monkeypatch.setattr(type(partitioner), "partition", lambda *_: parts)
-    because = f"because {type(partitioner).__name__} gives client 1 of 3 no training samples; {cures}."
+    monkeypatch.setattr(MajorityClasses, "partition", lambda *_: parts)
+    because = "because MajorityClasses gives client 1 of 3 no training samples; another partition_seed may help, too."
     with pytest.raises(MisconfigurationException, match=f"num_clients is 3, but must be lower, {because}$"):
-        Own(numbered(range(6)), num_clients=3, partitioner=partitioner).setup()
+        Own(numbered(range(6)), num_clients=3, partitioner=MajorityClasses(1.0, 1)).setup()
 
 
 def of_images(**kwargs):

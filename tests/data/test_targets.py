@@ -72,32 +72,6 @@ def test_classes_are_those_of_samples_if_the_attribute_has_none(targets):
         assert set_up(FromDatasets(dataset, Numbered(targets), num_clients=2)).y.tolist() == 4 * [0, 1]
 
 
-class Folder(Numbered):
-    """Numbers its own classes, as torchvision's ImageFolder does."""
-
-    def __init__(self, *classes):
-        super().__init__([0, 1, 0, 1])
-        self.class_to_idx = {name: number for number, name in enumerate(classes)}
-
-
-def test_training_and_test_samples_have_the_same_numbers_of_classes():
-    train, test = Folder("cat", "dog", "eel"), Folder("cat", "eel")
-    for each in (test, Subset(test, range(4))):
-        with pytest.raises(
-            InvalidArgumentError,
-            match=r"test_dataset is .* numbers of classes, or with a target_transform, because 'eel' is 1, not 2",
-        ):
-            FromDatasets(train, each, num_clients=2).setup()
-    with pytest.raises(InvalidArgumentError, match="because 'fox' and 'cat' are both 0"):
-        FromDatasets(train, Folder("fox"), num_clients=2).setup()
-    test.target_transform = [0, 2].__getitem__
-    assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
-    assert set_up(FromDatasets(train, train, num_clients=2)).num_classes == 2
-    for of_another_library in (None, lambda: {}):
-        vars(train)["class_to_idx"] = of_another_library
-        assert set_up(FromDatasets(train, test, num_clients=2)).num_classes == 2
-
-
 @pytest.mark.parametrize("missing", [float("nan"), None])
 @pytest.mark.parametrize("group", ["a", b"a", 1])
 def test_a_sample_without_a_group_is_named(missing, group):

@@ -214,12 +214,13 @@ def test_samples_that_are_read_one_by_one(tmp_path):
     assert_same(server.run.states["FedPer"].server, simulation.run.states["FedPer"].server)
 
 
-def in_folders(path, *folders):
+def in_folders(path, *folders, targets=None):
     """Clients with folders of these names, which torchvision's ImageFolder numbers in their order."""
     clients = {}
     for client, (part, names) in enumerate(zip(data().partitioner.parts, folders, strict=True)):
         samples = lazy(samples=part)
         samples.train_dataset.class_to_idx = {name: np.int64(number) for number, name in enumerate(names)}
+        samples.targets = targets
         of_client = federation(METHOD.phases(), path, **OF_TRAINER)
         clients[client] = Participant(of_client, METHOD.model(), samples, client, path / f"{client}")
     return Passing(clients)
@@ -228,8 +229,9 @@ def in_folders(path, *folders):
 @pytest.mark.parametrize(
     ("folders", "difference"), [(("abc", "bc"), "'b' is 0, not 1"), (("ab", "c"), "'c' and 'a' are both 0")]
 )
-def test_folders_that_number_a_class_differently_are_refused_together(folders, difference, tmp_path):
-    transport = in_folders(tmp_path, folders[0], "", folders[1], "", "")
+@pytest.mark.parametrize("targets", [None, lambda dataset: [y for _, y in dataset]], ids=["found", "given"])
+def test_folders_that_number_a_class_differently_are_refused_together(targets, folders, difference, tmp_path):
+    transport = in_folders(tmp_path, folders[0], "", folders[1], "", "", targets=targets)
     refused = f"^client 2 must number its classes as the clients before it do, but {difference}; the numbers of"
     with pytest.raises(MisconfigurationException, match=refused):
         serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), transport, 5)

@@ -194,6 +194,22 @@ def test_classes_have_metrics_beside_the_same_accuracies(tmp_path):
         assert other.metrics == {} and "local_test_loss" not in one.metrics
 
 
+def test_the_pooled_mean_counts_each_client_as_often_as_it_has_samples(tmp_path):
+    """As PFLlib and FL-bench, which divide what all clients predict rightly by the number of all samples."""
+    data = blobs((60, 17, 9), dtype=torch.float32, test_fraction=0.3)
+    run = federation(tmp_path, [Phase("Local", Local(), gate=LocalOnly())], enable_checkpointing=True)
+    run.fit(mixture(dtype=torch.float32), data)
+    right = [
+        run.client_module("Local", client)(data.x[test]).argmax(1) == data.y[test]
+        for client, test in enumerate(data.test_samples)
+    ]
+    pooled, mean = torch.cat(right).double().mean().item(), run.results["Local"].spread("local_test").mean
+    assert run.results["Local"].local_test_pooled == pytest.approx(pooled, abs=1e-12) != pytest.approx(mean)
+    for name in ("rounds.csv", "summary.csv"):
+        assert float(rows(run, name)[0]["local_test_pooled"]) == pytest.approx(pooled, abs=1e-12)
+    assert [int(row["n_test"]) for row in rows(run, "clients.csv")] == [len(each) for each in right]
+
+
 class Plain(LightningModule):
     """A user's own module with a training step of its own."""
 

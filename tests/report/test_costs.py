@@ -35,7 +35,7 @@ def condition(metric="global_test", lower_is_better=False, **methods):
 def test_costs_are_means_over_the_seeds_that_reach_the_target_and_the_best_over_all():
     one = condition(A=[[0.5, 0.9], [0.1, 0.2, 0.3, 0.6], [0.3]])
     assert costs(one, "global_test", 0.5) == [
-        Cost("A", 2, 3, pytest.approx((1 + 4) / 2), pytest.approx(75), pytest.approx(17.5), pytest.approx(0.6))
+        Cost("A", 2, 3, *2 * [pytest.approx((1 + 4) / 2)], pytest.approx(75), pytest.approx(17.5), pytest.approx(0.6))
     ]
     assert cost_table(one, "global_test", 0.5).rows == [["A", "2.5 (2 of 3 seeds)", "75 B", "18 FLOP", "60.00"]]
 
@@ -46,3 +46,11 @@ def test_the_target_is_what_half_of_the_methods_reach_rounded_such_that_they_do(
     errors = condition("local_test_rmse", True, A=[[4.567]], B=[[2.341, 9.0]], C=[[1.234]], D=[[3.456]])
     assert default_target(errors, "local_test_rmse") == 2.4
     assert math.isnan(default_target(condition(A=[[0.004]]), "global_test"))
+
+
+def test_the_cost_says_between_which_evaluations_the_target_was_reached():
+    one = condition(A=[[0.1, 0.2, 0.6, 0.7]], B=[[0.1, 0.2, 0.3, 0.7]], C=[[0.1, 0.2, 0.3, 0.4]])
+    for method, kept in zip(one.methods, ((1, 3), (3,), (1, 3)), strict=True):
+        method.runs[0].rounds[:] = [method.runs[0].rounds[index] for index in kept]
+    rounds = [row[1] for row in cost_table(one, "global_test", 0.5).rows]
+    assert rounds == ["3 to 4", "1 to 4", "-"], "A is evaluated after 2 and 4 rounds, B after 4"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import read_images
 
+_MISSING = ("nan", "nat", "<na>", "null", "#n/a")  # what pandas, databases and Excel write for no value
+
 
 class CsvFile(FederatedDataModule):
     """A user's own table, in one CSV file with a column of clients, or in a file for each client.
@@ -27,7 +30,8 @@ class CsvFile(FederatedDataModule):
     The other columns are numbers, which are not changed, or one of them has the files of images. The inputs of a sample
     are these numbers in the sorted order of the columns' names. Targets that are all numbers, and not all of them
     integers, are values, as those of a regression, unless ``classes`` is given; others are the names of classes, which
-    are numbered in sorted order, integers by their size.
+    are numbered in sorted order, integers by their size. A cell without a value (empty, or ``nan``, ``NaT``, ``<NA>``,
+    ``null``, ``#N/A``) is refused, and so is a quoted cell of several lines.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.csv``.
@@ -87,6 +91,9 @@ class CsvFile(FederatedDataModule):
 
     def _check_values(self, rows: Sequence[_Row], targets: Sequence[str], y: Tensor) -> None:
         """Refuses whole numbers of which some, such as 1.0 or +1, are no classes: nobody knows what the others are."""
+        if wrong := [row for row, value in zip(rows, y.tolist(), strict=True) if not math.isfinite(value)]:
+            because = f"line {wrong[0].line} of '{wrong[0].path}' has '{wrong[0].cell(self, self.target)}'"
+            raise InvalidArgumentError(self, "target", self.target, "a column of finite numbers or of classes", because)
         others = [row for row, text in zip(rows, targets, strict=True) if not are_integers([text])]
         if len(others) < len(rows) and torch.equal(y, y.round()):
             first, text = others[0], others[0].cell(self, self.target)
@@ -131,14 +138,16 @@ class CsvFile(FederatedDataModule):
                 because = f"'{each}' has another encoding; of Excel's formats, 'CSV UTF-8' is the right one"
                 raise InvalidArgumentError(self, argument, path, "a CSV file in UTF-8", because) from error
             with io.StringIO(text, newline="") as file:
-                reader = csv.DictReader(file)
+                reader = csv.DictReader(file, strict=True)
+                lines = _lines(self, argument, path, each, reader)
+                next(lines, None)
                 names = reader.fieldnames or ()
                 if wrong := [name for name in names if not name.strip() or [*names].count(name) > 1]:
                     unnamed = "a column without a name, as pandas writes row numbers unless index is False"
                     what = f"several columns '{wrong[0]}'" if wrong[0].strip() else unnamed
                     because = f"'{each}' has {what}"
                     raise InvalidArgumentError(self, argument, path, "a table of columns with names", because)
-                for cells in reader:
+                for cells in lines:
                     if any(cells.get(None) or ()):  # pyright: ignore[reportArgumentType, reportCallIssue]
                         because = f"line {reader.line_num} of '{each}' has more cells than there are columns"
                         raise InvalidArgumentError(self, argument, path, "a table with a cell for each column", because)
@@ -149,6 +158,30 @@ class CsvFile(FederatedDataModule):
         if not rows:
             raise InvalidArgumentError(self, argument, path, allowed)
         return rows
+
+
+def _lines(owner: CsvFile, argument: str, path: str, file: Path, reader: csv.DictReader) -> Iterator[dict[str, str]]:
+    """The names of the columns, as a row of their own, and then the rows of a file.
+
+    Refuses a quote that is not closed in its line, which would swallow rows without a word.
+    """
+    cells: dict[str, str] | None = {}
+    while cells is not None:
+        before = reader.line_num
+        try:
+            cells = next(reader, None) if before else {name: name for name in reader.fieldnames or ()}
+            is_closed = cells is None or reader.line_num <= before + 1 or not any(map(_has_break, cells.values()))
+        except csv.Error:  # at the end of the file, or after 128 KiB
+            is_closed = False
+        if not is_closed:
+            because = f"a quote in or after line {before + 1} of '{file}' is not closed in its line"
+            raise InvalidArgumentError(owner, argument, path, "a CSV file with a row in each line", because)
+        if cells is not None:
+            yield cells
+
+
+def _has_break(cell: Any) -> bool:
+    return isinstance(cell, str) and ("\n" in cell or "\r" in cell)
 
 
 @dataclass
@@ -171,17 +204,24 @@ class _Row:
                 allowed = "a table with a value in every cell"
                 because = f"in line {self.line} of '{self.path}', the column '{column}' is empty"
             raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
+        if text.casefold() in _MISSING and text not in (owner.classes or ()):
+            allowed = "a table with a value in every cell"
+            because = f"line {self.line} of '{self.path}' has '{text}' in the column '{column}'"
+            raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
         return text
 
     def number(self, owner: CsvFile, column: str) -> float:
         """The number in a column; refuses others."""
         text = self.cell(owner, column)
         try:
-            return float(text)
+            number = float(text)
         except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             because = f"line {self.line} of '{self.path}' has '{text}' in the column '{column}'"
             allowed = "a table of numbers, beside the columns of targets and clients"
-            raise InvalidArgumentError(owner, "path", owner.path, allowed, because) from None
+            raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
+        return number
 
 
 def _values(texts: Sequence[str]) -> Tensor | None:

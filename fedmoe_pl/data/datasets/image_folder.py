@@ -14,8 +14,9 @@ class ImageFolder(FederatedDataModule):
     """A user's own images, one folder per class, such as ``train/cat/1.png`` and ``test/cat/2.png``.
 
     Images are read as RGB, with 8 bits per channel, and rotated according to their EXIF orientation, also those in
-    folders within a class's. Hidden files are left out. Classes are numbered in the order of ``classes`` or, without
-    it, of the sorted names of the folders in ``train_dir``.
+    folders within a class's. Hidden files are left out; a warning counts other files that are no images by their names.
+    Classes are numbered in the order of ``classes`` or, without it, of the sorted names of the folders in
+    ``train_dir``.
 
     Args:
         train_dir: folder of the training images.

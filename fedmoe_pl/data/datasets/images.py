@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import is_image_file
+from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file
 from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of
@@ -44,11 +47,18 @@ class VisibleImages(ImageFolder):
     """
 
     def __init__(self, owner: object, argument: str, root: str, allow_empty: bool = False) -> None:
+        self._left_out = Counter[str]()
         try:
             super().__init__(root, is_valid_file=self._is_visible_image, allow_empty=allow_empty)
         except FileNotFoundError as error:
             reason = reason_of(error)
             raise InvalidArgumentError(owner, argument, root, "a folder with folders of images", reason) from error
+        if self._left_out:
+            endings = ", ".join(f"{number} {ending}" for ending, number in self._left_out.most_common())
+            rank_zero_warn(
+                f"{type(owner).__name__}: {self._left_out.total()} files in {argument} '{root}' are left out "
+                f"({endings}), beside {len(self)} images, which must end in {', '.join(IMG_EXTENSIONS)}."
+            )
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """The names of the visible folders, and their numbers."""
@@ -58,7 +68,11 @@ class VisibleImages(ImageFolder):
         return names, {name: number for number, name in enumerate(names)}
 
     def _is_visible_image(self, path: str) -> bool:
-        return is_image_file(path) and all(map(_is_visible, Path(path).relative_to(self.root).parts))
+        if not all(map(_is_visible, Path(path).relative_to(self.root).parts)):
+            return False
+        if not (is_image := is_image_file(path)):
+            self._left_out[Path(path).suffix or "without an ending"] += 1
+        return is_image
 
 
 def _is_visible(name: str) -> bool:
@@ -71,20 +85,26 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
     They are rotated according to their EXIF orientation.
 
     Raises:
-        MisconfigurationException: if a file cannot be read, or is a grey image of more than 8 bits, of which Pillow
-            would make black and white.
+        MisconfigurationException: if a file cannot be read, has several images, or more than 8 bits per channel, of
+            which Pillow would keep the first image, and make black and white or drop the other bits.
     """
     images: list[Tensor] = []
     for path in paths:
         try:
             with Image.open(path) as opened:
+                frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)  # a photograph and its preview
+                is_deep = opened.mode.startswith(("I", "F")) or any(map(_is_deep, opened.tile))  # loading empties it
                 with suppress(SyntaxError):  # EXIF data that are none, of an image that is one
                     ImageOps.exif_transpose(opened, in_place=True)  # phones store how they were held
                 mode, image = opened.mode, functional.pil_to_tensor(opened.convert("RGB"))
         except (OSError, Image.DecompressionBombError) as error:
             reason = getattr(error, "strerror", str(error)) or "its content is not that of an image"
             raise MisconfigurationException(f"{type(owner).__name__}: '{path}' cannot be read: {reason}.") from error
-        if mode.startswith(("I", "F")):
+        if frames > 1:
+            raise MisconfigurationException(
+                f"{type(owner).__name__}: '{path}' has {frames} pages or frames, but must have one; save each of them."
+            )
+        if is_deep:
             raise MisconfigurationException(
                 f"{type(owner).__name__}: '{path}' has more than 8 bits per channel (Pillow's mode '{mode}'); "
                 "scale its values to 0 to 255 and save it again."
@@ -95,6 +115,11 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
             because = f"'{path}' has {own}, and '{paths[0]}' {first}"
             raise InvalidArgumentError(owner, "image_size", None, "given for images of several sizes", because)
     return torch.stack(images)
+
+
+def _is_deep(tile: Any) -> bool:
+    """Whether Pillow's description of encoded pixels says that they have more than 8 bits per channel."""
+    return ";16" in str(tile.args) or (tile.codec_name == "ppm" and tile.args[1] > 255)
 
 
 def resize(owner: object, images: Tensor, image_size: int | None) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from itertools import chain, islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
@@ -26,7 +25,8 @@ from torch.utils.data import (
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.map_style import MapStyleData, check_groups, difference_of_numbers
+from fedmoe_pl.data.joined_classes import join_by_name
+from fedmoe_pl.data.map_style import MapStyleData, check_groups
 from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
 
@@ -235,11 +235,6 @@ def _with_values(
         if dataset is not None and not hasattr(dataset, "__len__"):
             reason = "samples are dealt to clients by their number, which a stream does not have"
             raise InvalidArgumentError(owner, f"{part}_dataset", type(dataset).__name__, "one with a length", reason)
-    number, of_test = _class_numbers(data.train_dataset), _class_numbers(data.test_dataset)
-    data.class_numbers = number if targets is None else {}
-    if targets is None and (reason := difference_of_numbers(of_test, number)):  # as in a folder without some classes
-        allowed = "one with train_dataset's numbers of classes, or with a target_transform"
-        raise InvalidArgumentError(owner, "test_dataset", type(data.test_dataset).__name__, allowed, reason)
     samples = {
         part: Samples(owner, dataset, (targets, groups)) for part, dataset in datasets.items() if dataset is not None
     }
@@ -258,22 +253,11 @@ def _with_values(
             f"{type(owner).__name__}: only the targets of {with_classes}_dataset are classes (an integer for each "
             f"sample), and not those of {without}_dataset, so no accuracies are computed."
         )
-    data.classes = torch.cat(known) if len(known) == len(classes) else None
+    if len(known) == len(classes):
+        data.classes = torch.cat(known)
+        data.check(owner, needs_test=not owner.pool)
+        join_by_name(owner, data)
     return data
-
-
-def _class_numbers(dataset: Any) -> dict[str, int]:
-    """The numbers that a dataset of torchvision gives to its classes; empty of others, and where it changes them."""
-    if isinstance(dataset, Subset):
-        return _class_numbers(dataset.dataset)
-    numbers = getattr(dataset, "class_to_idx", None)
-    if not isinstance(numbers, Mapping) or getattr(dataset, "target_transform", None):
-        return {}
-    return {
-        str(name): int(number)
-        for name, number in numbers.items()
-        if isinstance(number, int | np.integer) and number >= 0
-    }
 
 
 def _arrays(data: MapStyleData) -> Arrays | None:

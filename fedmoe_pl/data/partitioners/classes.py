@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
 
-from fedmoe_pl.checks import InvalidArgumentError, check_choice, check_number
-from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
+from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal, drawn_until_enough
 
 Pairs = Literal["random", "product"]
 Share = Literal["uniform", "dirichlet"]
@@ -146,16 +147,22 @@ class Pathological(LabelPartitioner):
     The numbers of clients per class differ by at most one. The shares either come from U(0.4, 0.6) and are divided by
     their sum, as in the code of pFedHN, which the authors of pFedMoE (Yi et al. 2024) use in other works; or they come
     from a Dirichlet distribution, which pFedMoE names. Unlike in that code, a client's classes are always different,
-    and all samples of a class that has a client are dealt.
+    and all samples of a class that has a client are dealt. All of this is repeated until every client holds
+    ``minimum_samples``.
 
     Args:
         classes_per_client: classes of every client.
         share: "uniform" for shares from U(0.4, 0.6), "dirichlet" for a symmetric Dirichlet distribution.
         concentration: concentration of the Dirichlet distribution, for ``share="dirichlet"``; None means 1.
+        minimum_samples: smallest number of samples of a client; None means 1.
     """
 
     def __init__(
-        self, classes_per_client: int = 2, share: Share = "uniform", concentration: float | None = None
+        self,
+        classes_per_client: int = 2,
+        share: Share = "uniform",
+        concentration: float | None = None,
+        minimum_samples: int | None = None,
     ) -> None:
         check_choice(self, "share", share, get_args(Share))
         if concentration is not None and share != "dirichlet":
@@ -164,10 +171,16 @@ class Pathological(LabelPartitioner):
         self.share = share
         self.concentration = 1.0 if concentration is None else concentration
         check_number(self, "concentration", self.concentration, above=0)
+        check_at_least(self, "minimum_samples", minimum_samples, 1)
+        self.minimum_samples = minimum_samples
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples."""
-        available = np.bincount(labels)
+        draw = partial(self._counts, np.bincount(labels), num_clients, rng)
+        return deal(labels, drawn_until_enough(self, num_clients, len(labels), draw), rng)
+
+    def _counts(self, available: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
+        """Returns how many samples of each class every client gets, shape (num_clients, num_classes)."""
         classes = draw_classes(num_clients, self.classes_per_client, len(available), rng)
         counts = np.zeros((num_clients, len(available)), dtype=np.int64)
         for c in np.unique(classes).tolist():
@@ -177,7 +190,7 @@ class Pathological(LabelPartitioner):
             else:
                 shares = rng.dirichlet(np.full(len(holders), self.concentration))
             counts[holders, c] = cut(int(available[c]), shares / shares.sum())
-        return deal(labels, counts, rng)
+        return counts
 
 
 def draw_classes(num_clients: int, per_client: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:

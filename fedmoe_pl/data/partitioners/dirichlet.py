@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from fedmoe_pl.checks import InvalidArgumentError, check_number
-from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal, group_by
-
-_ATTEMPTS = 1000  # attempts of BalancedDirichlet before it gives up
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal, drawn_until_enough, group_by
 
 
 class Dirichlet(LabelPartitioner):
@@ -16,18 +16,24 @@ class Dirichlet(LabelPartitioner):
     For each class, shares q ~ Dir(alpha 1_N) are drawn, and the shuffled samples of the class are cut at the
     cumulative shares, in the order of the clients (PFL-MoE, Guo et al. 2021). The clients differ in size. PFL-MoE's
     code rounds every share separately and drops the few samples that are left over (up to 23 of 50,000); here every
-    sample goes to a client.
+    sample goes to a client. All of this is repeated until every client holds ``minimum_samples``.
 
     Args:
         alpha: concentration, above 0; small values give each client few classes, large ones approach IID.
+        minimum_samples: smallest number of samples of a client; None means 1. Flower and PFLlib, too, draw again.
     """
 
-    def __init__(self, alpha: float) -> None:
+    def __init__(self, alpha: float, minimum_samples: int | None = None) -> None:
         check_number(self, "alpha", alpha, above=0)
+        check_at_least(self, "minimum_samples", minimum_samples, 1)
         self.alpha = alpha
+        self.minimum_samples = minimum_samples
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples."""
+        return drawn_until_enough(self, num_clients, len(labels), lambda: self._dealt(labels, num_clients, rng))
+
+    def _dealt(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         owners = np.empty(len(labels), dtype=np.int64)
         for samples in group_by(labels, int(labels.max()) + 1):
             counts = cut(len(samples), rng.dirichlet(np.full(num_clients, self.alpha)))
@@ -86,20 +92,15 @@ class BalancedDirichlet(LabelPartitioner):
 
     def __init__(self, alpha: float, minimum_samples: int = 10) -> None:
         check_number(self, "alpha", alpha, above=0)
+        check_at_least(self, "minimum_samples", minimum_samples, 1)
         self.alpha = alpha
         self.minimum_samples = minimum_samples
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples."""
         available = np.bincount(labels)
-        if self.minimum_samples * num_clients <= len(labels):
-            for _ in range(_ATTEMPTS):
-                counts = self._counts(available, num_clients, rng)
-                if counts.sum(axis=1).min() >= self.minimum_samples:
-                    return deal(labels, counts, rng)
-        allowed = "lower, or num_clients lower, or alpha higher"
-        reason = f"in {_ATTEMPTS} attempts some client had fewer"
-        raise InvalidArgumentError(self, "minimum_samples", self.minimum_samples, allowed, reason)
+        draw = partial(self._counts, available, num_clients, rng)
+        return deal(labels, drawn_until_enough(self, num_clients, len(labels), draw), rng)
 
     def _counts(self, available: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Returns how many samples of each class every client gets, shape (num_clients, num_classes)."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fedmoe_pl.checks import InvalidArgumentError
+
+_ATTEMPTS = 1000  # before a partitioner gives up
+Drawn = TypeVar("Drawn", bound=Sequence[np.ndarray] | np.ndarray)
 
 
 class Partitioner(ABC):
@@ -64,6 +68,20 @@ class LabelPartitioner(Partitioner):
     @abstractmethod
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Returns the sample indices of every client, whose number is from 1 to that of the labels."""
+
+
+def drawn_until_enough(partitioner: Any, num_clients: int, samples: int, draw: Callable[[], Drawn]) -> Drawn:
+    """Draws parts, or numbers of samples by client and class, until each client has ``minimum_samples``."""
+    least = partitioner.minimum_samples or 1
+    for _ in range(_ATTEMPTS if least * num_clients <= samples else 0):
+        drawn = draw()
+        sizes = drawn.sum(axis=1) if isinstance(drawn, np.ndarray) else [len(part) for part in drawn]
+        if min(sizes) >= least:
+            return drawn
+    others = ", or alpha higher" if hasattr(partitioner, "alpha") else ""
+    reason = f"in {_ATTEMPTS} attempts some of {num_clients} clients had fewer of {samples} samples"
+    allowed = f"lower, or num_clients lower{others}"
+    raise InvalidArgumentError(partitioner, "minimum_samples", least, allowed, reason)
 
 
 def check_parts(owner: object, argument: str, given: object, parts: Sequence[np.ndarray], size: int) -> None:

@@ -1,0 +1,200 @@
+"""Classes that datasets number differently are joined by their names, wherever datasets keep these."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.data import set_up
+from lightning.pytorch import LightningDataModule
+from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.functional import to_tensor
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import FromDataModule, FromDatasets
+
+COLORS = {"cat": 10, "dog": 20, "eel": 30, "fox": 40}  # tells what an image really shows
+NAMES = {color: name for name, color in COLORS.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Makes torchvision's dataset of a folder with three images of each class."""
+
+    def make(*names, **kwargs):
+        root = tmp_path / "-".join(names)
+        for name in names:
+            (root / name).mkdir(parents=True, exist_ok=True)
+            for number in range(3):
+                Image.new("RGB", (2, 2), (COLORS[name], 0, 0)).save(root / name / f"{number}.png")
+        return ImageFolder(root, to_tensor, **kwargs)
+
+    return make
+
+
+class Lightning(LightningDataModule):
+    def __init__(self, train, test):
+        super().__init__()
+        self.parts = train, test
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], batch_size=4, shuffle=True)
+
+    def test_dataloader(self):
+        return DataLoader(self.parts[1], batch_size=4)
+
+
+class Transformed(Dataset):
+    """A user's own, around a part of another dataset."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        x, y = self.dataset[index]
+        return x, int(y)
+
+
+def targets_of(dataset):
+    return [target for _, target in dataset]
+
+
+def numbers(data):
+    """The number of each class by what its images show; a class has one, and the data module knows the same."""
+    found, n = {}, len(data.y)
+    for x, y in data.batches(torch.arange(n), batch_size=5):
+        for color, target in zip((255 * x[:, 0, 0, 0]).round().int().tolist(), y.tolist(), strict=True):
+            found.setdefault(NAMES[color], set()).add(target)
+    of_training = [y.tolist() for _, y in data.batches(torch.arange(n), batch_size=n, augment=True)]
+    assert data.y.tolist() == of_training[0] and all(len(each) == 1 for each in found.values()), found
+    return {name: each.pop() for name, each in found.items()}
+
+
+@pytest.mark.parametrize("targets", [None, "targets", targets_of], ids=str)
+@pytest.mark.parametrize("kind", ["datasets", "datamodule"])
+def test_a_test_set_without_a_class_numbers_the_others_as_the_training_set_does(kind, targets, folder):
+    train, test = folder("cat", "dog", "eel"), folder("dog", "eel")
+    of_datasets = FromDatasets(train, test, targets=targets, num_clients=2)
+    made = of_datasets if kind == "datasets" else FromDataModule(Lightning(train, test), targets=targets, num_clients=2)
+    data = set_up(made)
+    assert numbers(data) == {"cat": 0, "dog": 1, "eel": 2} == data.reader.data.class_numbers
+    assert data.y.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [1] * 3 + [2] * 3
+
+
+PARTS = {
+    "parts": lambda one, other: ConcatDataset([one, other]),
+    "a part of parts": lambda one, other: Subset(ConcatDataset([one, other]), [11, 1, 5, 6, -2, 3]),
+    "parts of parts": lambda one, other: ConcatDataset([Subset(one, [5, 0]), ConcatDataset([Subset(other, [4, 1])])]),
+    "transformed": lambda one, other: Transformed(ConcatDataset([Transformed(Subset(one, [5, 0])), other])),
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_folders_with_a_common_class_are_joined(parts, folder):
+    whole = PARTS[parts](folder("cat", "dog"), folder("dog", "fox"))
+    data = set_up(FromDatasets(whole, folder("fox", "cat", "dog"), num_clients=2))
+    assert numbers(data) == {"cat": 0, "dog": 1, "fox": 2} and data.num_classes == 3
+
+
+def test_training_samples_without_their_transforms_have_the_same_numbers(folder):
+    parts = [folder("cat", "dog"), folder("dog", "fox")]
+    whole, plain = ConcatDataset(parts), ConcatDataset([Transformed(part) for part in parts])
+    data = set_up(FromDatasets(whole, folder("fox"), plain, num_clients=2))
+    assert numbers(data) == {"cat": 0, "dog": 1, "fox": 2}
+
+
+def hugging_face(names, labels, **columns):
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "color": datasets.Value("int64"),
+            "label": datasets.ClassLabel(names=names),
+            **{column: datasets.ClassLabel(names=[*"xyz"]) for column in columns},
+        }
+    )
+    made = {"color": [COLORS[names[label]] for label in labels], "label": labels, **columns}
+    return datasets.Dataset.from_dict(made, features=features)
+
+
+@pytest.mark.parametrize(
+    "targets", ["label", lambda dataset: [each["label"] for each in dataset]], ids=["column", "function"]
+)
+@pytest.mark.parametrize("read", ["plain", "torch", "transform"])
+def test_class_labels_of_hugging_face_in_another_order_are_joined(read, targets):
+    train = hugging_face(["cat", "dog", "fox"], [0, 1, 2, 0], kind=[0, 0, 0, 1])
+    test = hugging_face(["fox", "dog", "cat"], [0, 1, 2, 0], kind=[0, 0, 0, 1])
+    if read == "torch":
+        train, test = train.with_format("torch"), test.with_format("torch")
+    elif read == "transform" and callable(targets):
+        pytest.skip("a column is what the transform makes of it")
+    elif read == "transform":
+        train, test = (each.with_transform(lambda batch: {**batch, "seen": batch["color"]}) for each in (train, test))
+    parts = ConcatDataset([train, Subset(test, [0, 2])])
+    pairs = {} if targets == "label" else {"collate_fn": lambda samples: collated(samples)}
+    data = set_up(FromDatasets(parts, test, targets=targets, num_clients=2, **pairs))
+    assert data.y.tolist() == [0, 1, 2, 0, 2, 0, 2, 1, 0, 2]
+    if targets == "label":
+        (batch,) = data.batches(torch.arange(10), batch_size=10)
+        assert batch["label"].tolist() == data.y.tolist()
+        assert [NAMES[color] for color in batch["color"].tolist()] == [["cat", "dog", "fox"][y] for y in data.y]
+
+
+def collated(samples):
+    return torch.tensor([sample["color"] for sample in samples]), torch.tensor([sample["label"] for sample in samples])
+
+
+class Numbered(Dataset):
+    """Names its classes as other libraries do, or not at all."""
+
+    def __init__(self, given, **attributes):
+        self.given = given
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return len(self.given)
+
+    def __getitem__(self, index):
+        return torch.ones(3), self.given[index]
+
+
+def test_what_has_no_names_or_other_ones_is_used_as_it_is():
+    train = Numbered([0, 1, 2, 0], class_to_idx={"cat": 0, "dog": 1, "eel": 2})
+    unnamed = (
+        {},
+        {"classes": None},
+        {"class_to_idx": lambda: {}},
+        {"classes": ["eel", "eel"]},  # of samples, not of classes
+        {"classes": ["eel"]},  # not of all
+        {"class_to_idx": {"eel": 0, "cat": 1}, "targets": [1, 0]},  # of other targets than those of the samples
+        {"class_to_idx": {"eel": 0, "cat": 1}, "target_transform": abs},
+    )
+    for attributes in unnamed:
+        test = Numbered([0, 1], **attributes)
+        for each in (test, Subset(test, [0, 1])):
+            data = set_up(FromDatasets(train, each, targets=targets_of, num_clients=2))
+            assert data.y.tolist() == [0, 1, 2, 0, 0, 1] and data.reader.data.test_dataset is each
+    named = {"classes": ["eel", "cat"]}, {"class_to_idx": {"eel": np.int64(0), "cat": np.int64(1)}}
+    for attributes in named:
+        assert set_up(FromDatasets(train, Numbered([0, 1], **attributes), num_clients=2)).y.tolist()[4:] == [2, 0]
+
+
+def test_classes_with_several_names_are_joined_by_any_of_them():
+    """As those of torchvision's ImageNet."""
+    train = Numbered([0, 1], class_to_idx={"tench": 0, "Tinca tinca": 0, "eel": 1})
+    test = Numbered([0, 1, 2], class_to_idx={"eel": 0, "Anguilla": 0, "Tinca tinca": 1, "fox": 2})
+    data = set_up(FromDatasets(train, test, num_clients=1))
+    assert data.y.tolist() == [0, 1, 1, 0, 2] and data.reader.data.class_numbers["Anguilla"] == 1
+
+
+class Triples(Numbered):
+    def __getitem__(self, index):
+        return torch.ones(3), torch.ones(3), self.given[index]
+
+
+def test_samples_whose_class_nobody_can_find_are_refused():
+    train, test = (Triples([0, 1], targets=[0, 1], classes=names) for names in (["cat", "dog"], ["dog", "cat"]))
+    with pytest.raises(InvalidArgumentError, match=r"test_dataset is 'Triples', but .* because .* 'dog' is 0, not 1"):
+        FromDatasets(train, test, num_clients=2, collate_fn=lambda samples: [each[::2] for each in samples]).setup()
