@@ -2,7 +2,6 @@
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
-from fedmoe_pl.backends.contents import Contents
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, packages_read_once, quiet
 from fedmoe_pl.backends.freezing import Freezing
@@ -10,7 +9,6 @@ from fedmoe_pl.backends.local_client import (
     TRAINED,
     begin_client,
     client_of,
-    copied_views,
     data_on,
     on_device,
     trainable_names,
@@ -27,7 +25,6 @@ __all__ = [
     "TRAINED",
     "AutoBackend",
     "Backend",
-    "Contents",
     "DistributedBackend",
     "Failure",
     "Freezing",
@@ -44,7 +41,6 @@ __all__ = [
     "begin_client",
     "check_finite",
     "client_of",
-    "copied_views",
     "data_on",
     "guarded",
     "is_distributed",

@@ -21,7 +21,7 @@ from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule, PoissonBatches
 from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
-from fedmoe_pl.trees import Tree, changed, is_borrowed, of_parts, with_prefix
+from fedmoe_pl.trees import Tree, changed, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
@@ -77,9 +77,8 @@ def end_client(
     algorithm = training.algorithm
     update = algorithm.client_final(client, constants)
     # before copies are made, since the first client has a whole module to itself
-    known = training.copies.known(update.sent)
-    sent, kept = copied_views((known, update.state), client.module)
-    kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
+    sent = training.copies.known(update.sent)
+    kept = {name: tensor for name, tensor in update.state.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if algorithm.exchanged else update.state
         different = changed(client.module.state_dict(), training.initial, {})
@@ -93,20 +92,6 @@ def end_client(
     update = update if training.aggregation is None else training.aggregation.of_client(client, update)
     start = training.start_of_changes(client.loaded)
     return update if secure is None else secure.encoded(update, start, training.datamodule.num_clients)
-
-
-def copied_views(trees: Sequence[Tree], module: LightningModule) -> list[Tree]:
-    """The trees, with copies of tensors in the module's storages, because other clients will use the module."""
-    tensors = (*module.parameters(), *module.buffers())
-    dense = (tensor for tensor in tensors if tensor.layout is torch.strided)
-    owned = {tensor.untyped_storage().data_ptr() for tensor in dense if not is_borrowed(tensor)}
-    return [
-        {
-            name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
-            for name, tensor in tree.items()
-        }
-        for tree in trees
-    ]
 
 
 def _one_tensor(module: LightningModule) -> Tree:

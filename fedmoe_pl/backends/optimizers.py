@@ -22,7 +22,6 @@ OPTIMIZER = "optimizer/"
 _GROUP = "param_groups."  # followed by a group's index, in place of a parameter's name
 _SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum")  # begin anew
 NamedParameters = Iterable[tuple[str, Tensor]]
-_REPLACED = "replaced"  # attribute of the function that takes the place of the module's own
 
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
@@ -43,9 +42,6 @@ def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | No
 
 def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree) -> None:
     """Makes a client's module configure its optimizer, for any caller, with the round's rates and the state it kept."""
-    before = getattr(module.configure_optimizers, _REPLACED, None)
-    if before is not None:  # a stack prepares one client after another in the same module
-        module.configure_optimizers = types.MethodType(before, module)
     has_state = any(name.startswith(OPTIMIZER) for name in kept)
     if rates is None and not has_state:
         return
@@ -61,7 +57,6 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
             _set_learning_rates(optimizer, scheduler, rates)
         return configured
 
-    vars(configure_optimizers)[_REPLACED] = replaced
     module.configure_optimizers = types.MethodType(configure_optimizers, module)  # a copy of the module gets its own
 
 
