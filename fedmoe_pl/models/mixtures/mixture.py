@@ -29,7 +29,7 @@ from fedmoe_pl.models.description import (
 )
 from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.models.inputs import Inputs, inputs_and_targets, inputs_of
-from fedmoe_pl.models.layers import to_channels_last
+from fedmoe_pl.models.layers import evaluating, to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
 from fedmoe_pl.models.mixtures.tasks import (
@@ -184,12 +184,11 @@ class MixtureOfExperts(LightningModule, ABC):
                     one = copy_module(self)
                     one.keep_architecture(index)
                     one._run_once()
-        self.eval()  # batch normalization cannot train on one sample, and its statistics must not change
         parameter = next(self.parameters())
         dtype = getattr(part, "input_dtype", parameter.dtype)
-        with torch.no_grad():
+        # batch normalization cannot train on one sample, and its statistics must not change
+        with torch.no_grad(), evaluating(self):
             self.mix(torch.zeros(1, *input_shape, dtype=dtype, device=parameter.device))
-        self.train()
 
     @property
     def weighed_parts(self) -> Sequence[str]:
