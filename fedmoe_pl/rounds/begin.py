@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.algorithms.algorithm import overrides
@@ -77,10 +76,10 @@ def _uses(module: MixtureOfExperts, part: str) -> bool:
 
 def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
     """The module with its lazy layers sized by a sample, such as a gate whose input width is unknown."""
-    if _has_lazy(module):
+    if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
         ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1], mixture_of(module))
-        others = [part for part in module.modules() if not _has_lazy(part, recurse=False)]
+        others = [part for part in module.modules() if not any(map(is_lazy, part.parameters(recurse=False)))]
         before = [(part, {**vars(part)}) for part in others]
         with torch.no_grad(), evaluating(module):  # torch does not export parameters that are made in inference mode
             outputs_of(module, batch, datamodule.has_pairs)
@@ -90,11 +89,6 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
         if isinstance(module, MixtureOfExperts):
             module.check_parts()  # also sets the memory format of the layers that have been sized
     return module
-
-
-def _has_lazy(part: nn.Module, recurse: bool = True) -> bool:
-    """Whether a part has tensors of unknown size, perhaps of batch normalization without parameters."""
-    return any(map(is_lazy, (*part.parameters(recurse), *part.buffers(recurse))))
 
 
 def _dtype(module: LightningModule) -> torch.dtype:

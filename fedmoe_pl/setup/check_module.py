@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
@@ -53,6 +55,17 @@ def check_predictions(module: LightningModule) -> None:
         if isinstance(part, _BatchNorm) and part.running_mean is None:
             because = "a client would be evaluated with statistics of other clients' samples"
             raise InvalidArgumentError(module, f"track_running_stats of {name}", False, "True", because)
+
+
+def warn_of_eval_mode(modules: Iterable[LightningModule]) -> None:
+    """Warns once of parts of any module that are in eval mode, as Lightning does in every fit."""
+    found = {name or "the model itself" for each in modules for name, part in each.named_modules() if not part.training}
+    if found:
+        rank_zero_warn(
+            f"Found {len(found)} module(s) in eval mode at the start of training, such as {min(found)}. They stay in "
+            "it; if they should not, call `train()` of the model before `fit`.",
+            category=PossibleUserWarning,
+        )
 
 
 def check_loss(phase: Phase, module: LightningModule) -> None:

@@ -14,15 +14,21 @@ from helpers.workers import TwoInThisProcess
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, PFLMoE
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.pfl_moe import _GATE
+from fedmoe_pl.algorithms.shared.parts import set_aside
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.models import GlobalOnly, LinearGate, PersonalizedMoE, SparseMoE
-from fedmoe_pl.models.layers import evaluating
-from fedmoe_pl.phases.phase import Phase, Train
+from fedmoe_pl.evaluation.outputs import load_to_evaluate
+from fedmoe_pl.models import GlobalOnly, LinearGate, PersonalizedMoE
+from fedmoe_pl.models.layers import evaluating, modes_of
+from fedmoe_pl.phases.phase import INITIAL, Train
+from fedmoe_pl.rounds.begin import sized
 from fedmoe_pl.trees import copy_module
 
 SIZES, SEED = (12, 8, 9), 3
+warned = pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode")
 
 
 def data(**kwargs):
@@ -101,6 +107,7 @@ PATHS = {
 }
 
 
+@warned
 @pytest.mark.parametrize("path", PATHS)
 def test_pretrained_parts_in_eval_mode_are_trained_as_in_a_plain_loop(path, tmp_path):
     arguments = {"model": mixture, "evaluate": False, **PATHS[path]}
@@ -115,3 +122,90 @@ def test_pretrained_parts_in_eval_mode_are_trained_as_in_a_plain_loop(path, tmp_
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert not torch.equal(actual["extractor.0.weight"], before["extractor.0.weight"])
     assert_same_bits(*({name: tree[name] for name in before if "running" in name} for tree in (actual, before)))
+
+
+@warned
+def test_rounds_that_alternate_leave_the_modes_of_the_user(tmp_path):
+    """PFL-MoE's own schedule, whose even rounds train the local expert and whose odd ones train the gate."""
+    phases = [
+        phase("FedAvg", FedAvg(), gate=GlobalOnly()),
+        phase("PFL-MF", PFLMoE(0.25, True, "local_expert.*"), rounds=3, gate=LinearGate(5), train=Train(max_epochs=1)),
+    ]
+    federation = run(phases, mixture(), data(), tmp_path, seed=SEED, backend=TrainerBackend())
+    start, state = federation.run.states["FedAvg"].server, federation.run.states["PFL-MF"]
+    for client, samples in enumerate(data().train_samples):
+        expert = Pretrained().double()
+        expert.load_state_dict({n.removeprefix("global_expert."): t for n, t in start.items() if n[0] == "g"})
+        own = set_aside(Client(client, 0, SEED, federation.run.models[INITIAL], samples, {}, None), 0.25, _GATE)[1]
+        for round in (1, 3):  # counted on from FedAvg
+            batches = data().batches(own, generator=client_generator(SEED, client, round))
+            optimizer = torch.optim.SGD(expert.parameters(), lr=0.1)
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(expert(x), y).backward()
+                optimizer.step()
+        kept = {n.removeprefix("local_expert."): t for n, t in state.clients[client].items() if n.startswith("local_")}
+        expected = {name: tensor for name, tensor in expert.state_dict().items() if name in kept}
+        torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-12)
+        assert "extractor.0.weight" in kept and "extractor.1.running_mean" not in kept
+
+
+@pytest.mark.parametrize("evaluated", ["extractor.0", "extractor.1", "extractor", "classifier", ""])
+def test_an_epoch_that_freezes_parts_leaves_all_modes_as_they_were(evaluated):
+    class Alternating(FedAvg):
+        def is_trainable(self, name, round, epoch):
+            return (".extractor." in name) == (epoch == 1)
+
+    module = PersonalizedMoE(WithBatchNorm(), gate=GlobalOnly())
+    module.global_expert.get_submodule(evaluated).eval()
+    before = modes_of(module)
+    freezing = Freezing(local_training(module, Alternating(), data()), module, 0)
+    for epoch, (frozen, trained) in enumerate((["extractor", "classifier"], ["classifier", "extractor"])):
+        freezing.freeze(epoch)
+        parts = [module.global_expert.get_submodule(name) for name in (frozen, trained)]
+        assert not any(modes_of(parts[0]).values())
+        assert modes_of(parts[1]) == {part: before[part] for part in parts[1].modules()}
+        freezing.unfreeze()
+        assert modes_of(module) == before
+
+
+def test_adapters_that_are_merged_in_eval_mode_are_apart_after_it_unless_the_user_has_merged_them():
+    """The output is that of both, and a part in eval mode stays merged, as ``eval`` of its own has left it."""
+    module = nn.ModuleList([Adapted(5, 3), Adapted(5, 3).eval()]).double()
+    x, weights = torch.randn(2, 5, dtype=torch.float64), [part.weight.clone() for part in module]
+    outputs = [part(x) for part in module]
+    for _ in range(2):
+        with evaluating(module):
+            assert module[0].is_merged and module[1].is_merged
+        assert (module[0].is_merged, module[1].is_merged) == (False, True)
+        load_to_evaluate(evaluated := copy_module(module), module.state_dict())
+        load_to_evaluate(evaluated, module.state_dict())
+        for own, part, weight, output in zip(module, evaluated, weights, outputs, strict=True):
+            torch.testing.assert_close(own.weight, weight)
+            torch.testing.assert_close(part(x), output)
+
+
+def test_normalization_in_eval_mode_takes_single_samples():
+    """A client's last batch may be one sample, or all of its samples, also with clipped gradients of each."""
+    datamodule = blobs((1, 5), batch_size=4)
+    for module, counts in ((mixture(), True), (mixture().train(), False)):
+        training = local_training(module, FedAvg(), datamodule)
+        assert training.has_batch_norm != counts
+
+
+def test_sizing_lazy_layers_keeps_the_modes():
+    expert = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.LazyLinear(3))
+    expert[0].eval(), expert[1].eval()
+    module = sized(PersonalizedMoE(expert, gate=GlobalOnly()), blobs(dtype=torch.float32), 0)
+    assert [part.training for part in module.global_expert] == [False, False, True]
+
+
+@pytest.mark.parametrize("every_batch", [False, True])
+def test_parts_in_eval_mode_are_named_once_in_a_run(every_batch, tmp_path):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        phases = [phase(name, FedAvg(), rounds=2) for name in "ab"]
+        run(phases, mixture(), data(), tmp_path / "eval", every_batch=every_batch)
+        run(phases, mixture().train(), data(), tmp_path / "train", every_batch=every_batch)
+    (message,) = [str(each.message) for each in found if "eval mode" in str(each.message)]
+    assert message.startswith("Found 10 module(s) in eval mode at the start of training, such as global_expert.extrac")
