@@ -17,7 +17,7 @@ from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights, load_to_evaluate
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree, names_of_same_tensors
+from fedmoe_pl.trees import Tree, loads_by_itself, names_of_same_tensors
 
 _MOST = 8  # more gain little, and would leave worker processes without work
 _TRIED_SAMPLES = 4
@@ -26,7 +26,8 @@ _TRIED_SAMPLES = 4
 def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
     """Divides clients into those whose models are stacked: of one architecture and similar numbers of samples.
 
-    A client is alone if its model is large, has a convolution or holds a tensor under several names. A convolution
+    A client is alone if its model is large, has a convolution, holds a tensor under several names or loads its state by
+    code of its own, of which a stack knows nothing. A convolution
     gains nothing from stacking on a CPU; on a GPU, where this was not measured, a batch of one model is large already.
     ``functional_call`` does not put back the tensors of a module that has several names.
     """
@@ -37,7 +38,8 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
         module = training.of(members[0]).module
         convolves = any(isinstance(part, _ConvNd) for part in module.modules())
         model_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
-        most = 1 if convolves or names_of_same_tensors(module) else max(min(_MOST, CPU_CACHE // max(model_bytes, 1)), 1)
+        is_alone = convolves or names_of_same_tensors(module) or loads_by_itself(module)
+        most = 1 if is_alone else max(min(_MOST, CPU_CACHE // max(model_bytes, 1)), 1)
         ordered = sorted(members, key=lambda client: (-sizes[client], client))
         size = -(-len(ordered) // -(-len(ordered) // most))
         groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
