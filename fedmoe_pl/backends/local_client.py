@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm, received
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.backends.failures import NotFiniteError, check_finite
+from fedmoe_pl.backends.failures import check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule, PoissonBatches
@@ -88,8 +88,6 @@ def end_client(
     new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
     _check_shapes(training, client, {**new, **sent})
     check_finite((sent, new), update.weight, training.initial)
-    if client.losses is not None and not client.losses.isfinite():
-        raise NotFiniteError("a loss of its training is not finite")
     update, secure = Update(sent, update.weight, kept), training.secure_aggregation
     update = update if training.aggregation is None else training.aggregation.of_client(client, update)
     start = training.start_of_changes(client.loaded)
