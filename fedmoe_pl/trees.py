@@ -193,7 +193,7 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
 def parts_that_load(module: nn.Module) -> dict[str, nn.Module]:
     """The parts that load their state, and that of parts in them, by code or hooks that are not of torch, by prefix."""
     found = dict[str, nn.Module]()
-    for name, part in module.named_modules():
+    for name, part in module.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         hooks = [*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()]
         loads = _has_own_loading(type(part)) or not all(map(_is_of_torch, hooks))

@@ -160,11 +160,10 @@ def by_hand(module, network, datamodule, rounds, drop_single=False):
     return server, module.eval()
 
 
-PARTS = [Tempered, Cached, Clamped, Hooked, Scaled]
+PARTS = [Tempered, Cached, Clamped, Pinned, Hooked, Scaled]
 MODELS = {
     **{f"{part.__name__} in a user's module": partial(Plain, part) for part in PARTS},
     **{f"{part.__name__} in a mixture": partial(mixture, part) for part in PARTS},
-    "Pinned in a user's module": partial(Plain, Pinned),
     "load_state_dict of a user's module": Rooted,
 }
 
