@@ -7,7 +7,7 @@ import copyreg
 import gc
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -162,9 +162,11 @@ def names_of_same_tensors(module: nn.Module) -> list[list[str]]:
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     """Copies the tensors of ``tree`` into the parameters and buffers of the same name, which must have their shapes.
 
-    A parameter that is borrowed from another module (see :func:`copy_module`) gets memory of its own.
+    A parameter that is borrowed from another module (see :func:`copy_module`) gets memory of its own. Parts that load
+    their state by code of their own do so, with their other tensors as they are now.
     """
-    state = module.state_dict(keep_vars=True)
+    state, own = module.state_dict(keep_vars=True), parts_that_load(module)
+    prefixes = tuple(own)
     with torch.no_grad():
         for name, tensor in tree.items():
             if name not in state or state[name].shape != tensor.shape:
@@ -175,7 +177,7 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
                     f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {reason}."
                 )
             target = state[name]
-            if same_memory(target, tensor) or is_copy_of(target, tensor):
+            if same_memory(target, tensor) or is_copy_of(target, tensor) or name.startswith(prefixes):
                 continue
             if is_borrowed(target):
                 with torch.inference_mode(False):
@@ -183,6 +185,56 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
             elif is_mapped(target) and same_bits(target, tensor):
                 continue  # writing would take memory
             target.copy_(tensor)
+        for prefix, part in own.items():
+            if given := subtree(tree, prefix):
+                _load_by_itself(part, given, part is module)
+
+
+def parts_that_load(module: nn.Module) -> dict[str, nn.Module]:
+    """The parts that load their state, and that of parts in them, by code or hooks that are not of torch, by prefix."""
+    found = dict[str, nn.Module]()
+    for name, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        hooks = [*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()]
+        loads = _has_own_loading(type(part)) or not all(map(_is_of_torch, hooks))
+        loads |= part is module and not _is_of_torch(part.load_state_dict)
+        if loads and not prefix.startswith(tuple(found)):
+            found[prefix] = part
+    return found
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether such a part has tensors, so that a value that is copied into one may not be all that loading does."""
+    return any(part.state_dict() for part in parts_that_load(module).values())
+
+
+@cache
+def _has_own_loading(kind: type[nn.Module]) -> bool:
+    """Whether a class of parts has code of its own to load a state; that of torch only upgrades old formats."""
+    return kind.set_extra_state is not nn.Module.set_extra_state or not _is_of_torch(kind._load_from_state_dict)
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a method or hook is torch's; a hook of a part may be an object that calls it."""
+    function = getattr(function, "hook", function)
+    home = getattr(function, "__module__", None) or type(function).__module__
+    return home.partition(".")[0] == "torch"
+
+
+def _load_by_itself(part: nn.Module, given: Tree, is_root: bool) -> None:
+    """Loads tensors with ``load_state_dict``, which copies the others, those of the part itself, onto themselves."""
+    state = part.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if name in given and not is_copy_of(tensor, given[name]):
+            if is_borrowed(tensor):
+                with torch.inference_mode(False):
+                    tensor.data = tensor.data.clone()
+            state[name] = given[name].to(tensor.device, copy=True)  # which a part may keep, and change
+        elif tensor.requires_grad:
+            state[name] = tensor.detach()
+    # that of a part is not called where a whole model is loaded
+    load = part.load_state_dict if is_root else partial(nn.Module.load_state_dict, part)
+    load(state, strict=False)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:

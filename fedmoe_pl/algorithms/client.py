@@ -38,7 +38,6 @@ class Client:
         steps: number of optimizer steps in its local training, until the best epoch if that was restored; 0 before it.
         rounds: the phase's number of rounds.
         rounds_before: the number of rounds of the phases that this one goes on from.
-        losses: 0 if all losses of its local training were finite, otherwise not a number; None before it.
     """
 
     id: int
@@ -52,13 +51,6 @@ class Client:
     steps: int = 0
     rounds: int = 1
     rounds_before: int = 0
-    losses: Tensor | None = None
-
-    def see_loss(self, loss: Tensor) -> Tensor:
-        """Notes whether a loss of its training is finite, without a wait for its value; returns the loss."""
-        total = loss.new_zeros(()) if self.losses is None else self.losses
-        self.losses = torch.add(total, loss.detach(), alpha=0)  # 0 times infinity is not a number
-        return loss
 
     def batches(self, samples: Tensor) -> SampleBatches:
         """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.

@@ -168,7 +168,7 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
             # a group's clients have optimizers of their own
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
-            # what new clients share stays as it is
+            # every client's Trainer would say so of what the run has warned of once
             warnings.filterwarnings("ignore", "Found \\d+ module\\(s\\) in eval mode")
             # whether parameters are unused differs from phase to phase and batch to batch
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")

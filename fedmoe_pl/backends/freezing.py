@@ -6,6 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.layers import modes_of, set_modes
 
 
 class Freezing(Callback):
@@ -18,7 +19,7 @@ class Freezing(Callback):
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
         self.training = training
         self.round = round
-        self.frozen: list[nn.Module] = []
+        self._modes: dict[nn.Module, bool] = {}  # before the epoch, of parts that are in eval mode for it
         self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self.in_train_mode = [submodule for submodule in module.modules() if submodule.training]
         self._frozen_here = set[nn.Parameter]()
@@ -52,16 +53,15 @@ class Freezing(Callback):
             if trained not in self._modules:  # found once, because the search takes as long as a small step
                 stepped = {parameter for (_, parameter, _), is_ in zip(self.parameters, trained, strict=True) if is_}
                 self._modules[trained] = [part for part in self.in_train_mode if _is_frozen(part, stepped)]
-            self.frozen = self._modules[trained]
-            for submodule in self.frozen:
+            for submodule in self._modules[trained]:
                 if submodule.training:  # `eval` of the module that it is in may have reached it
+                    self._modes |= modes_of(submodule)
                     submodule.eval()
 
     def unfreeze(self) -> None:
-        """Puts frozen modules back into train mode, because other parts may be frozen in the next epoch."""
-        for submodule in self.frozen:
-            if not submodule.training:
-                submodule.train()
+        """Undoes the eval mode of frozen modules, because other parts may be frozen in the next epoch."""
+        set_modes(self._modes)
+        self._modes = {}
 
     def reset(self) -> None:
         """Undoes the freezing of parameters."""

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm, received
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.backends.failures import NotFiniteError, check_finite
+from fedmoe_pl.backends.failures import check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule, PoissonBatches
 from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
-from fedmoe_pl.trees import Tree, changed, of_parts, with_prefix
+from fedmoe_pl.trees import Tree, changed, of_module, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
@@ -85,13 +85,24 @@ def end_client(
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
     new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
+    _check_shapes(training, client, {**new, **sent})
     check_finite((sent, new), update.weight, training.initial)
-    if client.losses is not None and not client.losses.isfinite():
-        raise NotFiniteError("a loss of its training is not finite")
     update, secure = Update(sent, update.weight, kept), training.secure_aggregation
     update = update if training.aggregation is None else training.aggregation.of_client(client, update)
     start = training.start_of_changes(client.loaded)
     return update if secure is None else secure.encoded(update, start, training.datamodule.num_clients)
+
+
+def _check_shapes(training: LocalTraining, client: Client, tree: Tree) -> None:
+    """Refuses tensors of the module that its training has made, or has given another shape: no copy can load them."""
+    for name, tensor in of_module(tree).items():
+        if (initial := training.initial.get(name)) is None or initial.shape != tensor.shape:
+            found = "is new" if initial is None else f"had shape {tuple(initial.shape)} and has {tuple(tensor.shape)}"
+            raise MisconfigurationException(
+                f"Phase '{training.phase}', client {training.datamodule.client_names[client.id]}: '{name}' {found} "
+                "after its training, but what clients send or keep must be in the model from the start, with its "
+                "shape; register it as a buffer with persistent=False."
+            )
 
 
 def _one_tensor(module: LightningModule) -> Tree:

@@ -146,7 +146,7 @@ class TrainerPlan(Plan):
         batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
         sharing = Sharing(training, client, batches) if training.devices else None
         freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
-        callbacks = [freezing, _LossCheck(client), _MoveBack(training, client.module)]
+        callbacks = [freezing, _MoveBack(training, client.module)]
         callbacks += [] if sharing is None else [sharing]
         training.copies.move(client.module, training.device)
         arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
@@ -190,20 +190,6 @@ def _validation_batches(training: LocalTraining, client: Client) -> Any:
     # batches as large as in evaluations, because the logged loss is a mean over samples
     size = training.datamodule.evaluated_at_once
     return training.datamodule.batches(samples, batch_size=size) if validates else None
-
-
-class _LossCheck(Callback):
-    """Notes whether the losses of a client's training steps are finite, also of a user's own ``training_step``."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor) and loss.ndim == 0:  # manual optimization may return anything
-            self.client.see_loss(loss)
 
 
 class _MoveBack(Callback):
@@ -328,8 +314,7 @@ class _ClientAlone(Learner):
         return self.module.configure_optimizers()
 
     def loss(self, batch: Any) -> Tensor | None:
-        loss = self.training.algorithm.client_loss(self.module, batch, self.constants)
-        return loss if loss is None else self.client.see_loss(loss)
+        return self.training.algorithm.client_loss(self.module, batch, self.constants)
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         loss.backward()

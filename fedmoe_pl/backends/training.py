@@ -235,7 +235,7 @@ class LocalTraining:
 
     @cached_property
     def has_batch_norm(self) -> bool:
-        """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
+        """Whether the module has batch normalization in train mode, which needs more than one sample in a batch."""
         return has_batch_norm(self.module)
 
     @cached_property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits
 
 
@@ -108,12 +109,11 @@ class Untrained:
         """
         if self.is_tried or not client.steps:
             return
-        client.module.eval()
-        parameters, before = dict(client.module.named_parameters()), {**client.loaded, **client.state}
-        unchanged = {name for name in self.shared if same_bits(before[name], parameters[name])}
+        with evaluating(client.module):
+            parameters, before = dict(client.module.named_parameters()), {**client.loaded, **client.state}
+            unchanged = {name for name in self.shared if same_bits(before[name], parameters[name])}
         self.shared = {name: tensor for name, tensor in self.shared.items() if name in unchanged}
         self.is_tried = True
-        client.module.train()
 
     def check(self, algorithm: Algorithm) -> None:
         """Refuses a change of what clients share, also on another device and of other architectures."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,16 +16,20 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.map_style import is_pair
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
+from fedmoe_pl.models.layers import modes_of, set_modes
 from fedmoe_pl.models.mixtures.tasks import Task
 from fedmoe_pl.trees import Tree, load_tree
 
 # the class that a type checker takes a client's module for
 ClientModule = TypeVar("ClientModule", bound=LightningModule, default=MixtureOfExperts)
 
+_modes = WeakKeyDictionary[nn.Module, list[bool]]()  # of a module's parts before its first evaluation
+
 
 def load_to_evaluate(module: nn.Module, tree: Tree) -> None:
     """Loads tensors into a module and puts it in eval mode, for which it may change them, such as to merge adapters."""
-    module.train()
+    given = _modes.setdefault(module, [*modes_of(module).values()])
+    set_modes(dict(zip(module.modules(), given, strict=False)))  # calling the module may have added parts
     load_tree(module, tree)
     module.eval()
 

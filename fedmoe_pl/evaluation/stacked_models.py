@@ -17,7 +17,7 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights, load_to_evaluate
 from fedmoe_pl.models.layers import treats_samples_apart
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree, names_of_same_tensors
+from fedmoe_pl.trees import Tree, loads_by_itself, names_of_same_tensors
 
 _MOST = 8  # more gain little, and would leave worker processes without work
 
@@ -25,10 +25,10 @@ _MOST = 8  # more gain little, and would leave worker processes without work
 def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
     """Divides clients into those whose models are stacked: of one architecture and similar numbers of samples.
 
-    A client is alone if its model is large, has a convolution, holds a tensor under several names, or has layers that
-    are not known to treat samples apart, such as code of the user's. A convolution gains nothing from stacking on a
-    CPU; on a GPU, where this was not measured, a batch of one model is large already. ``functional_call`` does not put
-    back the tensors of a module that has several names.
+    A client is alone if its model is large, has a convolution, holds a tensor under several names, loads its state by
+    code of its own, or has layers that are not known to treat samples apart, such as those of the user's. A convolution
+    gains nothing from stacking on a CPU; on a GPU, where this was not measured, a batch of one model is large already.
+    ``functional_call`` does not put back the tensors of a module that has several names.
     """
     sizes, groups = training.datamodule.train_samples.sizes.tolist(), []
     if training.datamodule.reader is not None:  # reading samples one by one takes longer than the calls that are saved
@@ -36,7 +36,8 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
     for members in training.by_architecture(clients):
         module = training.of(members[0]).module
         is_alone = any(isinstance(part, _ConvNd) for part in module.modules())
-        is_alone = is_alone or bool(names_of_same_tensors(module)) or not treats_samples_apart(module)
+        is_alone = is_alone or bool(names_of_same_tensors(module)) or loads_by_itself(module)
+        is_alone = is_alone or not treats_samples_apart(module)
         model_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
         most = 1 if is_alone else max(min(_MOST, CPU_CACHE // max(model_bytes, 1)), 1)
         ordered = sorted(members, key=lambda client: (-sizes[client], client))

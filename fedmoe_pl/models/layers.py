@@ -92,14 +92,27 @@ def _is_own(code: Any) -> bool:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """In this context, the module is in eval mode, so that it draws no random numbers."""
-    modes = {part: part.training for part in module.modules()}
+    """In this context, the module is in eval mode, so that it draws no random numbers; then its parts' modes return."""
+    modes = modes_of(module)
     module.eval()
     try:
         yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        set_modes(modes)
+
+
+def modes_of(module: nn.Module) -> dict[nn.Module, bool]:
+    """Whether each part is in train mode."""
+    return {part: part.training for part in module.modules()}
+
+
+def set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Puts each part into a mode of its own."""
+    for part, mode in modes.items():
+        if part.training is not mode and type(part).train is not nn.Module.train:
+            part.train(mode)  # which may do more, such as merge adapters, also in parts of it, which come later
+    for part, mode in modes.items():
+        part.training = mode
 
 
 @contextmanager

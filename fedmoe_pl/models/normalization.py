@@ -82,8 +82,8 @@ class SwitchNorm1d(nn.Module):
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
-    return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())
+    """Whether the module has batch normalization in train mode, which needs more than one sample in a batch."""
+    return any(part.training and isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())
 
 
 def batch_norm_names(module: nn.Module) -> frozenset[str]:

@@ -15,7 +15,7 @@ from fedmoe_pl.checks import InvalidArgumentError, reason_of
 def pretrained(
     path: str, auto_class: str = "AutoModelForSequenceClassification", arguments: dict[str, Any] | None = None
 ) -> nn.Module:
-    """A model of transformers: ``transformers.<auto_class>.from_pretrained(path, **arguments)``.
+    """A model of transformers, in train mode: ``transformers.<auto_class>.from_pretrained(path, **arguments)``.
 
     In YAML, it is ``class_path: fedmoe_pl.models.pretrained``. If a folder has a ``config.json`` but no weights, these
     are drawn at random. What the file lacks, such as a new classifier, is drawn at random, too.
@@ -45,7 +45,7 @@ def pretrained(
     )
     try:
         if has_weights:
-            return kind.from_pretrained(path, **(arguments or {}))
+            return kind.from_pretrained(path, **(arguments or {})).train()
         config = transformers.AutoConfig.from_pretrained(path, **(arguments or {}))
     except Exception as error:  # whatever transformers and the hub raise
         reason = f"that says: {reason_of(error)}"

@@ -75,20 +75,20 @@ def _uses(module: MixtureOfExperts, part: str) -> bool:
 
 
 def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
-    """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown."""
+    """The module with its lazy layers sized by a sample, such as a gate whose input width is unknown."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
         ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1], mixture_of(module))
         others = [part for part in module.modules() if not any(map(is_lazy, part.parameters(recurse=False)))]
         before = [(part, {**vars(part)}) for part in others]
-        with torch.no_grad():  # torch does not export parameters that are made in inference mode
-            outputs_of(module.eval(), batch, datamodule.has_pairs)
+        with torch.no_grad(), evaluating(module):  # torch does not export parameters that are made in inference mode
+            outputs_of(module, batch, datamodule.has_pairs)
         for part, attributes in before:  # without what the part keeps from predicting
             vars(part).clear()
             vars(part).update(attributes)
         if isinstance(module, MixtureOfExperts):
             module.check_parts()  # also sets the memory format of the layers that have been sized
-    return module.train()
+    return module
 
 
 def _dtype(module: LightningModule) -> torch.dtype:

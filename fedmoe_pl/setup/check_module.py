@@ -8,9 +8,12 @@ from collections.abc import Iterable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from fedmoe_pl.algorithms.algorithm import overrides
@@ -35,12 +38,28 @@ _MOST_STEPS = 1000  # of a scheduler that is tried, which take a few millisecond
 
 
 def check_tensors(module: LightningModule) -> None:
-    """Refuses tensors that have no memory to load others into."""
-    for name, tensor in module.state_dict().items():
+    """Refuses a state dict with more than dense tensors of numbers, or without some of the module's own tensors."""
+    with tried(f"{type(module).__name__}.state_dict cannot be called as PyTorch's"):
+        state = module.state_dict(keep_vars=True)
+    because = "what is in a state dict is sent and averaged"
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgumentError(module, name, f"a {type(tensor).__name__}", "a tensor", because)
         if tensor.layout is not torch.strided:
             allowed = "a dense tensor, or a buffer with persistent=False"
-            because = "what is in a state dict is sent and averaged"
             raise InvalidArgumentError(module, name, f"of layout {tensor.layout}", allowed, because)
+        if name.endswith(_EXTRA_STATE_KEY_SUFFIX) and tensor.dtype is torch.uint8:
+            raise InvalidArgumentError(module, name, "a tensor of bytes", "one of numbers", because)
+    for path, part in module.named_modules():
+        saved = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for own, tensor in {**part._parameters, **saved}.items():
+            name = f"{path}.{own}" if path else own
+            if tensor is not None and state.get(name) is not tensor:
+                found = "in another form in" if name in state else "left out of"
+                raise MisconfigurationException(
+                    f"{type(module).__name__}: '{name}' is {found} what its state_dict returns, but must be in it as "
+                    f"it is, because {because}; what no client trains takes memory and space on disk once."
+                )
 
 
 def check_predictions(module: LightningModule) -> None:
@@ -53,6 +72,17 @@ def check_predictions(module: LightningModule) -> None:
         if isinstance(part, _BatchNorm) and part.running_mean is None:
             because = "a client would be evaluated with statistics of other clients' samples"
             raise InvalidArgumentError(module, f"track_running_stats of {name}", False, "True", because)
+
+
+def warn_of_eval_mode(modules: Iterable[LightningModule]) -> None:
+    """Warns once of parts of any module that are in eval mode, as Lightning does in every fit."""
+    found = {name or "the model itself" for each in modules for name, part in each.named_modules() if not part.training}
+    if found:
+        rank_zero_warn(
+            f"Found {len(found)} module(s) in eval mode at the start of training, such as {min(found)}. They stay in "
+            "it; if they should not, call `train()` of the model before `fit`.",
+            category=PossibleUserWarning,
+        )
 
 
 def check_loss(phase: Phase, module: LightningModule) -> None:

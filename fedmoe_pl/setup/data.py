@@ -26,6 +26,7 @@ from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, 
 from fedmoe_pl.evaluation.outputs import described_batches, has_task, labelled_batches, mixture_of
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
+from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.tasks import fits, range_problem
 from fedmoe_pl.phases.phase import Phase
 
@@ -164,7 +165,8 @@ def check_task(
     samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
     who, whose = with_article(type(module).__name__), type(datamodule).__name__
     with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}"):
-        outputs = predict(module.eval(), datamodule, samples)[0]
+        with evaluating(module):
+            outputs = predict(module, datamodule, samples)[0]
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
         allowed = f"one that gives a score for each of {datamodule.num_classes} classes"

@@ -13,7 +13,6 @@ import yaml
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.backends import (
@@ -42,6 +41,7 @@ from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, read_result, share
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed, seeded
+from fedmoe_pl.setup.check_module import check_tensors, warn_of_eval_mode
 from fedmoe_pl.setup.check_run import check_run
 from fedmoe_pl.trees import Tree, copy_module, load_tree, map_frozen, same_bits
 
@@ -108,10 +108,7 @@ def _check_model(owner: str, model: LightningModule) -> None:
     if not isinstance(model, LightningModule):
         allowed = "a LightningModule of lightning.pytorch, such as a PersonalizedMoE with any module as its expert"
         raise InvalidArgumentError(owner, "model", model, allowed)
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            because = "what is in a state dict is sent and averaged"
-            raise InvalidArgumentError(model, name, f"a {type(value).__name__}", "a tensor", because)
+    check_tensors(model)
     for hook in ("configure_model", "setup"):
         if is_overridden(model, hook):
             _check_hook(owner, model, hook)
@@ -207,7 +204,7 @@ def open_run(
 
 def _plan_phases(run: Run) -> None:
     """Plans the training of every phase that has rounds left, and logs the plans."""
-    phases: dict[str, list[str]] = {}
+    phases, models = dict[str, list[str]](), list[LightningModule]()
     for phase in run.phases:
         state = run.states.get(phase.name) or run.given_results.get(phase.name)
         if state is not None and (state.finished or state.round == phase.rounds):
@@ -221,7 +218,9 @@ def _plan_phases(run: Run) -> None:
         with naming(phase):
             plan = run.backend.plan(training)
         run.plans[phase.name] = plan
+        models.append(run.initial_model(phase))
         phases.setdefault(plan.description, []).append(phase.name)
+    warn_of_eval_mode(models)
     if phases:
         sentences = [f"{', '.join(names)}: {description}" for description, names in phases.items()]
         rank_zero_info("backend: " + "; ".join(sentences))

@@ -349,21 +349,6 @@ def test_a_stack_s_batches_are_no_larger_than_its_largest_client():
     assert (stacked.batch_size, stacked.steps, stacked.sizes.tolist()) == (7, [1, 1], [[5], [7]])
 
 
-class WithLogarithm(ByLoss):
-    """Its loss is not finite where b is 0, but the gradients are."""
-
-    def client_loss(self, module, batch, constants):
-        return super().client_loss(module, batch, constants) + batch[0][:, 1].log().sum()
-
-
-@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
-def test_a_client_whose_loss_is_not_finite_is_left_out_although_its_weights_are(backend):
-    data = two_quadratics()
-    data.setup()
-    update, _ = train(backend, local_training(PureOneWeight(), WithLogarithm(), data, max_epochs=10))
-    assert update.sent["weight"].item() == pytest.approx(5 - 5 * (1 - RATE * 4) ** 10, rel=1e-12)
-
-
 def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
     data = blobs((13, 9, 11))
     data.x[data.train_samples[1][0]] = torch.nan

@@ -53,7 +53,6 @@ class Stack(Learner):
         features = self.members[0].features
         self._parts = () if features is None else features.parts.names
         self._lookup: Tree = {}
-        self._seen = torch.zeros(len(members), device=training.device)  # of each client, as in Client.losses
         self._stack_constants()
         self._find_trained(trainable_names(training, module, round))
         self._stack_tensors()
@@ -200,9 +199,6 @@ class Stack(Learner):
             losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, self._mapped))(*inputs)
         for name, tensor in buffers.items():
             self.stacked[name][share.clients] = tensor.detach()
-        # 0 times infinity is not a number
-        seen = torch.add(self._seen[share.clients], losses.detach(), alpha=0)
-        self._seen[share.clients] = seen.to(self._seen)  # losses may be of another type
         return losses, trained
 
     def _clip(self, gradients: Tree) -> None:
@@ -223,9 +219,7 @@ class Stack(Learner):
             gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
 
     def _unstack(self) -> None:
-        """Puts the stacked tensors into the members' states, and tells clients whether their losses were finite."""
-        for member, seen in zip(self.members, self._seen, strict=True):
-            member.client.losses = seen
+        """Puts the stacked tensors into the members' states."""
         for name, tensor in self.stacked.items():
             for member, value in zip(self.members, tensor.cpu(), strict=True):
                 member.state[name] = value

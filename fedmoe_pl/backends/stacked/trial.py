@@ -36,7 +36,7 @@ from fedmoe_pl.backends.stacked.rule import changes_steps
 from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, with_noise
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import has_own_train
-from fedmoe_pl.trees import Tree, copy_module, load_tree, names_of_same_tensors, same_bits
+from fedmoe_pl.trees import Tree, copy_module, load_tree, loads_by_itself, names_of_same_tensors, same_bits
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -103,6 +103,8 @@ def _check_without_trial(training: LocalTraining) -> None:
             raise NotStackable(f"the steps of {type(stepping).__name__} call hooks or methods of your own")
     if has_own_train(training.module):
         raise NotStackable("a part of the model has a train method of its own")
+    if loads_by_itself(training.module):
+        raise NotStackable("a part of the model loads its state by code of its own")
     if names_of_same_tensors(training.module):
         raise NotStackable("parts of the model share parameters or buffers")
 

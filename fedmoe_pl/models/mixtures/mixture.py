@@ -230,14 +230,12 @@ class MixtureOfExperts(LightningModule, ABC):
                     one = copy_module(self)
                     one.keep_architecture(index)
                     one._run_once()
-        self.eval()  # batch normalization cannot train on one sample, and its statistics must not change
         parameter = next(self.parameters())
         dtype = getattr(part, "input_dtype", parameter.dtype)
         shape, generator = (_TRIED_SAMPLES, *input_shape), torch.Generator().manual_seed(0)
         # from 0 to 1, or of integers 0 and 1, which any table of embeddings has
         x = torch.rand(shape, generator=generator).mul(1 if dtype.is_floating_point else 2)
         self.check_gate(x.to(parameter.device, dtype))
-        self.train()
 
     @property
     def gate_is_causal(self) -> bool:
