@@ -73,7 +73,7 @@ def numbers(data):
     return {name: each.pop() for name, each in found.items()}
 
 
-@pytest.mark.parametrize("targets", [None, "targets", targets_of], ids=str)
+@pytest.mark.parametrize("targets", [None, "targets", targets_of], ids=["none", "attribute", "function"])
 @pytest.mark.parametrize("kind", ["datasets", "datamodule"])
 def test_a_test_set_without_a_class_numbers_the_others_as_the_training_set_does(kind, targets, folder):
     train, test = folder("cat", "dog", "eel"), folder("dog", "eel")
