@@ -94,6 +94,8 @@ def copy_on_write(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
 
     Each is a copy of its own, also of tensors that are the same memory, as equal tensors of a checkpoint may be.
     """
+    if not _files:
+        return {}
     copies, mappings, uses = dict[Key, Tensor](), defaultdict[int, dict[int, MappedFile]](dict), Counter[int]()
     for key, tensor in tensors.items():
         for address, values in _storages([tensor]).items():

@@ -25,6 +25,7 @@ Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
 _ATOMS = {type(None), bool, int, float, str, type, FunctionType, torch.dtype}
+_CONTAINERS = {dict, OrderedDict, list, set}
 _MOST_DEAD = 2**28  # bytes; a collection takes about a tenth of a second
 
 
@@ -303,23 +304,20 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     """
     _copies.free_dead_ones()
     known = dict[int, Any]()
-    parameters = _plain_parameters(module)
-    lent = {name: parameter.data for name, parameter in parameters.items() if name in borrowed}
-    mapped = copy_on_write({name: parameter.data for name, parameter in parameters.items() if name not in borrowed})
+    parameters = dict(module.named_parameters())
+    plain = {name: each.data for name, each in parameters.items() if type(each) is nn.Parameter}
+    lent = {name: tensor for name, tensor in plain.items() if name in borrowed}
+    mapped = copy_on_write({name: tensor for name, tensor in plain.items() if name not in borrowed})
     for name, tensor in {**lent, **mapped}.items():
         known[id(parameters[name])] = own = nn.Parameter(tensor, parameters[name].requires_grad)
         if name in lent:
             setattr(own, _BORROWED, (own.data_ptr(), None))
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, partial) and value.func.__module__.startswith("jsonargparse"):
-                known[id(value)] = value
     copied = _deep_copy(module, known)
-    for parameter in module.parameters():
+    for parameter in parameters.values():
         if vars(parameter) and (copy_of := known.get(id(parameter), parameter)) is not parameter:
             given = {name: value for name, value in vars(parameter).items() if name != _BORROWED}
             vars(copy_of).update(_deep_copy(given, known))
-    own = [p for name, p in copied.named_parameters() if name not in borrowed and name not in mapped]
+    own = [each for name, each in parameters.items() if name not in lent and name not in mapped]
     _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
     return copied
 
@@ -336,8 +334,23 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
         if value:
             own.update({_deep_copy(key, known): _deep_copy(item, known) for key, item in value.items()})
         return own
-    if not isinstance(value, nn.Module) or hasattr(value, "__deepcopy__") or kind in copyreg.dispatch_table:
+    if kind is partial and str(getattr(value.func, "__module__", "")).startswith("jsonargparse"):
+        return value
+    copies_itself = hasattr(kind, "__deepcopy__") or "__deepcopy__" in getattr(value, "__dict__", ())
+    if not isinstance(value, nn.Module) or copies_itself or kind in copyreg.dispatch_table:
         return copy.deepcopy(value, known)
+    if _is_plain(kind):
+        known[address] = own = kind.__new__(kind)
+        state = vars(own)
+        for name, item in value.__getstate__().items():  # to copy most of them is faster than a call
+            of_item = type(item)
+            if of_item in _ATOMS:
+                state[name] = item
+            elif of_item in _CONTAINERS and not item and id(item) not in known:
+                state[name] = known[id(item)] = of_item()
+            else:
+                state[name] = _deep_copy(item, known)
+        return own
     match value.__reduce_ex__(4):
         case (make, (only,), dict() as state, None, None) if make.__name__ == "__newobj__" and only is kind:
             known.setdefault(id(known), []).append(state)  # alive, so that no other object gets its values' addresses
@@ -345,6 +358,13 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
             own.__setstate__({name: _deep_copy(item, known) for name, item in state.items()})
             return own
     return copy.deepcopy(value, known)
+
+
+@cache
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether a class of parts leaves it to ``Module`` what is copied of them: all that is in their ``__dict__``."""
+    names = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
+    return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in names)
 
 
 class _Copies:
@@ -369,7 +389,7 @@ def map_frozen(module: nn.Module) -> None:
 
     Those that share memory with another parameter or a buffer stay where they are.
     """
-    parameters = _plain_parameters(module)
+    parameters = {name: each for name, each in module.named_parameters() if type(each) is nn.Parameter}
     tensors = (*module.parameters(), *module.buffers())
     uses = Counter(storage.data_ptr() for tensor in tensors if (storage := storage_of(tensor)) is not None)
     frozen = {name: parameter.data for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -377,11 +397,6 @@ def map_frozen(module: nn.Module) -> None:
     known = copy_on_write(alone)  # of an earlier run
     for name, tensor in map_tensors({name: tensor for name, tensor in alone.items() if name not in known}).items():
         parameters[name].data = tensor
-
-
-def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """A module's parameters, without those of classes derived from ``Parameter``."""
-    return {name: parameter for name, parameter in module.named_parameters() if type(parameter) is nn.Parameter}
 
 
 def is_mapped(tensor: Tensor) -> bool:
