@@ -1,4 +1,4 @@
-"""Rules for short cuts: whose code runs in the steps of a phase's clients, and which layers treat samples apart."""
+"""The rule by which clients are stacked: whose code runs in their steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import activation, conv, dropout, padding, pooling
 from torch.optim import Optimizer, lr_scheduler, optimizer
 
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.models.normalization import SwitchNorm1d
 
 _KNOWN = {"fedmoe_pl", "torch", "lightning", "numpy", "jsonargparse", *sys.stdlib_module_names}
-_APART = {
-    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.Identity, nn.Flatten, nn.Unflatten, nn.Upsample),
-    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm, nn.Sequential, nn.ModuleList, nn.ModuleDict),
-    *(getattr(of, name) for of in (activation, conv, dropout, padding, pooling) for name in of.__all__),
-} - {nn.MultiheadAttention, nn.Softmax, nn.Softmin, nn.LogSoftmax}  # which may compare samples, by an argument
 
 
 def code_of_user(training: LocalTraining) -> str:
@@ -50,12 +43,6 @@ def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
     methods = (value for name, value in vars(stepping).items() if hasattr(type(stepping), name) and callable(value))
     is_of_user = any(map(_is_of_user, (type(stepping), type(stepping).step, *methods)))
     return is_of_user or any(map(len, (*hooks, *of_all))) or any(map(changes_steps, _parts(stepping)))
-
-
-def treats_samples_apart(module: nn.Module) -> bool:
-    """Whether every layer is known to compute the output for a sample without the other samples of its batch."""
-    kinds = {type(part) for part in module.modules()} - _APART
-    return all(kind.__module__.startswith("fedmoe_pl.") and kind is not SwitchNorm1d for kind in kinds)
 
 
 def _given(module: nn.Module) -> Iterator[Any]:

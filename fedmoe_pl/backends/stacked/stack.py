@@ -22,9 +22,9 @@ from fedmoe_pl.backends.loss import Loss
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.rounding import equal_to_rounding
 from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
-from fedmoe_pl.backends.stacked.rule import code_of_user, treats_samples_apart
+from fedmoe_pl.backends.stacked.rule import code_of_user
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.models.layers import trying
+from fedmoe_pl.models.layers import treats_samples_apart, trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree
 
@@ -273,7 +273,7 @@ def ignores_padding(
     """
     if bool((data.sizes[data.sizes > 0] == data.batch_size).all()):
         return True
-    if not treats_samples_apart(module) or code_of_user(training):
+    if training.has_batch_norm or not treats_samples_apart(module) or code_of_user(training):
         return False
     share = data.first_share(slice(1), 2 * TRIED_SAMPLES)
     half = share.y.shape[1] // 2
