@@ -17,9 +17,9 @@ class AutoBackend(Backend):
 
     The choice follows rules, not measured times. On a GPU stacked clients share kernel launches. On a CPU they share
     the overhead of calls into PyTorch, which dominates in small linear layers; convolutions gain nothing there. Only
-    the experts and gates may have code of your own: with an algorithm, a mixture, a loss, a function that makes the
-    optimizer or an augmentation that neither PyTorch nor this package wrote, each client is trained alone. If you know
-    that the loss is a function of parameters, buffers and batch, choose :class:`StackedBackend`.
+    the experts and gates may have code of your own: with an algorithm, a mixture, a loss, a scheduler or an
+    augmentation that neither PyTorch nor this package wrote, each client is trained alone. If you know that the loss is
+    a function of parameters, buffers and batch, choose :class:`StackedBackend`.
     """
 
     def plan(self, training: LocalTraining) -> Plan:

@@ -68,6 +68,7 @@ def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_
             tmp_path / type(algorithm).__name__,
             every_batch=every_batch,
             enable_checkpointing=every_batch,
+            backend=TrainerBackend(),
         )
         for algorithm in (FedAvg("global_expert.*"), Bookkeeping("global_expert.*"))
     )

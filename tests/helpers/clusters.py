@@ -1,5 +1,7 @@
 """Small clustered mixtures, the phases of Adaptive Expert Models, and what clients choose by hand."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -60,7 +62,8 @@ def chosen(training, client=0, round=0, server=None, module=None) -> int:
 def losses_by_hand(module, data, client) -> list[float]:
     samples = data.train_samples[client]
     x, y = data.x[samples], data.y[samples]
-    return [-expert.eval()(x).log_softmax(1)[range(len(y)), y].mean().item() for expert in module.global_experts]
+    experts = copy.deepcopy(module.global_experts).eval()
+    return [-expert(x).log_softmax(1)[range(len(y)), y].mean().item() for expert in experts]
 
 
 def cluster(tree, index) -> dict:

@@ -24,10 +24,12 @@ def code_of_user(training: LocalTraining) -> str:
     """
     algorithm, module, data = training.algorithm, training.module, training.datamodule
     criterion = getattr(module, "criterion", None)
+    # what makes the optimizer and the scheduler runs before the steps, and `changes_steps` sees what it has made
+    given = {name: value for name, value in vars(module).items() if name not in ("optimizer", "lr_scheduler")}
     code = {
         f"the algorithm {type(algorithm).__name__}": (type(algorithm), *vars(algorithm).values()),
         f"the model {type(module).__name__}": (type(module),),
-        **{f"{name} of the model": (value,) for name, value in vars(module).items() if callable(value)},
+        **{f"{name} of the model": (value,) for name, value in given.items() if callable(value)},
         "the loss": criterion.modules() if isinstance(criterion, nn.Module) else (),
         "a hook or a method that a part was given": _given(module),
         "the augmentation": data.augmentation,
