@@ -69,6 +69,11 @@ def file_at(address: int, size: int) -> MappedFile | None:
     return next((file for start, file in files if start <= address and address + size <= start + len(file)), None)
 
 
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor is in a file in memory, so that it takes memory where it is written to."""
+    return bool(_files) and storage_of(tensor) is not None and file_at(tensor.data_ptr(), tensor.nbytes) is not None
+
+
 def map_tensors(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
     """Copies of tensors that are plain memory, in a new file; there are none on other systems than Linux."""
     storages, places = _storages(tensors.values()), dict[int, int]()

@@ -17,7 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.mapped import copy_on_write, equal_bytes, file_at, map_tensors, storage_of
+from fedmoe_pl.mapped import copy_on_write, equal_bytes, is_mapped, map_tensors, storage_of
 
 Module = TypeVar("Module", bound=nn.Module)
 _BORROWED = "_fedmoe_pl_borrowed"  # attribute of a parameter
@@ -195,12 +195,12 @@ def parts_that_load(module: nn.Module) -> dict[str, nn.Module]:
     """The parts that load their state, and that of parts in them, by code or hooks that are not of torch, by prefix."""
     found = dict[str, nn.Module]()
     for name, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        hooks = [*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values()]
-        loads = _has_own_loading(type(part)) or not all(map(_is_of_torch, hooks))
-        loads |= part is module and not _is_of_torch(part.load_state_dict)
-        if loads and not prefix.startswith(tuple(found)):
-            found[prefix] = part
+        hooks = (part._load_state_dict_pre_hooks, part._load_state_dict_post_hooks)
+        loads = _has_own_loading(type(part)) or (part is module and not _is_of_torch(part.load_state_dict))
+        if loads or not all(_is_of_torch(hook) for each in hooks if each for hook in each.values()):
+            prefix = f"{name}." if name else ""
+            if not prefix.startswith(tuple(found)):
+                found[prefix] = part
     return found
 
 
@@ -397,11 +397,6 @@ def map_frozen(module: nn.Module) -> None:
     known = copy_on_write(alone)  # of an earlier run
     for name, tensor in map_tensors({name: tensor for name, tensor in alone.items() if name not in known}).items():
         parameters[name].data = tensor
-
-
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor is in a file in memory, so that it takes memory where it is written to."""
-    return storage_of(tensor) is not None and file_at(tensor.data_ptr(), tensor.nbytes) is not None
 
 
 def is_borrowed(parameter: Tensor) -> bool:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.backends.workers.shared import SharedObject
-from fedmoe_pl.mapped import copy_on_write, file_at, map_tensors
-from fedmoe_pl.trees import copy_module, is_mapped, load_tree, map_frozen
+from fedmoe_pl.mapped import copy_on_write, file_at, is_mapped, map_tensors
+from fedmoe_pl.trees import copy_module, load_tree, map_frozen
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no files in memory")
 

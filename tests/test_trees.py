@@ -19,6 +19,7 @@ from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import updated_server
+from fedmoe_pl.mapped import is_mapped
 from fedmoe_pl.trees import (
     changed,
     copy_module,
@@ -277,7 +278,7 @@ def test_the_copies_of_parameters_have_copies_of_their_attributes_and_marks_of_t
     assert copied[0].weight.groups is not first[0].weight.groups is not weight.groups
     assert copied[0].weight.layer is copied[0] and not hasattr(copied[0].bias, "_no_weight_decay")
     assert trees.is_borrowed(copied[0].weight) and not trees.is_borrowed(copy_module(copied)[0].weight)
-    assert trees.is_mapped(copied[1].weight) and copied[2].layer.weight is module[2].layer.weight
+    assert is_mapped(copied[1].weight) and copied[2].layer.weight is module[2].layer.weight
 
 
 def test_dead_copies_whose_parts_refer_to_each_other_do_not_pile_up(monkeypatch):
