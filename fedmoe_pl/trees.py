@@ -340,7 +340,7 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
     if not isinstance(value, nn.Module) or copies_itself or kind in copyreg.dispatch_table:
         return copy.deepcopy(value, known)
     if _is_plain(kind):
-        known[address] = own = kind.__new__(kind)
+        known[address] = own = nn.Module.__new__(type(value))
         state = vars(own)
         for name, item in value.__getstate__().items():  # to copy most of them is faster than a call
             of_item = type(item)

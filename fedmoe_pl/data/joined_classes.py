@@ -51,13 +51,15 @@ def _known_names(dataset: Any, target_key: str | None) -> Iterator[tuple[_Names,
     features = getattr(dataset, "features", None)
     if isinstance(features, Mapping) and hasattr(dataset, "with_format"):
         for column in sorted(features, key=lambda column: column != target_key):
-            if _are_names(names := getattr(features[column], "names", None)):
+            names: Any = getattr(features[column], "names", None)
+            if _are_names(names):
                 numbers = dict(zip(names, range(len(names)), strict=True))
                 yield _Names(numbers, column), np.asarray(dataset.with_format(None)[column][:])
         return
     if getattr(dataset, "target_transform", None) is not None:
         return
-    numbers, names = (getattr(dataset, name, None) for name in ("class_to_idx", "classes"))
+    numbers: Any = getattr(dataset, "class_to_idx", None)
+    names: Any = getattr(dataset, "classes", None)
     if not isinstance(numbers, Mapping):
         numbers = {name: number for number, name in enumerate(names)} if _are_names(names) else {}
     known = {str(n): int(i) for n, i in numbers.items() if isinstance(i, int | np.integer) and i >= 0}
@@ -71,7 +73,7 @@ def _are_names(names: Any) -> bool:
 
 def _parts(dataset: Any, positions: np.ndarray, indices: np.ndarray) -> Iterator[_Part]:
     """The datasets that a dataset is made of, with those of its samples that the indices choose."""
-    inner = getattr(dataset, "dataset", None)
+    inner: Any = getattr(dataset, "dataset", None)
     if isinstance(dataset, Subset):
         chosen = np.asarray(dataset.indices, dtype=np.int64)[indices] % max(len(dataset.dataset), 1)  # type: ignore
         yield from _parts(dataset.dataset, positions, chosen)

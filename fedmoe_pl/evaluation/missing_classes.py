@@ -47,7 +47,8 @@ def value_of(metric: Metric) -> float:
 def _of_present_classes(metric: Any) -> Iterator[bool]:
     """Leaves the other classes or labels out of the state of a metric of a ranking; gives whether any are left."""
     number = next((name for name in ("num_classes", "num_labels") if getattr(metric, name, None) is not None), "")
-    is_binned = metric.thresholds is not None
+    is_binned, is_class = metric.thresholds is not None, False
+    preds = target = torch.empty(0)
     if is_binned:  # (thresholds, classes, target, prediction)
         negatives, positives = metric.confmat[0].sum(-1).unbind(-1)
     else:

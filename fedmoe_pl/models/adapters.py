@@ -535,7 +535,8 @@ def _matching(base: nn.Module, names: Iterable[str], argument: str) -> Iterator[
 
 def _output_layer(base: nn.Module) -> str | None:
     """The path of the layer that gives the logits of tokens, of a model of transformers that has one."""
-    layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    find: Any = getattr(base, "get_output_embeddings", None)
+    layer = None if find is None else find()
     return next((path for path, part in base.named_modules() if part is layer and path), None)
 
 

@@ -50,8 +50,11 @@ def _has_costs(method: Method) -> bool:
 def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:
     rows = [target_rows(run.rounds, metric, target, lower_is_better)[0] for run in method.runs]
     reached = [row for row in rows if not math.isnan(row["rounds"])]
-    means = (_mean([row[name] for row in reached]) for name in ("earliest_rounds", "rounds", "bytes", "flops"))
-    return Cost(method.label, len(reached), len(rows), *means, _mean([row["best"] for row in rows]))
+    earliest, rounds, sent, flops = (
+        _mean([row[name] for row in reached]) for name in ("earliest_rounds", "rounds", "bytes", "flops")
+    )
+    best = _mean([row["best"] for row in rows])
+    return Cost(method.label, len(reached), len(rows), earliest, rounds, sent, flops, best)
 
 
 def _mean(values: Sequence[float]) -> float:

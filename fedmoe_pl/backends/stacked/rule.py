@@ -9,7 +9,8 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer, lr_scheduler, optimizer
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fedmoe_pl.backends.training import LocalTraining
 
@@ -41,7 +42,7 @@ def code_of_user(training: LocalTraining) -> str:
 def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
     """Whether a user's code runs in the steps of an optimizer or a scheduler: a hook, or a method of an instance."""
     hooks = (value for name, value in vars(stepping).items() if name.endswith("_hooks"))
-    of_all = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     methods = (value for name, value in vars(stepping).items() if hasattr(type(stepping), name) and callable(value))
     is_of_user = any(map(_is_of_user, (type(stepping), type(stepping).step, *methods)))
     return is_of_user or any(map(len, (*hooks, *of_all))) or any(map(changes_steps, _parts(stepping)))
