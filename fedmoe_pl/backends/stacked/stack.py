@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -71,7 +71,7 @@ class Stack(Learner):
         self.training.copies.move(self.module, torch.device("cpu"))
         for member in self.members:
             member.client.steps = freezing.stop_after * len(member.batches)
-        self._unstack()
+        self.unstack()
 
     def epoch(self) -> Iterator[Any]:
         """The steps of the next epoch."""
@@ -201,6 +201,17 @@ class Stack(Learner):
             self.stacked[name][share.clients] = tensor.detach()
         return losses, trained
 
+    def gradients(self, share: Share) -> Tree:
+        """The gradients of every client of a share, shape (clients, ...)."""
+        losses, trained = self.losses(share, self.names)
+        return dict(zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
+
+    def gradients_alone(self, member: Member, share: Share) -> Mapping[str, Tensor | None]:
+        """The same of one client's share, in the client's own module; None for what the loss does not depend on."""
+        parameters = member.client.module.named_parameters()
+        names = [name for name, parameter in parameters if parameter.requires_grad and name in self.stepped]
+        return plain_gradients(self.training, member.client.module, member, share, names)[1]
+
     def _clip(self, gradients: Tree) -> None:
         """Clips each client's gradients by their norm or value, as ``torch.nn.utils`` does."""
         clip_val, algorithm = (self.training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
@@ -218,7 +229,7 @@ class Stack(Learner):
         for gradient in gradients.values():
             gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
 
-    def _unstack(self) -> None:
+    def unstack(self) -> None:
         """Puts the stacked tensors into the members' states."""
         for name, tensor in self.stacked.items():
             for member, value in zip(self.members, tensor.cpu(), strict=True):
@@ -304,11 +315,8 @@ def with_noise(tensors: Tree) -> Tree:
     A trial computes with them, so that it sees terms of a loss that are 0 where training starts. Values above 0, such
     as variances, stay so.
     """
-    generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.rand(tensor.shape, generator=generator).to(tensor) for name, tensor in tensors.items()}
-    return {
-        name: tensor + noise[name] * (0.1 * tensor.abs().mean()).clamp_min(0.01)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    generator, noisy = torch.Generator().manual_seed(0), {**tensors}
+    for name, tensor in ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point()):
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+        noisy[name] = tensor + noise * (0.1 * tensor.abs().mean()).clamp_min(0.01)
+    return noisy
