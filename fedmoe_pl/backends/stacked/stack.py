@@ -151,7 +151,7 @@ class Stack(Learner):
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
         with trying(module):  # in train mode, in which a part may compute something else
-            gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)[1]
+            gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)
             used = [name for name in trainable if gradients[name] is not None]
             self.pads = ignores_padding(training, module, first, self.data, used)
         optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
@@ -210,7 +210,7 @@ class Stack(Learner):
         """The same of one client's share, in the client's own module; None for what the loss does not depend on."""
         parameters = member.client.module.named_parameters()
         names = [name for name, parameter in parameters if parameter.requires_grad and name in self.stepped]
-        return plain_gradients(self.training, member.client.module, member, share, names)[1]
+        return plain_gradients(self.training, member.client.module, member, share, names)
 
     def _clip(self, gradients: Tree) -> None:
         """Clips each client's gradients by their norm or value, as ``torch.nn.utils`` does."""
@@ -263,21 +263,21 @@ def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
 
 def plain_gradients(
     training: LocalTraining, module: LightningModule, member: Member, share: Share, names: Sequence[str]
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of one client's share."""
+) -> dict[str, Tensor | None]:
+    """The gradients of the loss of one client's share."""
     load_tree(module, member.state)
     constants = on_device(member.constants, share.y.device)
     parameters = dict(module.named_parameters())
     with looked_up(module, tuple(share.rows), {name: rows[0] for name, rows in share.rows.items()}):
         loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), constants)
     gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
-    return loss.detach(), dict(zip(names, gradients, strict=True))
+    return dict(zip(names, gradients, strict=True))
 
 
 def ignores_padding(
     training: LocalTraining, module: LightningModule, member: Member, data: StackedData, names: Sequence[str]
 ) -> bool:
-    """Whether samples without a label change neither loss nor gradients, so that all batches can have one size.
+    """Whether samples without a label do not change the gradients, so that all batches can have one size.
 
     Only losses and layers of this package and PyTorch are asked, by one look at parameters with noise: a loss of the
     user's may depend on the number of samples elsewhere.
@@ -297,15 +297,12 @@ def ignores_padding(
         padded.y = padded.y.clone()
         padded.y[:, half:] = NO_LABEL
         noisy = replace(member, state=member.state | with_noise({name: member.state[name] for name in names}))
-        with torch.autocast("cpu", enabled=False):
-            (loss, gradients), (expected, expected_gradients) = (
-                plain_gradients(training, module, noisy, batch, names) for batch in (padded, fewer)
-            )
+        gradients, expected = (plain_gradients(training, module, noisy, batch, names) for batch in (padded, fewer))
     except Exception:  # whatever a loss says to a label that is no class
         return False
     finally:
         training.copies.move(module, training.device)
-    pairs = [(loss, expected), *((gradients[name], expected_gradients[name]) for name in names)]
+    pairs = ((gradients[name], expected[name]) for name in names)
     return all(a is not None and b is not None and equal_to_rounding(a, b) for a, b in pairs)
 
 
