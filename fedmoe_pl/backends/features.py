@@ -71,17 +71,15 @@ class FeatureCache:
             return None
         module = copy_module(client.module, training.untrained)  # a step may change more than values of tensors
         tracing = _Tracing(training, training.copies.move(module, device), on_device(constants, device))
-        try:
-            with (
-                seeded(0),  # whatever is drawn, the client goes on from where its generators are
-                torch.random.fork_rng([device] if device.type == "cuda" else []),
-                torch.autocast(device.type, torch.bfloat16, enabled=training.in_half_precision),
-            ):
-                parts = tracing.find(samples)
-                return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
-        except _TooLargeError:
-            self._too_large.add(architecture)
-            return None
+        with (
+            seeded(0),  # whatever is drawn, the client goes on from where its generators are
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.autocast(device.type, torch.bfloat16, enabled=training.in_half_precision),
+        ):
+            parts = tracing.find(samples)
+            if tracing.are_too_large:
+                self._too_large.add(architecture)
+            return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
 
     def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Rows:
         """The rows of a client; computed again only if the frozen parts or the samples have changed."""
@@ -95,10 +93,6 @@ class FeatureCache:
             rows = tracing.rows(samples)
             self._kept[client_id, parts] = state, samples, rows
         return rows
-
-
-class _TooLargeError(Exception):
-    """The outputs of frozen parts need too much memory, whichever client's they are."""
 
 
 class NoTrainer:
@@ -129,12 +123,14 @@ class _Tracing:
         calls: the name of each frozen part that reads nothing but samples and outputs of such parts, in the order of
             their calls, and its arguments: 0 for the samples, 1, 2, ... for the outputs of the calls before it.
         names: those that are called once, so that their outputs can be looked up.
+        are_too_large: whether these outputs have many more bytes than the samples, whichever client's they are.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, constants: dict[str, Any]) -> None:
         self.training, self.module, self.constants = training, module, constants
         self.calls: list[tuple[str, list[int]]] = []
         self.names: tuple[str, ...] = ()
+        self.are_too_large = False
 
     @in_full_precision()
     def find(self, samples: Tensor) -> FrozenParts | None:
@@ -146,8 +142,6 @@ class _Tracing:
             freezing.freeze(epoch)
             try:
                 found.add(self._find(x, y))
-            except _TooLargeError:
-                raise
             except Exception:  # of the user's code
                 return None
             freezing.unfreeze()
@@ -157,7 +151,7 @@ class _Tracing:
     def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
         """The same for the parameters that are trained now."""
         self._find_calls(x, y)
-        if not (names := self.names):
+        if not (names := self.names) or self.are_too_large:
             return None
         expected, state = self._loss_and_gradients(x, y)
         # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
@@ -203,11 +197,7 @@ class _Tracing:
         return results, states_of_generators(x.device)
 
     def _find_calls(self, x: Tensor, y: Tensor) -> None:
-        """Finds ``calls`` and ``names``.
-
-        Raises:
-            _TooLargeError: if their outputs have many more bytes than the samples.
-        """
+        """Finds ``calls`` and ``names``, and whether their outputs are too large."""
         known, inside = [x], list[str]()
         self.calls = calls = []
 
@@ -235,11 +225,8 @@ class _Tracing:
             self._loss(x, y)
         called = [name for name, _ in calls]
         self.names = tuple(name for name in called if called.count(name) == 1)
-        if (
-            sum(t.nbytes for name, t in zip(called, known[1:], strict=True) if name in self.names)
-            > _MOST_BYTES * x.nbytes
-        ):
-            raise _TooLargeError
+        of_names = (output.nbytes for name, output in zip(called, known[1:], strict=True) if name in self.names)
+        self.are_too_large |= sum(of_names) > _MOST_BYTES * x.nbytes
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import logging
 import os
@@ -38,7 +37,6 @@ TRAINER_DEFAULTS: dict[str, Any] = {
 }
 """Lightning's, given to each Trainer, which takes what is missing from the environment (``PL_TRAINER_MAX_STEPS``)."""
 _entry_points = cache(entry_points)
-_MOST_GARBAGE = 2**28  # bytes of the models that Trainers have trained; a collection takes about a tenth of a second
 
 
 def fit(
@@ -47,7 +45,6 @@ def fit(
     batches: Iterable[Any],
     validation: SampleBatches | None,
     callbacks: list[Callback],
-    models: int = 1,
     **arguments: Any,
 ) -> Trainer:
     """Fits a module with a new Trainer, which takes a few milliseconds to make."""
@@ -76,8 +73,6 @@ def fit(
                 raise
             signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
             raise KeyboardInterrupt from exit
-    own = [tensor.nbytes for name, tensor in training.initial.items() if name not in training.copies.lent]
-    _garbage.add(models * sum(own))
     return trainer
 
 
@@ -115,23 +110,6 @@ def packages_read_once() -> Iterator[None]:
 def discard(trainer: Trainer) -> None:
     """Frees what a finished Trainer holds, such as gradients: its references form cycles, which Python frees late."""
     vars(trainer).clear()
-
-
-class _Garbage:
-    """Frees models in cycles of references before they fill the memory: Python looks for cycles whatever their size."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def add(self, size: int) -> None:
-        """Counts the bytes of models that were trained; frees those that nobody uses any more if there are many."""
-        self.bytes += size
-        if self.bytes > _MOST_GARBAGE:
-            gc.collect()
-            self.bytes = 0
-
-
-_garbage = _Garbage()  # of this process
 
 
 def cores_of_process() -> list[int]:

@@ -117,12 +117,12 @@ class OneStep(LightningModule):
             self.function(self)
 
 
-def in_one_step(training: LocalTraining, models: int, function: Callable[[OneStep], None]) -> None:
-    """Calls a function that trains some clients, with so many models at once, inside one training step of a Trainer."""
+def in_one_step(training: LocalTraining, function: Callable[[OneStep], None]) -> None:
+    """Calls a function that trains some clients inside one training step of a Trainer."""
     # manual optimization refuses to clip, and a summary would be that of the step
     changed: dict[str, Any] = {"gradient_clip_val": None, "gradient_clip_algorithm": None}
     changed |= {"max_epochs": 1, "enable_model_summary": False}
-    discard(fit(training, OneStep(training, function), range(1), None, [], models=models, **changed))
+    discard(fit(training, OneStep(training, function), range(1), None, [], **changed))
 
 
 class Learner(ABC):

@@ -115,7 +115,7 @@ class TrainerPlan(Plan):
         with one_thread():
             if self.shares_trainer:
                 group = _Group(self.training, server, kept, round, self.features)
-                in_one_step(self.training, 1, partial(group.train, clients))
+                in_one_step(self.training, partial(group.train, clients))
                 updates = group.updates
                 self.shares_trainer = self.training.sample_privacy is not None or not any(
                     map(_needs_trainer, updates.values())

@@ -19,10 +19,11 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedmoe_pl import trees
 from fedmoe_pl.algorithms import FedAvg, FedProx, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, StackedBackend, TrainerBackend, fitting, on_device
+from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, StackedBackend, TrainerBackend, on_device
 from fedmoe_pl.backends import trainer as trainers
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.features import FeatureCache
@@ -69,10 +70,10 @@ def served(monkeypatch):
     served = []
     original = trainers.in_one_step
 
-    def counted(training, models, function):
+    def counted(training, function):
         (clients,) = function.args
         served.append(len(clients))
-        return original(training, models, function)
+        return original(training, function)
 
     monkeypatch.setattr(trainers, "in_one_step", counted)
     return served
@@ -596,30 +597,18 @@ def test_models_are_freed_at_once_or_if_they_form_cycles_when_they_are_too_large
     model = mixture()
     if cycles:
         model.itself = [model]
-    training = local_training(model, FedAvg(), blobs((4,)), 1, rounds=5, **arguments)
+    training = local_training(model, FedAvg(), blobs((4,)), 1, rounds=8, **arguments)
     plan, live = begin(backend, training), []
     gc.collect()
     gc.disable()
     try:
-        for round in range(5):
-            monkeypatch.setattr(fitting, "_MOST_GARBAGE", 0 if round < 3 else 2**40)
+        for round in range(8):
+            monkeypatch.setattr(trees, "_MOST_DEAD", 0 if round < 4 else 2**40)
             train_clients(plan, round)
             live.append(live_parameters(training))
     finally:
         gc.enable()
-    assert live[1] == live[2] and (live[2] < live[3] < live[4] if cycles else len({*live[1:]}) == 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_model_that_a_trainer_holds_counts(kind, monkeypatch):
-    """Clients that share a Trainer use one module in turn."""
-    backend, arguments = KINDS[kind]
-    counted = []
-    monkeypatch.setattr(fitting._garbage, "add", counted.append)
-    training = local_training(mixture(), FedAvg(), blobs(FEW), **arguments)
-    train_clients(begin(backend, training))
-    models = 1 if kind == "clients that share a Trainer" else len(FEW)
-    assert sum(counted) == models * sum(tensor.nbytes for tensor in training.initial.values())
+    assert max(live[:4]) < live[-2] < live[-1] if cycles else len({*live[1:]}) == 1
 
 
 def test_a_profiler_writes_what_each_client_s_training_took_to_its_folder(tmp_path):

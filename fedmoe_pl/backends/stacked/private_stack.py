@@ -13,13 +13,15 @@ from torch.func import vmap
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from fedmoe_pl.backends.dp_sgd import add_clipped, noisy_mean, sample_gradients, samples_at_once, zeros
-from fedmoe_pl.backends.local_client import noise_of_client
+from fedmoe_pl.backends.features import looked_up
+from fedmoe_pl.backends.local_client import noise_of_client, on_device
 from fedmoe_pl.backends.loss import Loss
+from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.backends.stacked.members import Member, Share
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, load_tree
 
 
 def make_stack(training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> Stack:
@@ -43,10 +45,7 @@ class PrivateStack(Stack):
 
     def loss(self, batch: tuple[Share, Tensor]) -> Tree:
         """The sums of each client's clipped gradients, shape (clients, ...)."""
-        return self.clipped_sums(*batch, self.max_norm)
-
-    def clipped_sums(self, share: Share, counts: Tensor, max_norm: float) -> Tree:
-        """The sums of clipped gradients; ``counts`` is False for padding, shape (clients, batch)."""
+        share, counts = batch  # shape (clients, batch), False for padding
         trained, others, constants = self._tensors(share, self.names)
         module = Loss(self.training.algorithm, self.module)
 
@@ -64,8 +63,20 @@ class PrivateStack(Stack):
                 part = slice(start, start + size)
                 samples = tree_map(lambda tensor: tensor[:, part], (share.x, share.y, share.rows))  # noqa: B023
                 of_part = vmap(gradients, in_dims=(0, 0, 0, self._mapped))(trained, others, samples, constants)
-                add_clipped(sums, of_part, counts[:, part], max_norm)
+                add_clipped(sums, of_part, counts[:, part], self.max_norm)
         return sums
+
+    def gradients(self, share: Share) -> Tree:
+        """The sums of each client's clipped gradients, shape (clients, ...)."""
+        return self.loss((share, share.y.new_ones(share.y.shape[:2], dtype=torch.bool)))
+
+    def gradients_alone(self, member: Member, share: Share) -> Tree:
+        """The same of one client's share, in the client's own module."""
+        module, constants = member.client.module, on_device(member.constants, share.y.device)
+        lookup, batch = {name: rows[0] for name, rows in share.rows.items()}, (share.x[0], share.y[0])
+        load_tree(module, member.state)
+        with looked_up(module, tuple(share.rows), lookup):
+            return clipped_gradients(self.training, module, constants, self.names, batch, lookup, self.max_norm)
 
     def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
         """Sets the gradients of clients that have a batch, with their noise; the others get None."""

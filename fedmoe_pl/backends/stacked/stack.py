@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -71,7 +71,7 @@ class Stack(Learner):
         self.training.copies.move(self.module, torch.device("cpu"))
         for member in self.members:
             member.client.steps = freezing.stop_after * len(member.batches)
-        self._unstack()
+        self.unstack()
 
     def epoch(self) -> Iterator[Any]:
         """The steps of the next epoch."""
@@ -151,7 +151,7 @@ class Stack(Learner):
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
         with trying(module):  # in train mode, in which a part may compute something else
-            gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)[1]
+            gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)
             used = [name for name in trainable if gradients[name] is not None]
             self.pads = ignores_padding(training, module, first, self.data, used)
         optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
@@ -201,6 +201,17 @@ class Stack(Learner):
             self.stacked[name][share.clients] = tensor.detach()
         return losses, trained
 
+    def gradients(self, share: Share) -> Tree:
+        """The gradients of every client of a share, shape (clients, ...)."""
+        losses, trained = self.losses(share, self.names)
+        return dict(zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
+
+    def gradients_alone(self, member: Member, share: Share) -> Mapping[str, Tensor | None]:
+        """The same of one client's share, in the client's own module; None for what the loss does not depend on."""
+        parameters = member.client.module.named_parameters()
+        names = [name for name, parameter in parameters if parameter.requires_grad and name in self.stepped]
+        return plain_gradients(self.training, member.client.module, member, share, names)
+
     def _clip(self, gradients: Tree) -> None:
         """Clips each client's gradients by their norm or value, as ``torch.nn.utils`` does."""
         clip_val, algorithm = (self.training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
@@ -218,7 +229,7 @@ class Stack(Learner):
         for gradient in gradients.values():
             gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
 
-    def _unstack(self) -> None:
+    def unstack(self) -> None:
         """Puts the stacked tensors into the members' states."""
         for name, tensor in self.stacked.items():
             for member, value in zip(self.members, tensor.cpu(), strict=True):
@@ -252,21 +263,21 @@ def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
 
 def plain_gradients(
     training: LocalTraining, module: LightningModule, member: Member, share: Share, names: Sequence[str]
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients of one client's share."""
+) -> dict[str, Tensor | None]:
+    """The gradients of the loss of one client's share."""
     load_tree(module, member.state)
     constants = on_device(member.constants, share.y.device)
     parameters = dict(module.named_parameters())
     with looked_up(module, tuple(share.rows), {name: rows[0] for name, rows in share.rows.items()}):
         loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), constants)
     gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
-    return loss.detach(), dict(zip(names, gradients, strict=True))
+    return dict(zip(names, gradients, strict=True))
 
 
 def ignores_padding(
     training: LocalTraining, module: LightningModule, member: Member, data: StackedData, names: Sequence[str]
 ) -> bool:
-    """Whether samples without a label change neither loss nor gradients, so that all batches can have one size.
+    """Whether samples without a label do not change the gradients, so that all batches can have one size.
 
     Only losses and layers of this package and PyTorch are asked, by one look at parameters with noise: a loss of the
     user's may depend on the number of samples elsewhere.
@@ -286,15 +297,12 @@ def ignores_padding(
         padded.y = padded.y.clone()
         padded.y[:, half:] = NO_LABEL
         noisy = replace(member, state=member.state | with_noise({name: member.state[name] for name in names}))
-        with torch.autocast("cpu", enabled=False):
-            (loss, gradients), (expected, expected_gradients) = (
-                plain_gradients(training, module, noisy, batch, names) for batch in (padded, fewer)
-            )
+        gradients, expected = (plain_gradients(training, module, noisy, batch, names) for batch in (padded, fewer))
     except Exception:  # whatever a loss says to a label that is no class
         return False
     finally:
         training.copies.move(module, training.device)
-    pairs = [(loss, expected), *((gradients[name], expected_gradients[name]) for name in names)]
+    pairs = ((gradients[name], expected[name]) for name in names)
     return all(a is not None and b is not None and equal_to_rounding(a, b) for a, b in pairs)
 
 
@@ -304,11 +312,8 @@ def with_noise(tensors: Tree) -> Tree:
     A trial computes with them, so that it sees terms of a loss that are 0 where training starts. Values above 0, such
     as variances, stay so.
     """
-    generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.rand(tensor.shape, generator=generator).to(tensor) for name, tensor in tensors.items()}
-    return {
-        name: tensor + noise[name] * (0.1 * tensor.abs().mean()).clamp_min(0.01)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    generator, noisy = torch.Generator().manual_seed(0), {**tensors}
+    for name, tensor in ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point()):
+        noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+        noisy[name] = tensor + noise * (0.1 * tensor.abs().mean()).clamp_min(0.01)
+    return noisy

@@ -121,7 +121,7 @@ class StackedPlan(Plan):
 def _fit(training: LocalTraining, members: list[Member], round: int) -> None:
     """Trains the members in one Trainer and puts the result into their states."""
     stack = make_stack(training, copy_module(training.module), members, round)
-    in_one_step(training, len(members), stack.train)
+    in_one_step(training, stack.train)
 
 
 def _end(training: LocalTraining, member: Member) -> Update:

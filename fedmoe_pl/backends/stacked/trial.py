@@ -8,7 +8,6 @@ import os
 import pickle
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -16,27 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from fedmoe_pl.algorithms.algorithm import overrides
-from fedmoe_pl.backends.features import FeatureCache, NoTrainer, looked_up, states_of_generators
+from fedmoe_pl.backends.features import FeatureCache, NoTrainer, states_of_generators
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.local_client import on_device
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
-from fedmoe_pl.backends.private_client import check_private, clipped_gradients
+from fedmoe_pl.backends.private_client import check_private
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
-from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, Share, begin_member, stackable_groups
-from fedmoe_pl.backends.stacked.private_stack import PrivateStack, make_stack
+from fedmoe_pl.backends.stacked.members import Member, Share, begin_member, stackable_groups
+from fedmoe_pl.backends.stacked.private_stack import make_stack
 from fedmoe_pl.backends.stacked.rule import changes_steps
-from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients, with_noise
+from fedmoe_pl.backends.stacked.stack import Stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import has_own_train
-from fedmoe_pl.trees import Tree, copy_module, load_tree, loads_by_itself, names_of_same_tensors, same_bits
+from fedmoe_pl.trees import copy_module, loads_by_itself, names_of_same_tensors, same_bits
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -127,54 +123,46 @@ def _try_stack(
     trial: Trial, training: LocalTraining, pair: list[Member], round: int, epoch: int, most_operations: float
 ) -> None:
     """Compares a step of each member with and without stacking, both at once, from parameters with noise."""
-    module, device = copy_module(training.module), training.device
-    trainer = NoTrainer(module, *(member.client.module for member in pair))
-    saved: list[int] = []
-
-    def note(part: nn.Module, arguments: Any) -> None:
-        trial.convolves |= isinstance(part, _ConvNd)
-
+    module, device, operations = copy_module(training.module), training.device, _Operations()
+    modules = module, *(member.client.module for member in pair)
+    trainer = NoTrainer(*modules)
     try:
         stack = make_stack(training, module, pair, round)
         stack.stacked = with_noise(stack.stacked)
-        for position, member in enumerate(stack.members):
-            member.state |= {name: tensor[position] for name, tensor in stack.stacked.items()}
-            training.copies.move(member.client.module, device)
-        for of_member in (module, *(member.client.module for member in pair)):
-            Freezing(training, of_member, round).freeze(epoch)
+        stack.unstack()
+        for each in modules:
+            Freezing(training, training.copies.move(each, device), round).freeze(epoch)
         before = states_of_generators(device)
-        with register_module_forward_pre_hook(note):
-            _compare(stack, saved, most_operations)
+        share = stack.data.first_share(slice(0, 2))
+        batches = share.y.shape[:2].numel() / stack.data.batch_size
+        with stack.looking_up(), stack.stepping():
+            alone = [
+                _step_alone(stack, member, share.of(position), operations)
+                for position, member in enumerate(stack.members)
+            ]
+            if operations.flops / batches > most_operations:
+                raise NotStackable("a step takes much longer than the calls that stacking saves")
+            if operations.read_special_rows:
+                raise NotStackable("a step looks up embeddings with padding_idx or max_norm")
+            _compare(stack, share, alone)
         if states_of_generators(device) != before:
             raise NotStackable(_DRAWS)
     finally:
         if trainer.asked:  # also if the module caught the error
             raise NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
-    batch_size = stack.data.batch_size
-    per_client = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.stacked.values())
+    trial.convolves |= operations.convolve
+    per_client = sum(tensor[0].nbytes for tensor in stack.stacked.values())
     # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
-    batch = 2 * sum(saved) // len(stack.members) * batch_size // min(batch_size, TRIED_SAMPLES)
-    limit = _memory(device) // 4 // (5 * per_client + batch + 1)
+    limit = _memory(device) // 4 // (5 * per_client + int(operations.bytes / batches) + 1)
     if device.type == "cpu":
         limit = min(limit, max(CPU_CACHE // (per_client + 1), 8))
     trial.clients_per_stack = max(1, min(limit, trial.clients_per_stack))
 
 
-def _compare(stack: Stack, saved: list[int], most_operations: float) -> None:
-    """Compares a step of each member; appends the bytes of each tensor that its backward pass needs."""
-    share, alone = stack.data.first_share(slice(0, 2)), list[dict[str, Any]]()
-    for position, member in enumerate(stack.members):
-        alone.append(_step_alone(stack, member, share.of(position), saved, most_operations))
-    with stack.looking_up(), stack.stepping():
-        losses, trained = stack.losses(share, stack.names)
-        gradients = dict(zip(stack.names, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
-        stacked = {"gradient": gradients, "buffer": {name: stack.stacked[name].clone() for name in stack.buffers}}
-        if isinstance(stack, PrivateStack):
-            counts = share.y.new_ones(share.y.shape[:2], dtype=torch.bool)
-            stacked["clipped gradient"] = stack.clipped_sums(share, counts, stack.max_norm)
+def _compare(stack: Stack, share: Share, alone: list[dict[str, Any]]) -> None:
+    """Compares a step of the stack with those that its members have made alone."""
+    stacked = {"gradient": stack.gradients(share), "buffer": stack.stacked}
     for position, of_client in enumerate(alone):
-        if isinstance(stack, PrivateStack):
-            of_client["clipped gradient"] = _clipped_alone(stack, stack.members[position], share.of(position))
         for what, expected in of_client.items():
             largest = 0.0 if what == "buffer" else largest_value(expected.values())
             for name, tensor in expected.items():
@@ -183,76 +171,64 @@ def _compare(stack: Stack, saved: list[int], most_operations: float) -> None:
                     raise NotStackable(f"stacking changes the {what} of '{name}'")
 
 
-def _step_alone(stack: Stack, member: Member, share: Share, saved: list[int], most_operations: float) -> dict[str, Any]:
+def _step_alone(stack: Stack, member: Member, share: Share, operations: _Operations) -> dict[str, Any]:
     """The gradients, and the buffers after a client's step, in a module of its own; it may change nothing else."""
     module = member.client.module
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name in stack.stepped]
-
-    def remember(tensor: Tensor) -> Tensor:
-        saved.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    def remember_output(part: nn.Module, arguments: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                remember(leaf)
-
-    load_tree(module, member.state)
     before = _contents(module)
-    tables, counter = _Tables(), FlopCounterMode(display=False)
-    hooks = torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor)
-    try:
-        with tables, nullcontext() if saved else counter, hooks:  # counted once: both have the same architecture
-            _, gradients = plain_gradients(stack.training, module, member, share, names)
-    except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
-        saved.clear()
-        with tables, register_module_forward_hook(remember_output):
-            _, gradients = plain_gradients(stack.training, module, member, share, names)
-    if counter.get_total_flops() * stack.data.batch_size // share.y.shape[1] > most_operations:
-        raise NotStackable("a step takes much longer than the calls that stacking saves")
-    if tables.are_special:
-        raise NotStackable("a step looks up embeddings with padding_idx or max_norm")
+    with operations:
+        gradients = stack.gradients_alone(member, share)
     tensors, after = module.state_dict(), _contents(module)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     changed += [name for name in tensors.keys() - stack.buffers if not same_bits(member.state[name], tensors[name])]
     if changed:
-        raise NotStackable(f"a step changes '{changed[0]}', and not only the values of buffers")
+        raise NotStackable(f"a step changes '{changed[0]}', and not only the values of saved buffers")
     return {"gradient": gradients, "buffer": {name: tensors[name] for name in stack.buffers}}
 
 
-class _Tables(TorchDispatchMode):
-    """Notes steps that treat some rows of a table of embeddings in other ways: vmap makes one table of all clients'."""
+class _Operations(TorchDispatchMode):
+    """Notes the operations of the steps in its context.
+
+    Attributes:
+        bytes: those of all results.
+        flops: multiplications and additions.
+        convolve: whether one is a convolution.
+        read_special_rows: whether some rows of a table of embeddings are treated in other ways: vmap makes one table of
+            all clients'.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.are_special = False
+        self.bytes = self.flops = 0
+        self.convolve = self.read_special_rows = False
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        is_padded = function is torch.ops.aten.embedding_dense_backward.default and arguments[3] >= 0
-        self.are_special |= is_padded or function is torch.ops.aten.embedding_renorm_.default
-        return function(*arguments, **(options or {}))
+        result, kind = function(*arguments, **(options or {})), function._overloadpacket
+        self.bytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if kind in flop_registry:
+            self.flops += flop_registry[kind](*arguments, **(options or {}), out_val=result)
+        self.convolve |= kind is torch.ops.aten.convolution
+        is_padded = kind is torch.ops.aten.embedding_dense_backward and arguments[3] >= 0
+        self.read_special_rows |= is_padded or kind is torch.ops.aten.embedding_renorm_
+        return result
 
 
 class _Pickler(pickle.Pickler):
-    """Knows the tensors of a state dict, whose values are compared elsewhere, and code by their identity."""
+    """Pickles tensors of a state dict, whose values are compared elsewhere, as their attributes, and code as its id."""
 
     def __init__(self, file: io.BytesIO, known: set[int]) -> None:
         super().__init__(file)
         self.known = known
 
-    def persistent_id(self, value: Any) -> int | None:
-        return id(value) if id(value) in self.known or isinstance(value, _CODE) else None
+    def persistent_id(self, value: Any) -> Any:
+        is_code = isinstance(value, _CODE)
+        return vars(value) if id(value) in self.known else id(value) if is_code else None
 
 
 def _contents(module: nn.Module) -> dict[str, bytes]:
     """What a module holds besides the values of its state dict: attributes of its parts and what is in them."""
-    tensors = module.state_dict(keep_vars=True).values()
-    contents, known = dict[str, bytes](), {id(tensor) for tensor in tensors}
+    contents, known = dict[str, bytes](), {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     for path, part in module.named_modules():
-        other_buffers = {name: part._buffers[name] for name in part._non_persistent_buffers_set}
-        of_parameters = {name: vars(parameter) for name, parameter in part._parameters.items() if parameter is not None}
-        values = {**vars(part), "_buffers": [*part._buffers], "_modules": [*part._modules], "_trainer": None}
-        for name, value in {**values, **other_buffers, "attributes of parameters": of_parameters}.items():
+        for name, value in {**vars(part), "_modules": [*part._modules], "_trainer": None}.items():
             file, label = io.BytesIO(), f"{path}.{name}".lstrip(".")
             try:
                 _Pickler(file, known).dump(value)
@@ -260,17 +236,6 @@ def _contents(module: nn.Module) -> dict[str, bytes]:
                 raise NotStackable(f"a step may change '{label}', which cannot be compared ({error})") from error
             contents[label] = file.getvalue()
     return contents
-
-
-def _clipped_alone(stack: PrivateStack, member: Member, share: Share) -> Tree:
-    """The sums of a client's clipped gradients."""
-    load_tree(member.client.module, member.state)
-    constants = on_device(member.constants, share.y.device)
-    lookup, batch = {name: rows[0] for name, rows in share.rows.items()}, (share.x[0], share.y[0])
-    with looked_up(member.client.module, tuple(share.rows), lookup):
-        return clipped_gradients(
-            stack.training, member.client.module, constants, stack.names, batch, lookup, stack.max_norm
-        )
 
 
 def _memory(device: torch.device) -> int:
