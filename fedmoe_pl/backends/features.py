@@ -112,8 +112,8 @@ class NoTrainer:
 def states_of_generators(device: torch.device) -> tuple[Any, ...]:
     """The states of the global generators of Python, NumPy and PyTorch, to be compared."""
     on_device = bytes(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else b""
-    _, key, *position = np.random.get_state()
-    return random.getstate(), key.tobytes(), position, torch.get_rng_state().numpy().tobytes(), on_device
+    of_numpy: Any = np.random.get_state()
+    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], torch.get_rng_state().numpy().tobytes(), on_device
 
 
 class _Tracing:

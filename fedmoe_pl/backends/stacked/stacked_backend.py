@@ -84,10 +84,9 @@ class StackedPlan(Plan):
                 if stopped:  # each by itself: the fault is that of one of them, or of the stack
                     alone = TrainerPlan(self.training, self.description)
                     groups_of_one = [[client] for client in stopped]
-                    for client, update in zip(
-                        stopped, alone.train_groups(server, groups_of_one, kept, round), strict=True
-                    ):
-                        updates[client] = update.failed.get(client) or update.update
+                    for group in alone.train_groups(server, groups_of_one, kept, round):
+                        answered = {} if group.update is None else dict.fromkeys(group.clients, group.update)
+                        updates |= {**answered, **group.failed}
         return group_updates(self.training, groups, updates)
 
     def _train(
