@@ -277,7 +277,7 @@ def differences(case: Case, tolerance: float, folder, backend="auto", **trainer)
             actual = {**state.initial, **state.server, **of_client}
             errors += [(_error(actual[key], tensor), name, whose, key) for key, tensor in tree.items()]
     worst = sorted((each for each in errors if not each[0] <= tolerance), reverse=True)
-    return [f"{error:.1e} in {key} of the {name} phase's {whose}" for error, name, whose, key in worst], ""
+    return [f"{error:.1e} in {key} of {name}'s {whose}" for error, name, whose, key in worst], ""
 
 
 def _error(actual, right) -> float:
