@@ -222,7 +222,7 @@ class _Steps:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
         if self.sharing is not None and not self.sharing.weight:
             loss = loss.nan_to_num()  # the mean over no labels
-        if self.module.trainer.loggers:
+        if self.module.trainer.loggers and loss is not None:
             mean, size = loss, _counted(self.module, batch)
             if self.sharing is not None:
                 mean, size = self.sharing.mean(self.module.trainer, loss), self.sharing.size

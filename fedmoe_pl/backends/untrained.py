@@ -68,7 +68,9 @@ class Untrained:
         self.is_tried = not self.shared
         self._sums = _sums(self.shared)
         self._elsewhere = elsewhere
-        self._stays_on_cpu = all(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
+        # others do more when they are moved: metrics of torchmetrics take the default dtype
+        self._stays_on_cpu = on_cpu and all(type(part)._apply is nn.Module._apply for part in module.modules())
 
     @property
     def lent(self) -> Collection[str]:

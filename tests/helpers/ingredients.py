@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.optim import SGD
@@ -32,91 +32,71 @@ RATE = 0.1
 class Net(nn.Module):
     """5 values to 3 scores, by a front without parameters, an extractor of 6 features and a classifier."""
 
-    def __init__(self, extractor: nn.Module, front: nn.Module | None = None, is_frozen=False):
+    def __init__(self, extractor, front=None, is_frozen=False):
         super().__init__()
         self.front = nn.Identity() if front is None else front
         self.extractor = extractor.requires_grad_(not is_frozen)
         self.classifier = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.classifier(self.extractor(self.front(x)))
 
 
-class Function(nn.Module):
-    """A function of the input and of whether the module is in train mode."""
+class Then(nn.Module):
+    """A function of this module and of what a layer gives, for which the module keeps what it counts."""
 
-    def __init__(self, function):
+    def __init__(self, function, layer=None):
         super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.training)
-
-
-class Extractor(nn.Module):
-    """A linear layer; subclasses do something with its features (B, 6)."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.then(self.layer(x).tanh())
-
-
-class RunningMean(Extractor):
-    def __init__(self):
-        super().__init__()
+        self.function, self.layer = function, nn.Identity() if layer is None else layer
         self.register_buffer("mean", torch.zeros(6))
+        self.counter, self.numbers = itertools.count(), array.array("d", [0])
 
-    def then(self, features):
-        centered = features - self.mean
-        if self.training:
-            self.update(features.detach().mean(0))
-        return centered
-
-    def update(self, mean):
-        self.mean.mul_(0.9).add_(0.1 * mean)
+    def forward(self, x):
+        return self.function(self, self.layer(x))
 
 
-class ReplacedMean(RunningMean):
-    def update(self, mean):
-        self.mean = 0.9 * self.mean + 0.1 * mean
+def in_train_mode(function):
+    return Then(lambda part, x: function(x) if part.training else x)
 
 
-class Growing(RunningMean):
-    def then(self, features):
-        self.mean = torch.cat((self.mean, self.mean[:1]))
-        return features - self.mean[:6]
+def counted(number_of):
+    """Counts calls where a comparison of attributes does not look."""
+    return Then(lambda part, x: x * 0.9 ** number_of(part) if part.training else x, linear())
 
 
-class CountsCalls(Extractor):
-    """Keeps what it counts where a comparison of attributes does not look."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where, self.counter, self.numbers = where, itertools.count(), array.array("d", [0])
-
-    def then(self, features):
-        if not self.training:
-            return features
-        if self.where == "count":
-            number = next(self.counter)
-        elif self.where == "array":
-            number = self.numbers[0] = self.numbers[0] + 1
-        else:
-            number = self.layer.weight.calls = getattr(self.layer.weight, "calls", 0) + 1
-        return features * 0.9**number
+def in_array(part):
+    part.numbers[0] += 1
+    return part.numbers[0]
 
 
-class Temperature(Extractor):
+def in_attribute(part):
+    weight = part.layer[0].weight
+    weight.calls = getattr(weight, "calls", 0) + 1
+    return weight.calls
+
+
+def running_mean(part, x):
+    centered = x - part.mean
+    if part.training:
+        part.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return centered
+
+
+def replaced_mean(part, x):
+    centered = x - part.mean
+    if part.training:
+        part.mean = 0.9 * part.mean + 0.1 * x.detach().mean(0)
+    return centered
+
+
+class Temperature(nn.Linear):
     """Its state dict has a number that is no buffer, as ``set_extra_state`` gets it."""
 
     temperature = 1.0
 
-    def then(self, features):
+    def forward(self, x):
         self.temperature *= 0.9 if self.training else 1
-        return features / self.temperature
+        return super().forward(x).tanh() / self.temperature
 
     def get_extra_state(self):
         return torch.tensor(self.temperature, dtype=torch.float64)
@@ -125,81 +105,50 @@ class Temperature(Extractor):
         self.temperature = state.item()
 
 
-class CachedNorm(Extractor):
+class CachedNorm(nn.Linear):
     """Computes something of its weights whenever they are loaded."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.register_load_state_dict_post_hook(_cache_norm)
         _cache_norm(self)
 
-    def then(self, features):
-        return features / self.norm
+    def forward(self, x):
+        return super().forward(x).tanh() / self.norm
 
 
 def _cache_norm(module, incompatible_keys=None):
-    module.norm = module.layer.weight.detach().double().norm().item()
+    module.norm = module.weight.detach().double().norm().item()
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 6)
-        self.other.weight = self.one.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.other(self.one(x).tanh()).tanh())
+class Recurrent(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x[..., None])[0][:, -1]
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.layer = kind(1, 6, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[..., None])[0][:, -1]
-
-
-class Words(nn.Module):
+def words(embedding, mean=True):
     """Five words for each sample, of a vocabulary of seven."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, x: Tensor) -> Tensor:
-        embedded = self.embedding((2 * x).round().long().abs() % 7)
-        return embedded.mean(1) if embedded.dim() == 3 else embedded
+    ids = Then(lambda part, x: (2 * x).round().long().abs() % 7)
+    return nn.Sequential(ids, embedding, *[Then(lambda part, x: x.mean(1))] * mean)
 
 
-def noise(x, training):
-    return x + 0.5 * torch.randn_like(x) if training else x
+def tied():
+    layers = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 6))
+    layers[2].weight = layers[0].weight
+    return layers
 
 
-def mix_inputs(x, training):
-    return 0.6 * x + 0.4 * x.flip(0) if training else x
+def linear(layer=nn.Linear):
+    return nn.Sequential(layer(5, 6), nn.Tanh())
 
 
-def python_random(x, training):
-    return x * 2 if random.random() < 0.2 else x
-
-
-def numpy_random(x, training):
-    return x * 2 if np.random.rand() < 0.2 else x
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 6), nn.Tanh())
-
-
-def over_places(norm) -> nn.Module:
+def over_places(norm):
     """Six channels of four places, without a bias that the normalization would take out again."""
-    return nn.Sequential(
-        nn.Linear(5, 24, bias=False), nn.Unflatten(1, (6, 4)), norm, nn.Tanh(), nn.AvgPool1d(4), nn.Flatten()
-    )
+    layers = nn.Linear(5, 24, bias=False), nn.Unflatten(1, (6, 4)), norm, nn.Tanh(), nn.AvgPool1d(4), nn.Flatten()
+    return nn.Sequential(*layers)
 
 
-def over_features(norm) -> nn.Module:
+def over_features(norm):
     return nn.Sequential(nn.Linear(5, 6, bias=False), norm, nn.Tanh())
 
 
@@ -209,7 +158,7 @@ class InputShape(Net):
     input_shape = (5,)
 
 
-def in_eval_mode(kind=Net, **kwargs) -> Net:
+def in_eval_mode(kind=Net, **kwargs):
     """As a pretrained network that is fine-tuned with the statistics that it has."""
     norm = nn.BatchNorm1d(6).eval()
     norm.running_mean += 0.3
@@ -217,46 +166,49 @@ def in_eval_mode(kind=Net, **kwargs) -> Net:
     return kind(over_features(norm), **kwargs)
 
 
+FRONTS = {  # what is done to inputs in train mode
+    "dropout": lambda: nn.Dropout(0.4),
+    "noise": lambda: in_train_mode(lambda x: x + 0.5 * torch.randn_like(x)),
+    "mixed inputs": lambda: in_train_mode(lambda x: 0.6 * x + 0.4 * x.flip(0)),
+    "python random": lambda: in_train_mode(lambda x: x * 2 if random.random() < 0.2 else x),
+    "numpy random": lambda: in_train_mode(lambda x: x * 2 if np.random.rand() < 0.2 else x),
+}
+EXTRACTORS = {
+    "mlp": linear,
+    "padding_idx": lambda: words(nn.Embedding(7, 6, padding_idx=0)),
+    "max_norm": lambda: words(nn.Embedding(7, 6, max_norm=1.0)),
+    "EmbeddingBag": lambda: words(nn.EmbeddingBag(7, 6), mean=False),
+    "BatchNorm": lambda: over_features(nn.BatchNorm1d(6)),
+    "InstanceNorm": lambda: over_places(nn.InstanceNorm1d(6, affine=True, track_running_stats=True)),
+    "GroupNorm": lambda: over_places(nn.GroupNorm(2, 6)),
+    "LayerNorm": lambda: over_features(nn.LayerNorm(6)),
+    "running mean": lambda: Then(running_mean, linear()),
+    "replaced mean": lambda: Then(replaced_mean, linear()),
+    "itertools.count": lambda: counted(lambda part: next(part.counter)),
+    "array.array": lambda: counted(in_array),
+    "attribute of a parameter": lambda: counted(in_attribute),
+    "extra state": lambda: Temperature(5, 6),
+    "load hook": lambda: CachedNorm(5, 6),
+    "LSTM": lambda: Recurrent(1, 6, batch_first=True),
+    "weight norm": lambda: linear(lambda *sizes: parametrizations.weight_norm(nn.Linear(*sizes))),
+    "spectral norm": lambda: linear(lambda *sizes: parametrizations.spectral_norm(nn.Linear(*sizes))),
+    "tied weights": tied,
+    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten()),
+}
 NETS = {
-    "mlp": lambda: Net(linear()),
-    "SmallMLP": lambda: SmallMLP(5, 6, 3),
+    **{name: lambda make=make: Net(make()) for name, make in EXTRACTORS.items()},
+    **{name: lambda make=make: Net(linear(), make()) for name, make in FRONTS.items()},
+    **{f"{name}, frozen": lambda make=make: Net(linear(), make(), True) for name, make in FRONTS.items()},
     "frozen": lambda: Net(linear(), is_frozen=True),
-    "dropout": lambda: Net(linear(), nn.Dropout(0.4)),
-    "dropout, frozen": lambda: Net(linear(), nn.Dropout(0.4), is_frozen=True),
-    "noise, frozen": lambda: Net(linear(), Function(noise), is_frozen=True),
-    "mixed inputs": lambda: Net(linear(), Function(mix_inputs)),
-    "mixed inputs, frozen": lambda: Net(linear(), Function(mix_inputs), is_frozen=True),
-    "python random": lambda: Net(linear(), Function(python_random)),
-    "numpy random": lambda: Net(linear(), Function(numpy_random)),
-    "padding_idx": lambda: Net(Words(nn.Embedding(7, 6, padding_idx=0))),
-    "max_norm": lambda: Net(Words(nn.Embedding(7, 6, max_norm=1.0))),
-    "EmbeddingBag": lambda: Net(Words(nn.EmbeddingBag(7, 6))),
-    "BatchNorm": lambda: Net(over_features(nn.BatchNorm1d(6))),
+    "SmallMLP": lambda: SmallMLP(5, 6, 3),
     "BatchNorm in eval mode": in_eval_mode,
     "BatchNorm in eval mode, frozen": lambda: in_eval_mode(is_frozen=True),
     "BatchNorm in eval mode, input_shape": lambda: in_eval_mode(InputShape),
     "dropout in eval mode": lambda: Net(linear(), nn.Dropout(0.4)).eval(),
-    "InstanceNorm": lambda: Net(over_places(nn.InstanceNorm1d(6, affine=True, track_running_stats=True))),
-    "GroupNorm": lambda: Net(over_places(nn.GroupNorm(2, 6))),
-    "LayerNorm": lambda: Net(over_features(nn.LayerNorm(6))),
-    "running mean": lambda: Net(RunningMean()),
-    "replaced mean": lambda: Net(ReplacedMean()),
-    "growing buffer": lambda: Net(Growing()),
-    "itertools.count": lambda: Net(CountsCalls("count")),
-    "array.array": lambda: Net(CountsCalls("array")),
-    "attribute of a parameter": lambda: Net(CountsCalls("attribute")),
-    "extra state": lambda: Net(Temperature()),
-    "load hook": lambda: Net(CachedNorm()),
-    "LSTM": lambda: Net(Recurrent(nn.LSTM)),
-    "GRU": lambda: Net(Recurrent(nn.GRU)),
-    "weight norm": lambda: Net(nn.Sequential(parametrizations.weight_norm(nn.Linear(5, 6)), nn.Tanh())),
-    "spectral norm": lambda: Net(nn.Sequential(parametrizations.spectral_norm(nn.Linear(5, 6)), nn.Tanh())),
-    "tied weights": lambda: Net(Tied()),
-    "convolution": lambda: Net(nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten())),
 }
-DRAW = {"dropout", "dropout, frozen", "noise, frozen", "python random", "numpy random"}
-READ_BATCHES = {"mixed inputs", "mixed inputs, frozen", "BatchNorm", "InstanceNorm", "running mean", "replaced mean"}
-COUNT_STEPS = {"itertools.count", "array.array", "attribute of a parameter", "extra state", "spectral norm"}
+INDIVISIBLE = {"BatchNorm", "InstanceNorm", "running mean", "replaced mean"}  # read batches
+INDIVISIBLE |= {"itertools.count", "array.array", "attribute of a parameter", "extra state", "spectral norm"}  # count
+INDIVISIBLE |= {name for name in NETS if name.removesuffix(", frozen") in FRONTS}  # draw, or mix samples
 
 
 class Own(LightningModule):
@@ -282,129 +234,63 @@ class Own(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
 
-class Loss:
-    """Changes the loss of the class after it; ``change`` gets it with the batch."""
-
-    def loss(self, batch):
-        loss, values = super().loss(batch)
-        return self.change(loss, *batch), values
+def gate_from_epoch_1(module, x):
+    scores, weights = PersonalizedMoE.mix(module, x)
+    return (scores, weights) if module.current_epoch else (module.global_expert(x), weights.detach())
 
 
-class FromEpoch1(Loss):
-    """Trains a head of its own from epoch 1 on."""
-
-    def prepare(self):
-        self.head = nn.Linear(5, 3).to(next(self.parameters()))
-
-    def change(self, loss, x, y):
-        return loss if self.current_epoch < 1 else loss + F.cross_entropy(self(x) + self.head(x), y)
+def raise_dropout(module, x, y, loss):
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.5 if module.current_epoch else 0.0
+    return loss(x, y)
 
 
-class RaisesDropout:
-    def loss(self, batch):
-        for part in self.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = 0.5 if self.current_epoch else 0.0
-        return super().loss(batch)
+def catch_all(module, x, y, loss):
+    try:
+        batches = module.trainer.num_training_batches
+    except Exception:
+        batches = 0
+    return loss(x, y) * (1 + batches)
 
 
-class ScalesInput:
-    def loss(self, batch):
-        x, y = batch
-        return super().loss((x * 1.5 if self.current_epoch else x, y))
+def with_metric(module, x, y, loss):
+    value = loss(x, y)
+    module.seen.update(value.detach())
+    return value * module.seen.compute()
 
 
-class ListedParameters(Loss):
-    """Pulls a parameter that is in a plain list towards its start."""
-
-    def prepare(self):
-        self.listed = [next(parameter for parameter in self.parameters() if parameter.requires_grad)]
-        self.register_buffer("start", self.listed[0].detach().clone())
-
-    def change(self, loss, x, y):
-        return loss + 5 * (self.listed[0] - self.start).square().sum()
+def weigh_samples(module, x, y, loss):
+    weights = x[:, 0].abs()
+    return 0 * loss(x, y) + (weights * F.cross_entropy(module(x), y, reduction="none")).sum() / weights.sum()
 
 
-class CatchesAll(Loss):
-    def change(self, loss, x, y):
-        try:
-            batches = self.trainer.num_training_batches
-        except Exception:
-            batches = 0
-        return loss * (1 + batches)
-
-
-class ReadsSteps(Loss):
-    def change(self, loss, x, y):
-        return loss * (1 + 0.2 * self.global_step)
-
-
-class ReadsMaxEpochs(Loss):
-    def change(self, loss, x, y):
-        return loss * (1 + self.trainer.max_epochs)
-
-
-class SkipsShort(Loss):
-    def change(self, loss, x, y):
-        return None if len(y) % 4 else loss
-
-
-class WithMetric(Loss):
-    def prepare(self):
-        self.seen = MeanMetric()
-
-    def change(self, loss, x, y):
-        self.seen.update(loss.detach())
-        return loss * self.seen.compute()
-
-
-class ClassWeighted(Loss):
-    def change(self, loss, x, y):
-        return F.cross_entropy(self(x), y, torch.tensor([0.2, 1, 3]).to(x))
-
-
-class SampleWeighted(Loss):
-    def change(self, loss, x, y):
-        weights = x[:, 0].abs()
-        return (weights * F.cross_entropy(self(x), y, reduction="none")).sum() / weights.sum()
-
-
-class OfBatch(Loss):
-    def change(self, loss, x, y):
-        return loss + self(x).mean(0).square().sum()
-
-
-class OfLargeBatches(Loss):
-    def change(self, loss, x, y):
-        return loss + (self(x).square().mean() if len(y) >= 8 else 0)
-
-
-class GateFromEpoch1:
-    def mix(self, x):
-        scores, weights = super().mix(x)
-        return (scores, weights) if self.current_epoch else (self.global_expert(x), weights.detach())
-
-
-LOSSES = {
-    "": None,
-    "term from epoch 1 on": FromEpoch1,
-    "raises Dropout.p": RaisesDropout,
-    "input scaled by the epoch": ScalesInput,
-    "listed parameters": ListedParameters,
-    "catches Exception": CatchesAll,
-    "global_step": ReadsSteps,
-    "max_epochs": ReadsMaxEpochs,
-    "None for short batches": SkipsShort,
-    "torchmetrics": WithMetric,
-    "class weights": ClassWeighted,
-    "sample weights": SampleWeighted,
-    "term of the batch": OfBatch,
-    "term of large batches": OfLargeBatches,
-    "gate from epoch 1 on": GateFromEpoch1,
-    "criterion with class weights": nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)),
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+CRITERIA = {
+    "criterion with class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
     "criterion that ignores labels": nn.CrossEntropyLoss(ignore_index=0),
 }
-OF_MIXTURES = {"gate from epoch 1 on", "criterion with class weights", "criterion that ignores labels"}
+LOSSES = {  # functions of the module, the batch, and the loss that the class before it computes
+    "": None,
+    "term from epoch 1 on": lambda m, x, y, loss: (
+        loss(x, y) + (F.cross_entropy(m(x) + m.head(x), y) if m.current_epoch else 0)
+    ),
+    "raises Dropout.p": raise_dropout,
+    "input scaled by the epoch": lambda m, x, y, loss: loss(x * 1.5 if m.current_epoch else x, y),
+    "listed parameters": lambda m, x, y, loss: loss(x, y) + 5 * (m.listed[0] - m.start).square().sum(),
+    "catches Exception": catch_all,
+    "global_step": lambda m, x, y, loss: loss(x, y) * (1 + 0.2 * m.global_step),
+    "max_epochs": lambda m, x, y, loss: loss(x, y) * (1 + m.trainer.max_epochs),
+    "None for short batches": lambda m, x, y, loss: None if len(y) % 4 else loss(x, y),
+    "torchmetrics": with_metric,
+    "class weights": lambda m, x, y, loss: 0 * loss(x, y) + F.cross_entropy(m(x), y, CLASS_WEIGHTS.to(x)),
+    "sample weights": weigh_samples,
+    "term of the batch": lambda m, x, y, loss: loss(x, y) + m(x).mean(0).square().sum(),
+    "term of large batches": lambda m, x, y, loss: loss(x, y) + (m(x).square().mean() if len(y) >= 8 else 0),
+    "gate from epoch 1 on": None,
+    **CRITERIA,
+}
+OF_MIXTURES = {"gate from epoch 1 on", *CRITERIA}
 
 
 @torch.no_grad()
@@ -416,7 +302,6 @@ def limit_norm(optimizer, *arguments):
         parameter.mul_(min(1, 2 / norm))
 
 
-@torch.no_grad()
 def double_gradients(optimizer, *arguments):
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -424,32 +309,10 @@ def double_gradients(optimizer, *arguments):
                 parameter.grad.mul_(2)
 
 
-def with_post_hook(parameters, lr):
-    optimizer = SGD(parameters, lr=lr)
-    optimizer.register_step_post_hook(limit_norm)
-    return optimizer
-
-
-def with_pre_hook(parameters, lr):
-    optimizer = SGD(parameters, lr=lr)
-    optimizer.register_step_pre_hook(double_gradients)
-    return optimizer
-
-
-def _step_and_limit(optimizer, closure=None):
+def step_and_limit(optimizer, closure=None):
     loss = SGD.step(optimizer, closure)
     limit_norm(optimizer)
     return loss
-
-
-def with_replaced_step(parameters, lr):
-    optimizer = SGD(parameters, lr=lr)
-    optimizer.step = MethodType(_step_and_limit, optimizer)
-    return optimizer
-
-
-class Limited(SGD):
-    step = _step_and_limit
 
 
 class AnyArguments(SGD):
@@ -476,6 +339,15 @@ class SAM(SGD):
         return loss
 
 
+def changed(change):
+    def make(parameters, lr):
+        optimizer = SGD(parameters, lr=lr)
+        change(optimizer)
+        return optimizer
+
+    return make
+
+
 def two_groups(parameters, lr):
     first, *others = parameters
     return SGD([{"params": [first], "momentum": 0.9}, {"params": others, "weight_decay": 0.1}], lr=lr)
@@ -487,10 +359,9 @@ OPTIMIZERS = {
     "Adam": torch.optim.Adam,
     "AdamW": torch.optim.AdamW,
     "two groups": two_groups,
-    "post hook": with_post_hook,
-    "pre hook": with_pre_hook,
-    "replaced step": with_replaced_step,
-    "subclass": Limited,
+    "post hook": changed(lambda optimizer: optimizer.register_step_post_hook(limit_norm)),
+    "pre hook": changed(lambda optimizer: optimizer.register_step_pre_hook(double_gradients)),
+    "replaced step": changed(lambda optimizer: setattr(optimizer, "step", MethodType(step_and_limit, optimizer))),
     "any arguments": AnyArguments,
     "SAM": SAM,
     "LBFGS": partial(torch.optim.LBFGS, max_iter=2),
@@ -512,64 +383,38 @@ SCHEDULERS = {
 }
 
 
-class AfterBackward:
-    def on_after_backward(self):
-        double_gradients(self.optimizers())
+def halve_rate(module):
+    for group in module.optimizers().param_groups:
+        group["lr"] *= 0.5
 
 
-class EpochStart:
-    def on_train_epoch_start(self):
-        for group in self.optimizers().param_groups:
-            group["lr"] *= 0.5
+def ask_for_epochs(module):
+    epochs = 1
+    with suppress(RuntimeError):  # without a Trainer
+        epochs = module.trainer.max_epochs
+    return SGD(module.parameters(), lr=RATE / (1 + epochs))
 
 
-class BeforeStep:
-    def on_before_optimizer_step(self, optimizer):
-        double_gradients(optimizer)
+def over_steps(module):
+    optimizer = module.optimizer(module.parameters())
+    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=100)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-class AsksForEpochs:
-    def configure_optimizers(self):
-        epochs = 1
-        with suppress(RuntimeError):  # without a Trainer
-            epochs = self.trainer.max_epochs
-        return torch.optim.SGD(self.parameters(), lr=RATE / (1 + epochs))
-
-
-class NeedsEpochs:
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=RATE / (1 + self.trainer.max_epochs))
-
-
-class OverSteps:
-    def configure_optimizers(self):
-        optimizer = self.optimizer(self.parameters())
-        scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=100)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class EndsEpoch:
-    def on_train_batch_start(self, batch, batch_idx):
-        return -1 if batch_idx == 2 else None
-
-
-class OwnStep:
-    def training_step(self, batch, batch_idx):
-        return 2 * self.loss(batch)[0]
-
-
+CONFIGURE = {
+    "asks for max_epochs": ask_for_epochs,
+    "needs max_epochs": lambda m: SGD(m.parameters(), lr=RATE / (1 + m.trainer.max_epochs)),
+    "scheduler over steps": over_steps,
+}
 HOOKS = {
     "": None,
-    "on_after_backward": AfterBackward,
-    "on_train_epoch_start": EpochStart,
-    "on_before_optimizer_step": BeforeStep,
-    "on_train_batch_start": EndsEpoch,
-    "training_step": OwnStep,
-    "asks for max_epochs": AsksForEpochs,
-    "needs max_epochs": NeedsEpochs,
-    "scheduler over steps": OverSteps,
+    "on_after_backward": lambda m: double_gradients(m.optimizers()),
+    "on_train_epoch_start": halve_rate,
+    "on_before_optimizer_step": lambda m, optimizer: double_gradients(optimizer),
+    "on_train_batch_start": lambda m, batch, batch_idx: -1 if batch_idx == 2 else None,
+    "training_step": lambda m, batch, batch_idx: 2 * m.loss(batch)[0],
+    **CONFIGURE,
 }
-CONFIGURE = {"asks for max_epochs", "needs max_epochs", "scheduler over steps"}
 
 
 class TowardsReceived(FedAvg):
@@ -640,7 +485,7 @@ SETTINGS = {
 }
 
 DATA = {
-    "": ((14, 6, 11), 4),
+    "": ((10, 4, 7), 4),
     "whole batches": ((8, 4, 12, 8), 4),
     "one batch each": ((9, 5, 7), 20),
     "batches of one": ((5, 3, 9), 2),
@@ -651,15 +496,35 @@ DATA = {
 def build(net="mlp", loss="", optimizer="", scheduler="", hook="", is_mixture=True, dtype=torch.float64):
     """The user's module, the same at every call."""
     torch.manual_seed(1)
-    of_loss, of_hook = LOSSES[loss], HOOKS[hook]
-    criterion = of_loss if isinstance(of_loss, nn.Module) else None
     base = PersonalizedMoE if is_mixture else Own
-    parts = [part for part in (of_hook, None if criterion else of_loss) if part is not None]
-    kind = type("UsersModule", (*parts, base), {}) if parts else base
+    methods = {"configure_optimizers" if hook in CONFIGURE else hook: HOOKS[hook]} if hook else {}
+    criterion, of_loss = CRITERIA.get(loss), None if loss in CRITERIA else LOSSES[loss]
+    if loss == "gate from epoch 1 on":
+        methods["mix"] = gate_from_epoch_1
+
+    def loss_of_user(self, batch):
+        values = {}
+
+        def of_base(*batch):
+            value, more = base.loss(self, batch)
+            values.update(more)
+            return value
+
+        return of_loss(self, *batch, of_base), values
+
+    if of_loss is not None:
+        methods["loss"] = loss_of_user
+    kind = type("UsersModule", (base,), methods) if methods else base
     arguments = {"optimizer": partial(OPTIMIZERS[optimizer], lr=RATE), "lr_scheduler": SCHEDULERS[scheduler]}
     if is_mixture:
         arguments |= {"local_expert": NETS[net](), "gate": LinearGate(5), "loss": copy.deepcopy(criterion)}
-    module = kind(NETS[net](), **arguments).to(dtype)
-    if hasattr(module, "prepare"):
-        module.prepare()
+    module = kind(NETS[net](), **arguments)
+    if loss == "term from epoch 1 on":
+        module.head = nn.Linear(5, 3)
+    elif loss == "torchmetrics":
+        module.seen = MeanMetric()
+    module.to(dtype)
+    if loss == "listed parameters":
+        module.listed = [next(parameter for parameter in module.parameters() if parameter.requires_grad)]
+        module.register_buffer("start", module.listed[0].detach().clone())
     return module

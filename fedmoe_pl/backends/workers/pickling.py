@@ -11,7 +11,8 @@ import cloudpickle
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
@@ -57,6 +58,8 @@ class _Pickler(cloudpickle.Pickler):
         return "cli" if isinstance(obj, LightningCLI) else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and is_parametrized(obj):  # PyTorch copies these, but refuses to pickle them
+            return object.__new__, (type(obj),), vars(obj)
         # as an array, because a view of a tensor would be pickled with the whole tensor
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad or obj.layout is not torch.strided:
             return super().reducer_override(obj)

@@ -311,6 +311,8 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
         loss, metrics = self.loss(batch)
+        if loss is None:  # an override's; Lightning then leaves the batch out
+            return loss
         y = inputs_and_targets(batch, self.target_key)[1]
         self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
         values = {}
