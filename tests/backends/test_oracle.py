@@ -23,6 +23,8 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "features, noise": Case("noise, frozen", algorithm=SHARED),
     "features, mixed inputs": Case("mixed inputs, frozen", algorithm=SHARED),
     "features, epoch": Case("frozen", "input scaled by the epoch", algorithm=SHARED),
+    "features, Python's numbers": Case("python random, frozen", data="batches of one", seed=10),
+    "features, NumPy's numbers": Case("numpy random, frozen", data="batches of one", seed=10),
     "features, one round": Case("dropout, frozen", max_epochs=3),
     "epoch 0, gate": Case(loss="gate from epoch 1 on"),
     "epoch 0, term": Case(loss="term from epoch 1 on"),
@@ -54,6 +56,7 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "protocol, configure_optimizers": Case(hook="asks for max_epochs"),
     "protocol, catches Exception": Case(loss="catches Exception"),
     "protocol, None": Case(loss="None for short batches"),
+    "protocol, None in a Trainer": Case(loss="None for short batches", hook="on_train_epoch_start"),
     "ignored labels": Case(loss="criterion that ignores labels"),
     "in turn, itertools.count": Case("itertools.count"),
     "in turn, array.array": Case("array.array"),
@@ -149,7 +152,9 @@ def test_plain_clients_are_stacked(case, backend, tmp_path):
     assert max(moved) > 1e-3, "something was trained"
 
 
-@pytest.mark.parametrize(("case", "backend"), repeated([*POINTS.values()][::3] + DRAWN[:20], "two processes"))
+@pytest.mark.parametrize(
+    ("case", "backend"), repeated([Case("weight norm"), *[*POINTS.values()][::3], *DRAWN[:20]], "two processes")
+)
 def test_two_processes_give_what_plain_trainers_give(case, backend, tmp_path):
     check(case, backend, tmp_path)
 

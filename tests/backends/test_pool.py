@@ -8,13 +8,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.runs import Kill, assert_same, data, federation
 from helpers.workers import CPU, SIZES, Fails, TwoInThisProcess, killing_model, trained, training, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
+from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.phases.participation import ClientError
 
 
@@ -31,6 +35,16 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
     with pytest.warns(UserWarning, match="Training continues in one process: trainer.devices must be 1"):
         updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
     assert_same(updates, trained(TrainerBackend(), phase))
+
+
+def test_modules_with_parametrizations_are_sent():
+    layer = weight_norm(nn.Linear(3, 2))
+    sent = loads(dumps(layer))
+    x = torch.ones(1, 3)
+    assert torch.equal(sent(x), layer(x)) and type(sent.parametrizations) is type(layer.parametrizations)
+    with torch.no_grad():
+        sent.parametrizations.weight.original0.mul_(2)
+    assert torch.allclose(sent.weight, 2 * layer.weight), "computed from its parts"
 
 
 @pytest.mark.usefixtures("clients_alone")
