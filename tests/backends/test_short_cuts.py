@@ -409,6 +409,13 @@ LOOKED_UP = {
     "mixing before": (with_expert(mixed, gate=ConstantGate(0)), False),
     "dropout after": (with_expert(after=lambda self, z: F.dropout(z, 0.5, True), gate=ConstantGate(0)), True),
     "nothing": (lambda: mixture(ConstantGate(0)), True),
+    **{
+        f"a draw that seldom matters, of {name}": (
+            with_expert(lambda self, x, draw=draw: x / 2 if draw() < 0.1 else x, gate=ConstantGate(0)),
+            False,
+        )
+        for name, draw in (("PyTorch", lambda: torch.rand(())), ("NumPy", np.random.rand), ("Python", random.random))
+    },
 }
 
 
