@@ -29,7 +29,8 @@ class AutoBackend(Backend):
             if on_cpu and training.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
             if of_user := code_of_user(training):
-                raise NotStackable(f"{of_user} is code of your own, with which only StackedBackend stacks")
+                because = "auto does not stack; choose StackedBackend if steps depend on tensors and batch alone"
+                raise NotStackable(f"{of_user} is code of your own, which {because}")
             trial = try_to_stack(training, _MOST_OPERATIONS_ON_CPU if on_cpu else math.inf)
             if on_cpu and trial.convolves:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")

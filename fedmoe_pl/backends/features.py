@@ -150,16 +150,17 @@ class _Tracing:
 
     def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
         """The same for the parameters that are trained now."""
-        self._find_calls(x, y)
+        # copies of the samples, because steps may change them in place, and each step gets them anew
+        self._find_calls(x.clone(), y)
         if not (names := self.names) or self.are_too_large:
             return None
-        expected, state = self._loss_and_gradients(x, y)
+        expected, state = self._loss_and_gradients(x.clone(), y)
         # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
-        of_each = [self._of_parts(one) for one in x.split(1)]
+        of_each = [self._of_parts(one) for one in x.clone().split(1)]
         with looked_up(self.module, names, {name: torch.cat([rows[name] for rows in of_each]) for name in names}):
             for reads_input in (False, True):
                 try:
-                    actual, new_state = self._loss_and_gradients(x if reads_input else no_input(x, y.shape), y)
+                    actual, new_state = self._loss_and_gradients(x.clone() if reads_input else no_input(x, y.shape), y)
                 except Exception:  # whatever another part says to samples without values, which it needs
                     continue
                 if state == new_state and len(actual) == len(expected) and all(map(is_close, actual, expected)):

@@ -22,8 +22,8 @@ _MOST_BYTES = 2**28  # of what is remembered in a process, so that it never weig
 class SharedParts:
     """Remembers what the parts of one model gave for each batch, for the next models that have the same parts.
 
-    A part is looked up if its tensors are the same objects and its input is equal, and only in models all of whose code
-    is PyTorch's and this package's: an output is then a function of both.
+    A part is looked up if its tensors are the same objects and its input is equal, and only in models of layers that
+    are known to treat samples apart: an output is then a function of both.
     """
 
     def __init__(self) -> None:

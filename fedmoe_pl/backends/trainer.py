@@ -218,9 +218,9 @@ class _Steps:
         self.constants = constants
         self.sharing = sharing
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
-        if self.sharing is not None and not self.sharing.weight:
+        if loss is not None and self.sharing is not None and not self.sharing.weight:
             loss = loss.nan_to_num()  # the mean over no labels
         if self.module.trainer.loggers and loss is not None:
             mean, size = loss, _counted(self.module, batch)

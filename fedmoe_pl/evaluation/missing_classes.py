@@ -31,16 +31,16 @@ def value_of(metric: Metric) -> float:
     and, but for average precision, others do not have. nan if there is none, or there are too few samples. A Matthews
     coefficient with a zero in its denominator is 0 also of two classes, as scikit-learn's.
     """
-    with ExitStack() as stack:
-        for each in metric.modules():  # a metric may be made of others
-            if isinstance(each, _OF_BOTH + _OF_POSITIVES) and not stack.enter_context(_of_present_classes(each)):
-                return math.nan
-            if isinstance(each, _CORRELATIONS):
-                _without_epsilon(each)
-        try:
+    try:
+        with ExitStack() as stack:
+            for each in metric.modules():  # a metric may be made of others
+                if isinstance(each, _OF_BOTH + _OF_POSITIVES) and not stack.enter_context(_of_present_classes(each)):
+                    return math.nan
+                if isinstance(each, _CORRELATIONS):
+                    _without_epsilon(each)
             return float(metric.compute())
-        except ValueError:  # too few samples, such as one for R2Score
-            return math.nan
+    except ValueError:  # too few samples, such as one for R2Score
+        return math.nan
 
 
 @contextmanager

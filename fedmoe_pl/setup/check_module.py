@@ -80,7 +80,7 @@ def warn_of_eval_mode(modules: Iterable[LightningModule]) -> None:
     if found:
         rank_zero_warn(
             f"Found {len(found)} module(s) in eval mode at the start of training, such as {min(found)}. They stay in "
-            "it; if they should not, call `train()` of the model before `fit`.",
+            "it; to train them in train mode, call `train()` of the model before `fit`.",
             category=PossibleUserWarning,
         )
 

@@ -408,6 +408,10 @@ LOOKED_UP = {
     "noise before": (with_expert(noise, gate=ConstantGate(0)), False),
     "mixing before": (with_expert(mixed, gate=ConstantGate(0)), False),
     "dropout after": (with_expert(after=lambda self, z: F.dropout(z, 0.5, True), gate=ConstantGate(0)), True),
+    "inputs that are changed in place": (
+        with_expert(lambda self, x: x.sub_(0.5).div_(0.25), gate=ConstantGate(0)),
+        False,
+    ),
     "nothing": (lambda: mixture(ConstantGate(0)), True),
     **{
         f"a draw that seldom matters, of {name}": (

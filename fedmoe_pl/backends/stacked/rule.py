@@ -44,7 +44,8 @@ def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
     hooks = (value for name, value in vars(stepping).items() if name.endswith("_hooks"))
     of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     methods = (value for name, value in vars(stepping).items() if hasattr(type(stepping), name) and callable(value))
-    is_of_user = any(map(_is_of_user, (type(stepping), type(stepping).step, *methods)))
+    lambdas = getattr(stepping, "lr_lambdas", ())
+    is_of_user = any(map(_is_of_user, (type(stepping), type(stepping).step, *methods, *lambdas)))
     return is_of_user or any(map(len, (*hooks, *of_all))) or any(map(changes_steps, _parts(stepping)))
 
 
@@ -66,7 +67,7 @@ def _is_of_user(code: Any) -> bool:
     code = getattr(code, "__func__", code)
     if isinstance(code, FunctionType):
         # not of `__module__`, which `functools.wraps` copies
-        return _is_foreign(code.__globals__["__name__"]) or _is_of_user(getattr(code, "__wrapped__", None))
+        return _is_foreign(code.__globals__.get("__name__", "")) or _is_of_user(getattr(code, "__wrapped__", None))
     kinds = code if isinstance(code, type) else type(code)
     return any(_is_foreign(kind.__module__) for kind in kinds.__mro__)
 

@@ -147,9 +147,11 @@ def _try_stack(
             _compare(stack, share, alone)
         if states_of_generators(device) != before:
             raise NotStackable(_DRAWS)
-    finally:
-        if trainer.asked:  # also if the module caught the error
-            raise NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
+    except Exception:
+        if not trainer.asked:
+            raise
+    if trainer.asked:  # also if the module caught the error
+        raise NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
     trial.convolves |= operations.convolve
     per_client = sum(tensor[0].nbytes for tensor in stack.stacked.values())
     # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
