@@ -147,11 +147,12 @@ def _try_stack(
             _compare(stack, share, alone)
         if states_of_generators(device) != before:
             raise NotStackable(_DRAWS)
-    except Exception:
+    except Exception as error:
         if not trainer.asked:
             raise
+        raise _reads_trainer(trainer) from error
     if trainer.asked:  # also if the module caught the error
-        raise NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
+        raise _reads_trainer(trainer)
     trial.convolves |= operations.convolve
     per_client = sum(tensor[0].nbytes for tensor in stack.stacked.values())
     # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
@@ -159,6 +160,10 @@ def _try_stack(
     if device.type == "cpu":
         limit = min(limit, max(CPU_CACHE // (per_client + 1), 8))
     trial.clients_per_stack = max(1, min(limit, trial.clients_per_stack))
+
+
+def _reads_trainer(trainer: NoTrainer) -> NotStackable:
+    return NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
 
 
 def _compare(stack: Stack, share: Share, alone: list[dict[str, Any]]) -> None:
