@@ -28,6 +28,7 @@ from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, copy_module, same_values
 
 _TRIED_SAMPLES = 4
+_AGAIN = "the optimizer computes the gradients of a batch more than once in a step"
 
 
 class PrivateClient(Learner):
@@ -79,9 +80,8 @@ class PrivateClient(Learner):
     def loss(self, batch: Any) -> Tree:
         """The sums of clipped gradients."""
         if batch is self.last:  # each call draws noise, and only one of a step is accounted for
-            because = "the optimizer computes the gradients of a batch more than once in a step"
             phase, privacy = f"Phase '{self.training.phase}'", self.training.sample_privacy
-            raise InvalidArgumentError(phase, "sample_privacy", privacy, "left out", because)
+            raise InvalidArgumentError(phase, "sample_privacy", privacy, "left out", _AGAIN)
         self.last = batch
         max_norm = self.training.sample_privacy.max_grad_norm  # pyright: ignore[reportOptionalMemberAccess]
         return clipped_gradients(self.training, self.module, self.constants, self.names, batch, self.lookup, max_norm)
@@ -148,6 +148,10 @@ def check_private(training: LocalTraining) -> None:
     because = needs_every_batch(training) or ("clients validate in their training" if validates else "")
     if training.datamodule.reader is not None:
         because = "samples are read one by one and not from a tensor in memory"
+    if not because and isinstance(
+        optimizer_and_scheduler(training.module.configure_optimizers())[0], torch.optim.LBFGS
+    ):
+        because = _AGAIN
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         because = because or _problem(training.of(clients[0]), clients)
     if because:

@@ -12,6 +12,7 @@ from helpers.adapters import adapters
 from helpers.backends import FEW, UNEQUAL, TwoGroups, assert_agree, local_training, train
 from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess, trained
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator, nn
 
@@ -217,6 +218,25 @@ def test_they_agree_on_augmented_images(images):
     datamodule = images([RandomCrop(2), RandomHorizontalFlip()])
     module = Classifier(LeNet5(num_classes=10, in_channels=1))
     assert_agree(private(local_training(module, FedAvg(), datamodule)), 1e-8)
+
+
+class Again(torch.optim.SGD):
+    """Computes the gradient of a batch twice in a step."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+            closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("optimizer", [partial(Again, lr=0.1), partial(torch.optim.LBFGS, lr=0.1)])
+@pytest.mark.parametrize("backend", [TrainerBackend(), AutoBackend()])
+def test_a_step_takes_one_noisy_gradient_or_is_refused(optimizer, backend):
+    """Only one is accounted for."""
+    training = private(local_training(mixture(LinearGate(5), optimizer=optimizer), FedAvg(), blobs(FEW)))
+    with pytest.raises(MisconfigurationException, match=r"sample_privacy is .* more than once in a step"):
+        train(backend, training)
 
 
 def test_two_workers_give_the_same_bits():
