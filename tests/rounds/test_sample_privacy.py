@@ -113,7 +113,7 @@ def test_the_noise_for_a_target_is_sought_for_all_steps_of_a_client_with_those_b
     first, *others = phases = [phase("first", private(), 1), phase("alone", target), phase("after", target)]
     training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
     before = {"first": [], "alone": [], "after": [first]}
-    run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={})
+    run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={}, states={})
     run.module, run.local_training = lambda phase: training.module, lambda *_: training
     run.phases_before = lambda phase: before[phase.name]
     sample_privacy.set_noise(cast(Run, run))
