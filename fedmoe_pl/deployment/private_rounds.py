@@ -64,7 +64,9 @@ class PrivateRounds:
             rounds[str(round)] = [digest, *steps_of_round(training, self.client)]
             self._write()
         elif rounds[str(round)][0] != digest:
-            raise BadMessageError("it has trained this round with other tensors, and sample_privacy allows no other")
+            raise BadMessageError(
+                "it has trained this round with other tensors, samples or settings, and sample_privacy allows no others"
+            )
 
     def check_target(self, run: Run, phase: Phase, training: LocalTraining) -> None:
         """Refuses a phase whose rounds so far had less noise than all of them must have for its target."""
