@@ -161,7 +161,7 @@ def noise_of_client(training: LocalTraining, client: Client) -> Generator:
 def _private_generator(training: LocalTraining, client: Client, purpose: int) -> Generator:
     """Random numbers that nobody may know.
 
-    Two phases draw others, and so do two sets of samples, or a difference could tell what the noise hides.
+    They differ between phases and between sets of samples, or a difference could tell what the noise hides.
     """
     samples, round = training.hash_of_samples(client.id), client.rounds_before + client.round
     return generator_of(training.private_seed, purpose, training.phase, client.id, round, samples)
