@@ -29,9 +29,10 @@ class PrivateRounds:
     """The rounds that a client has trained with DP-SGD in a run, each with one message only.
 
     A round's noise follows from the client's secret, its samples, the run, the phase and the round, so that a client
-    that was killed computes the same again. It may hide one result only: the difference of two with the same noise has none. So a round
-    that was trained is trained again with the same message, data and settings, or not at all, and a client's folder has
-    one such run, since each further one would spend epsilon again.
+    that was killed computes the same again. It may hide one result only: the difference of two with the same noise has
+    none. So a round that was trained is trained again with the same message, data and settings, or not at all, and a
+    client's folder has one such run, since each further one would spend epsilon again. Rounds without noise that come
+    after the first phase with it are noted, too.
 
     The rounds are in a file of the run, which the secret's file names. Neither is used without the other: epsilon would
     silently begin anew.
