@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import blobs
+from helpers import blobs, mixture
+from helpers.backends import local_training
 from helpers.deployed import Changing, Passing, deploy, federation, name_of, participant, participants, with_values
 from helpers.methods import Method, everything, one
 from helpers.runs import assert_same
@@ -22,6 +23,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
+from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
@@ -171,6 +173,10 @@ def test_a_client_trains_no_round_again_with_other_data(sample, what, tmp_path, 
 
 def test_a_client_goes_on_with_no_more_rounds_than_its_noise_was_chosen_for(tmp_path):
     _, transport = run(tmp_path)
+    own = replace(transport.participants[1]._plan.training, secret_seed=None)
+    simulated = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES))
+    assert own.hash_of_samples(1) == simulated.hash_of_samples(1)  # only the secret tells their noise apart
+
     more = method(DPSGD(0.5, 1e-3, target_epsilon=4.0), rounds=9)
     client = participant(more, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
     messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
