@@ -152,7 +152,7 @@ class LocalTraining:
             for values in (self.datamodule.x, self.datamodule.y):
                 keyed.update(f"{values.dtype} {(len(samples), *values.shape[1:])}".encode())
                 for some in samples.split(_AT_ONCE):
-                    keyed.update(values[some].cpu().contiguous().view(torch.uint8).numpy())
+                    keyed.update(values[some].cpu().contiguous().view(torch.uint8).numpy().data)
             self._hashes[client_id] = keyed.hexdigest()
         return self._hashes[client_id]
 
