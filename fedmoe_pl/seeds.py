@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,21 @@ def derive_seed(seed: int, *keys: int) -> int:
 
 
 def named_seed(seed: int, *names: str) -> int:
-    """Derives a 63-bit seed from a run's seed and the names of what draws from it, such as a phase and its gate."""
+    """Derives the 63-bit seed of initial parameters from a run's seed and their names, such as a phase and its gate.
+
+    Of 2^32 names, two have the same checksum: they have the same initial parameters. What must differ for any two
+    names, such as cohorts and noise, follows from ``phase_seed`` and ``generator_of``.
+    """
     return derive_seed(seed, *(crc32(name.encode()) for name in names))
 
 
-def generator_of(seed: int, *keys: int) -> torch.Generator:
-    """A generator whose whole state follows from up to 128 bits of a seed, and from the keys.
+def phase_seed(seed: int, name: str) -> int:
+    """Derives a 63-bit seed from a run's seed and a hash of the whole name of a phase."""
+    return int.from_bytes(_hash(seed, name, size=8), "little") >> 1
+
+
+def generator_of(seed: int, *keys: int | str) -> torch.Generator:
+    """A generator whose whole state follows from a hash of all of a seed, which may have any length, and of the keys.
 
     ``Generator.manual_seed`` uses 32 bits on a CPU, which can be found by trying all of them.
 
@@ -41,9 +51,13 @@ def generator_of(seed: int, *keys: int) -> torch.Generator:
     """
     generator = torch.Generator()
     state = generator.get_state()
-    words = np.random.SeedSequence((seed, *keys)).generate_state(_WORDS, np.uint32)
+    words = np.frombuffer(_hash(seed, *keys, size=4 * _WORDS), "<u4")
     state[_FIRST : _FIRST + 8 * _WORDS].numpy().view(np.uint64)[:] = words
     return generator.set_state(state)
+
+
+def _hash(*keys: int | str, size: int) -> bytes:
+    return hashlib.shake_256("\0".join(map(str, keys)).encode()).digest(size)
 
 
 def seed_all(seed: int) -> None:

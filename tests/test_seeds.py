@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedmoe_pl.seeds import derive_seed, generator_of, named_seed, seed_all, seeded
+from fedmoe_pl.seeds import derive_seed, generator_of, named_seed, phase_seed, seed_all, seeded
 
 
 def test_derived_seeds_differ_for_every_seed_stream_client_and_round():
@@ -23,6 +23,15 @@ def test_named_seeds_differ_for_every_name_and_order():
     names = [("gate",), ("mode",), ("a", "b"), ("b", "a"), ("ab",), ("ba",)]
     seeds = [named_seed(seed, *each) for each in names for seed in (0, 1)]
     assert len({*seeds}) == 2 * len(names) and named_seed(1, "gate") == seeds[1]
+
+
+def test_phases_have_other_seeds_and_generators_also_if_their_names_have_one_checksum():
+    names = ["plumless", "buckeroo", "FedAvg", "", "0"]
+    assert len({phase_seed(seed, name) for seed in (0, 1) for name in names}) == 2 * len(names)
+    assert all(0 <= phase_seed(2**200, name) < 2**63 for name in names)
+    keys = [("a", "b"), ("ab",), ("a", 1), ("a", 11), ("a1", 1), (2**32, 0), (0, 1), (1, 0), (2**32 + 1,)]
+    draws = {tuple(torch.rand(4, generator=generator_of(0, *each)).tolist()) for each in [*keys, *zip(names)]}
+    assert len(draws) == len(keys) + len(names)
 
 
 def test_global_generators_go_on_where_they_were():

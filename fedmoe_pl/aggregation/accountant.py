@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-_ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
-_FAST_ORDERS = (*range(2, 33), 40, 48, 64, 128)  # a tenth of the time; epsilon is a little higher
+_ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 128, 256, 512, 1024)
+_FAST_ORDERS = (*range(2, 33), 40, 48, 64, 128)  # some of them, in a tenth of the time; epsilon is a little higher
 _HIGHEST, _PRECISION = 1e6, 1.001  # of a noise multiplier that is searched for
 
 

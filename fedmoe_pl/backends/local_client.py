@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -160,9 +159,12 @@ def noise_of_client(training: LocalTraining, client: Client) -> Generator:
 
 
 def _private_generator(training: LocalTraining, client: Client, purpose: int) -> Generator:
-    """Random numbers that nobody may know; two phases draw others, or a difference could tell what the noise hides."""
-    phase, round = crc32(training.phase.encode()), client.rounds_before + client.round
-    return generator_of(training.private_seed, purpose, phase, client.id, round)
+    """Random numbers that nobody may know.
+
+    They differ between phases and between sets of samples, or a difference could tell what the noise hides.
+    """
+    samples, round = training.hash_of_samples(client.id), client.rounds_before + client.round
+    return generator_of(training.private_seed, purpose, training.phase, client.id, round, samples)
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:

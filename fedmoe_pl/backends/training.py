@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree, copy_module, of_module
 
 _MOST_EPOCHS = 100_000  # looking at so many takes about a second
+_AT_ONCE = 4096  # samples that are copied to be hashed
 
 
 def epochs_to_try(algorithm: Algorithm, rounds: range, max_epochs: int) -> tuple[Iterator[tuple[int, int]], bool]:
@@ -141,6 +143,22 @@ class LocalTraining:
         assert self.sample_privacy is not None
         fixed = self.sample_privacy.noise_multiplier
         return self.noise_multipliers[client_id] if fixed is None else fixed
+
+    def hash_of_samples(self, client_id: int) -> str:
+        """A hash of every byte of a client's training samples, which without the seed tells nothing about them."""
+        if client_id not in self._hashes:
+            samples = self.datamodule.train_samples[client_id]
+            keyed = hmac.new(str(self.private_seed).encode(), digestmod="sha256")
+            for values in (self.datamodule.x, self.datamodule.y):
+                keyed.update(f"{values.dtype} {(len(samples), *values.shape[1:])}".encode())
+                for some in samples.split(_AT_ONCE):
+                    keyed.update(values[some].cpu().contiguous().view(torch.uint8).numpy().data)
+            self._hashes[client_id] = keyed.hexdigest()
+        return self._hashes[client_id]
+
+    @cached_property
+    def _hashes(self) -> dict[int, str]:
+        return {}
 
     def learning_rates(self, round: int) -> list[float] | None:
         """The learning rate of each parameter group in a round, counted from 0; None without a schedule over rounds."""

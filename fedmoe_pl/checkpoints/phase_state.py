@@ -59,7 +59,7 @@ class PhaseState:
         counted_steps: the steps of DP-SGD of each phase whose training is in a client's model, by the phase's name and
             the client's id as text: for every kind of step, the probability with which samples joined it, the noise
             multiplier, and the number of such steps. Before the ids of clients of another run is the path of that run's
-            checkpoint. Under ``EVERYONE`` is ``NOT_PRIVATE`` if clients sent anything that was trained without.
+            checkpoint. Under ``EVERYONE`` is ``NOT_PRIVATE`` if there were rounds without DP-SGD.
         sample_epsilon: what all these steps cost, for the client that they cost most; nan for phases without DP-SGD.
         sample_delta: the delta of ``sample_epsilon``.
     """

@@ -213,6 +213,7 @@ class Participant:
         )
         if training.sample_privacy is not None:
             training = replace(training, secret_seed=self._private.begin(training))
+            self._private.check_target(self.run, phase, training)
         self._own, self._masked = OwnFiles(self.run, phase, self.client), None
         self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
@@ -248,8 +249,7 @@ class Participant:
             needs = "only masked" if secure is not None else "as they are"
             raise BadMessageError(f"its own configuration says that updates of phase '{self._phase}' leave it {needs}")
         kept = {self.client: self._own.read(message)}
-        if self._plan.training.sample_privacy is not None:
-            self._private.add(self.run, self._plan.training, message)
+        self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
             return Message(FAILED, {"reason": group.failed[self.client].reason})

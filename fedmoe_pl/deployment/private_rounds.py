@@ -14,9 +14,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends import LocalTraining
 from fedmoe_pl.checkpoints.files import read_json, replacing, write_json
+from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE
 from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.sample_privacy import steps_of_round
+from fedmoe_pl.rounds.sample_privacy import check_target, in_rounds, steps_of_round
 from fedmoe_pl.trees import with_prefix
 
 _SECRET, _ROUNDS = "secret", "private_rounds.json"
@@ -26,10 +28,11 @@ _BYTES, _OF_CHECKSUM, _OF_SEED = 32, 4, 16
 class PrivateRounds:
     """The rounds that a client has trained with DP-SGD in a run, each with one message only.
 
-    A round's noise follows from the client's secret, the run, the phase and the round, so that a client that was killed
-    computes the same again. It may hide one result only: the difference of two with the same noise has none. So a round
-    that was trained is trained again with the same message, data and settings, or not at all, and a client's folder has
-    one such run, since each further one would spend epsilon again.
+    A round's noise follows from the client's secret, its samples, the run, the phase and the round, so that a client
+    that was killed computes the same again. It may hide one result only: the difference of two with the same noise has
+    none. So a round that was trained is trained again with the same message, data and settings, or not at all, and a
+    client's folder has one such run, since each further one would spend epsilon again. Rounds without noise that come
+    after the first phase with it are noted, too.
 
     The rounds are in a file of the run, which the secret's file names. Neither is used without the other: epsilon would
     silently begin anew.
@@ -48,16 +51,29 @@ class PrivateRounds:
         return int.from_bytes(hmac.digest(self._secret(), of_phase, "sha256")[:_OF_SEED], "little")
 
     def add(self, run: Run, training: LocalTraining, message: Message) -> None:
-        """Notes that a round is trained, before it is; refuses one that was trained with anything else."""
+        """Notes that a round is trained, before it is; refuses one with noise that was trained with anything else."""
         round, rounds = message.values["round"], self._phases.setdefault(training.phase, {})
+        if training.sample_privacy is None:
+            if self._path.is_file():  # from the first phase with noise on
+                rounds[str(round)] = ["", *NOT_PRIVATE, 1]
+                self._write()
+            return
         if round >= training.rounds:
             raise BadMessageError(f"round {round} is none of phase '{training.phase}'")
-        digest = _digest(run, training, message)
+        digest = _digest(run, training, message, self.client)
         if str(round) not in rounds:
             rounds[str(round)] = [digest, *steps_of_round(training, self.client)]
             self._write()
         elif rounds[str(round)][0] != digest:
-            raise BadMessageError("it has trained this round with other tensors, and sample_privacy allows no other")
+            raise BadMessageError(
+                "it has trained this round with other tensors, samples or settings, and sample_privacy allows no others"
+            )
+
+    def check_target(self, run: Run, phase: Phase, training: LocalTraining) -> None:
+        """Refuses a phase whose rounds so far had less noise than all of them must have for its target."""
+        left = training.rounds - len(self._phases.get(phase.name, {}))
+        spent = self.steps([phase.name, *(before.name for before in run.phases_before(phase))])
+        check_target(phase, self.client, spent, [in_rounds(steps_of_round(training, self.client), left)])
 
     def steps(self, phases: Iterable[str]) -> list[list[float]]:
         """The steps of the rounds that were trained in some phases, as the accountant counts them."""
@@ -116,11 +132,11 @@ def _read_secret(path: Path) -> tuple[bytes, str]:
     return content[:_BYTES], content[_BYTES:].decode()
 
 
-def _digest(run: Run, training: LocalTraining, message: Message) -> str:
+def _digest(run: Run, training: LocalTraining, message: Message, client: int) -> str:
     """Tells apart all that the result of a round depends on beside its random numbers."""
     tensors = {**with_prefix(training.initial, "initial/"), **with_prefix(message.tensors, "sent/")}
-    of_message = training.rounds_before, message.values["kept"]
-    settings = json.dumps([*of_message, run.identity, run.configuration], sort_keys=True)
+    of_round = training.rounds_before, message.values["kept"], training.hash_of_samples(client)
+    settings = json.dumps([*of_round, run.identity, run.configuration], sort_keys=True)
     content = Message(settings, tensors=dict(sorted(tensors.items()))).to_bytes()
     return sha256(content).hexdigest()
 

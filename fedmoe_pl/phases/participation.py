@@ -18,7 +18,7 @@ from fedmoe_pl.backends import Failure
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number, is_finite
 from fedmoe_pl.data import ClientNames
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.seeds import derive_seed, named_seed
+from fedmoe_pl.seeds import derive_seed, phase_seed
 
 _COHORT, _EVALUATED = 1, 8  # separate the random numbers of cohorts and of evaluated clients from each other and others
 
@@ -82,7 +82,7 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt:
     cohort = cohort_of(phase, num_clients, seed)
     if phase.aggregation is not None and phase.aggregation.poisson_sampling:
         # a phase may start from two others, whose epsilons add up only if their cohorts are drawn independently
-        return sample_poisson(cohort.participants, cohort.size, named_seed(seed, phase.name), round, attempt)
+        return sample_poisson(cohort.participants, cohort.size, phase_seed(seed, phase.name), round, attempt)
     return sample_cohort(cohort.participants, cohort.size, seed, round, attempt)
 
 

@@ -225,10 +225,10 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule, identity:
 
 
 def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseState:
-    """The state with what the result cost; a federated one is not private if nothing is known of its rounds."""
+    """The state with what the result cost; it is not private if nothing is known of its rounds."""
     unknown = {phase.name: [[*NOT_PRIVATE, 1]]} if phase.algorithm.federated else {}
-    unknown_steps = {phase.name: {EVERYONE: [[*NOT_PRIVATE, 1]]}} if phase.algorithm.federated else {}
-    rounds, steps = saved.counted_rounds or unknown, saved.counted_steps or unknown_steps
+    rounds = saved.counted_rounds or unknown
+    steps = saved.counted_steps or {phase.name: {EVERYONE: [[*NOT_PRIVATE, 1]]}}
     # phases of other runs may have the names of this run's
     counted = {
         "counted_rounds": {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in rounds.items()},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -176,7 +175,7 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
     # two phases draw different noise, or the difference of their results would tell what it hides
-    generator = generator_of(run.seed, _NOISE, zlib.crc32(phase.name.encode()), state.round)
+    generator = generator_of(run.seed, _NOISE, phase.name, state.round)
     start = shared_by(phase.algorithm, state.server)
     with one_thread():
         update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)

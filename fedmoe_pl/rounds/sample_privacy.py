@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -17,36 +17,79 @@ from fedmoe_pl.rounds.run import Run
 
 Steps = list[list[float]]
 """For every kind of step: the probability with which samples join it, the noise multiplier, and how many there are."""
+_ROUNDING = 1e-9  # of sums in another order
 
 
 def set_noise(run: Run) -> None:
-    """Finds the noise multipliers of phases with a ``target_epsilon``, each client's own, before any training."""
-    planned: dict[tuple[str, int], Steps] = {}
+    """Finds the noise multipliers of phases with a ``target_epsilon``, each client's own, before any training.
+
+    The noise follows from the configuration alone, so that a resumed run has the same.
+    """
+    planned: dict[tuple[str, int], list[float]] = {}  # the steps of a round
     known: dict[tuple[object, ...], float] = {}
     for phase in run.phases:
-        privacy = phase.sample_privacy
+        privacy, before = phase.sample_privacy, run.phases_before(phase)
         if privacy is None:
             continue
         training = run.local_training(phase, module := run.module(phase), dict(module.state_dict()))
         noise: dict[int, float] = {}
         for client in run.clients:
             probability, steps = _sampling(training, client)
-            number = steps * training.max_epochs * phase.rounds
-            before = [kind for other in run.phases_before(phase) for kind in planned.get((other.name, client), [])]
-            z = privacy.noise_multiplier
+            number, z = steps * training.max_epochs, privacy.noise_multiplier
             if z is None:
-                key = probability, number, str(before), privacy.target_epsilon, privacy.delta
+                spent = [in_rounds(planned[other.name, client], other.rounds) for other in before]
+                key = probability, number * phase.rounds, str(spent), privacy.target_epsilon, privacy.delta
                 if key not in known:
                     assert privacy.target_epsilon is not None, "DPSGD has checked it"
-                    known[key] = noise_for(privacy.target_epsilon, privacy.delta, probability, number, before)
+                    target, delta = privacy.target_epsilon, privacy.delta
+                    known[key] = noise_for(target, delta, probability, number * phase.rounds, spent)
                 z = noise[client] = known[key]
             if math.isinf(z):
                 because = f"client {client} spends more in the phases that this one starts from"
                 value = privacy.target_epsilon
                 raise InvalidArgumentError(str(phase), "sample_privacy.target_epsilon", value, "higher", because)
-            planned[phase.name, client] = [[probability, z, number]] if number else []
+            planned[phase.name, client] = [probability, z, number]
         if privacy.noise_multiplier is None:
             run.noise_multipliers[phase.name] = noise
+            _check_spent(run, phase, planned)
+
+
+def _check_spent(run: Run, phase: Phase, planned: Mapping[tuple[str, int], list[float]]) -> None:
+    """Refuses to go on with a run whose rounds so far were planned with other settings, if a target is exceeded."""
+    chain = [phase, *run.phases_before(phase)]
+    states = {each.name: run.states[each.name] for each in chain if each.name in run.states}
+    if not states or phase.ckpt_path is not None or (phase.name in states and states[phase.name].finished):
+        return
+    counted = {name: of_phase for state in states.values() for name, of_phase in state.counted_steps.items()}
+    rounds = {each.name: each.rounds - (states[each.name].round if each.name in states else 0) for each in chain}
+    for client in run.clients:
+        left = [in_rounds(planned[name, client], number) for name, number in rounds.items()]
+        check_target(phase, client, _steps_of(counted.values(), str(client)), left)
+
+
+def check_target(phase: Phase, client: int, spent: Steps, left: Steps) -> None:
+    """Refuses the steps that are left to a client, if they exceed the target together with those that it has taken."""
+    assert phase.sample_privacy is not None
+    target = phase.sample_privacy.target_epsilon
+    if target is None or (total := phase.sample_privacy.epsilon([*spent, *left])) <= target * (1 + _ROUNDING):
+        return
+    allowed = "higher, or rounds, epochs and batch size left as they were when the noise was chosen"
+    because = (
+        f"client {client} has spent {phase.sample_privacy.epsilon(spent):.3g} so far, and would come to {total:.3g}"
+    )
+    because += f" after round {phase.rounds}"
+    if math.isinf(total):
+        allowed, because = (
+            "left out, with a noise_multiplier in its place",
+            f"client {client} has taken steps without noise",
+        )
+    raise InvalidArgumentError(str(phase), "sample_privacy.target_epsilon", target, allowed, because)
+
+
+def in_rounds(steps_of_round: Sequence[float], rounds: int) -> list[float]:
+    """The steps of some rounds that are alike."""
+    probability, noise_multiplier, number = steps_of_round
+    return [probability, noise_multiplier, number * rounds]
 
 
 def _sampling(training: LocalTraining, client: int) -> tuple[float, int]:
@@ -63,7 +106,10 @@ def steps_of_round(training: LocalTraining, client: int) -> list[float]:
 
 
 def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, clients: Collection[int]) -> None:
-    """Adds a round's steps of the clients that were asked to train, whether they answered or not."""
+    """Adds a round's steps of the clients that were asked to train, whether they answered or not.
+
+    A round without noise counts for all clients, also if only they have what it trained: later rounds start from it.
+    """
     counted = {**state.counted_steps.get(phase.name, {})}
     if phase.sample_privacy is not None:
         for client in clients:
@@ -71,10 +117,9 @@ def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, client
             *before, last = counted.get(str(client)) or [[*kind, 0]]
             same = last[:2] == kind
             counted[str(client)] = [*before, [*kind, last[2] + number]] if same else [*before, last, [*kind, number]]
-    elif phase.algorithm.federated:
+    else:
         counted[EVERYONE] = [[*NOT_PRIVATE, 1]]
-    if counted:
-        state.counted_steps = {**state.counted_steps, phase.name: counted}
+    state.counted_steps = {**state.counted_steps, phase.name: counted}
     update_sample_epsilon(phase, state)
 
 
@@ -85,7 +130,7 @@ def update_sample_epsilon(phase: Phase, state: PhaseState) -> None:
         epsilons = [*epsilon_of_clients(phase, state).values(), *([math.inf] if is_open else [])]
         state.sample_epsilon = max(epsilons, default=0.0)
         state.sample_delta = phase.sample_privacy.delta
-    elif phase.algorithm.federated and not math.isnan(state.sample_epsilon) and state.round and state.server_learns:
+    elif not math.isnan(state.sample_epsilon) and EVERYONE in state.counted_steps.get(phase.name, {}):
         state.sample_epsilon = math.inf  # its earlier rounds were private, with another configuration
 
 
@@ -97,11 +142,16 @@ def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[str, float]:
     known: dict[str, float] = {}
     epsilons = {}
     for client in sorted(clients, key=lambda client: (len(client), client)):  # 2 is before 10
-        steps = [kind for of_phase in of_phases for name in (client, EVERYONE) for kind in of_phase.get(name, [])]
+        steps = _steps_of(of_phases, client)
         if str(steps) not in known:
             known[str(steps)] = phase.sample_privacy.epsilon(steps)
         epsilons[client] = known[str(steps)]
     return epsilons
+
+
+def _steps_of(of_phases: Iterable[Mapping[str, Steps]], client: str) -> Steps:
+    """All steps that touched a client's samples in some phases, and those of which only that is known."""
+    return [kind for of_phase in of_phases for name in (client, EVERYONE) for kind in of_phase.get(name, [])]
 
 
 def log_sample_epsilon(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> None:

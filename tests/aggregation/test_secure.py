@@ -1,5 +1,6 @@
 """Secure aggregation in a simulation: exact sums, means as without it, and what it refuses."""
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -63,6 +64,23 @@ def test_the_sum_is_that_of_fractions_in_whatever_order(bits):
     for name in START:
         exact = sum(update(client).sent[name].double() * weight for client, weight in enumerate(SIZES)) / sum(SIZES)
         assert (mean.sent[name] - exact).abs().max() < 2.0**-bits + 1e-7 and mean.sent[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 2), (torch.float64, 0)])
+def test_the_mean_differs_from_that_of_fedavg_as_the_guide_says(dtype, units):
+    """By 2.4e-10, and by some units in the last place of the largest parameter."""
+    secure, weights = SecureAggregation(), (600, 37, 251, 1000, 5, 80, 333, 91, 2, 450)
+    for scale in (1, 10):
+        start = {"w": scale * torch.randn(10_000, dtype=dtype)}
+        updates = [Update({"w": start["w"] + 0.1 * scale * torch.randn(10_000, dtype=dtype)}, w) for w in weights]
+        total = functools.reduce(secure.combine, [secure.encoded(each, start, len(weights)) for each in updates])
+        mean, plain = (
+            secure.decoded(total, start, start).sent["w"],
+            functools.reduce(FedAvg().combine, updates).sent["w"],
+        )
+        largest = plain.abs().max()
+        last_place = torch.nextafter(largest, torch.tensor(math.inf, dtype=dtype)) - largest
+        assert 0 < (mean - plain).abs().max() <= 2.4e-10 + units * last_place
 
 
 def test_what_nobody_changes_stays_the_same_in_every_bit():

@@ -1,14 +1,17 @@
 """DP-SGD on clients' own machines: what their noise follows from, what they refuse, and what they count."""
 
+import math
 import re
 import shutil
 import uuid
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import blobs
+from helpers import blobs, mixture
+from helpers.backends import local_training
 from helpers.deployed import Changing, Passing, deploy, federation, name_of, participant, participants, with_values
 from helpers.methods import Method, everything, one
 from helpers.runs import assert_same
@@ -19,6 +22,8 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.deployment import Message
+from fedmoe_pl.deployment.private_rounds import PrivateRounds
+from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
@@ -26,8 +31,11 @@ SIZES = (13, 8, 11)
 OF_TRAINER = {"backend": TrainerBackend()}
 
 
-def method(privacy):
-    return Method(one(lambda: FedAvg("global_expert.*"), sample_privacy=privacy, **everything()))
+WITH_NOISE = everything(sample_privacy=DPSGD(0.5, 1e-5, 1.0))
+
+
+def method(privacy, **kwargs):
+    return Method(one(lambda: FedAvg("global_expert.*"), sample_privacy=privacy, **everything(**kwargs)))
 
 
 PRIVATE, OPEN = method(DPSGD(0.5, 1e-3, target_epsilon=4.0)), method(None)
@@ -140,6 +148,58 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
 
     with pytest.raises(MisconfigurationException, match=r"has trained with sample_privacy in another run, 0{31}1"):
         deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("sample", "what"), [(1, "x"), (7, "x"), (20_999, "y")])
+def test_a_client_trains_no_round_again_with_other_data(sample, what, tmp_path, monkeypatch):
+    """Of many samples, too, and if they are read from a file, of which the configuration has only the name."""
+    monkeypatch.setattr("fedmoe_pl.checkpoints.configuration._checksum", lambda array: "in a file")
+
+    def data():
+        return blobs((21_000, 8, 11), batch_size=10_500)
+
+    changed, method = data(), replace(PRIVATE, phases=one(lambda: FedAvg("global_expert.*"), rounds=1, **WITH_NOISE))
+    values = changed.arrays.x_train if what == "x" else changed.arrays.y_train
+    values[sample] = values[sample] + 1 if what == "x" else (values[sample] + 1) % 3
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER))
+    deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    message, answer = trained(transport, 0)
+    again = participant(method, data(), tmp_path, 0, **OF_TRAINER)
+    assert_same(again.answer(message).tensors, answer.tensors)
+    other = participant(method, changed, tmp_path, 0, **OF_TRAINER)
+    assert "it has trained this round with other tensors" in other.answer(message).values.get("reason", "")
+
+
+def test_a_client_goes_on_with_no_more_rounds_than_its_noise_was_chosen_for(tmp_path):
+    _, transport = run(tmp_path)
+    own = replace(transport.participants[1]._plan.training, secret_seed=None)
+    simulated = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES))
+    assert own.hash_of_samples(1) == simulated.hash_of_samples(1)  # only the secret tells their noise apart
+
+    more = method(DPSGD(0.5, 1e-3, target_epsilon=4.0), rounds=9)
+    client = participant(more, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
+    messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
+    description = client.answer(messages["describe"]).values
+    prepare = replace(messages["prepare"], values={**messages["prepare"].values, "description": description})
+    assert client.answer(prepare).kind == "prepared"
+    answer = client.answer(messages["begin"]).values
+    assert answer["is_configuration"] and "target_epsilon is 4.0, but must be higher, or rounds" in answer["reason"]
+    assert "client 1 has spent" in answer["reason"]
+
+
+def test_a_client_counts_rounds_without_noise_in_a_run_that_has_rounds_with_noise(tmp_path):
+    server, _ = run(tmp_path)
+    own = PrivateRounds(tmp_path / "client 1", name_of(server), 1)
+    before = own.steps(["it"])
+    assert PRIVATE.phases()[0].sample_privacy.epsilon(before) <= 4
+    own.add(server.run, SimpleNamespace(phase="it", sample_privacy=None), Message("train", {"round": 2}))
+    for counted in (own, PrivateRounds(tmp_path / "client 1", name_of(server), 1)):
+        assert counted.steps(["it"]) == [*before, [1.0, 0.0, 1]]
+        assert PRIVATE.phases()[0].sample_privacy.epsilon(counted.steps(["it"])) == math.inf
+    without = PrivateRounds(tmp_path / "elsewhere", name_of(server), 1)
+    without.add(server.run, SimpleNamespace(phase="it", sample_privacy=None), Message("train", {"round": 0}))
+    assert not (tmp_path / "elsewhere").exists()
 
 
 LOST = {

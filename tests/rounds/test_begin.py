@@ -164,8 +164,8 @@ def test_a_result_from_a_checkpoint_has_its_round_and_its_costs_below_the_checkp
 
 
 @pytest.mark.parametrize("read", [read_result, read_result_for_new_clients])
-def test_a_federated_result_of_which_no_costs_are_known_is_not_private(read, monkeypatch):
+def test_a_result_of_which_no_costs_are_known_is_not_private(read, monkeypatch):
     unknown, local = (given(monkeypatch, read, algorithm) for algorithm in (FedAvg(), FineTuning()))
     assert unknown.counted_rounds == {"p/it": [[*NOT_PRIVATE, 1]]}
-    assert unknown.counted_steps == {"p/it": {EVERYONE: [[*NOT_PRIVATE, 1]]}}
-    assert local.counted_rounds == local.counted_steps == {}
+    assert unknown.counted_steps == local.counted_steps == {"p/it": {EVERYONE: [[*NOT_PRIVATE, 1]]}}
+    assert not local.counted_rounds  # what clients keep is in no model of the server

@@ -1,11 +1,15 @@
 """Sample-level privacy of whole runs: epsilon against Opacus's accountant, targets, refusals, kills, and the log."""
 
+import hmac
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import cast
+from zlib import crc32
 
 import pytest
+import torch
 from helpers import blobs, mixture
 from helpers.backends import WithBatchNorm, local_training
 from helpers.reports import csv_rows
@@ -25,8 +29,11 @@ from fedmoe_pl.algorithms import (
     Local,
     PFLMoE,
 )
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends.local_client import _private_generator, client_of
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.phases.participation import phase_cohort
 from fedmoe_pl.rounds import sample_privacy
 from fedmoe_pl.rounds.run import Run
 
@@ -113,7 +120,7 @@ def test_the_noise_for_a_target_is_sought_for_all_steps_of_a_client_with_those_b
     first, *others = phases = [phase("first", private(), 1), phase("alone", target), phase("after", target)]
     training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
     before = {"first": [], "alone": [], "after": [first]}
-    run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={})
+    run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={}, states={})
     run.module, run.local_training = lambda phase: training.module, lambda *_: training
     run.phases_before = lambda phase: before[phase.name]
     sample_privacy.set_noise(cast(Run, run))
@@ -221,6 +228,53 @@ def test_both_kinds_of_privacy_can_be_had_together(tmp_path):
     run = fit(tmp_path, [phase(privacy=private(), aggregation=DifferentialPrivacy(2.0, 0.5, 1e-3))])
     state = run.run.states["it"]
     assert 0 < state.epsilon < math.inf and 0 < state.sample_epsilon < math.inf
+
+
+def drawn(training, client, purpose=13):
+    of_client = client_of(training, training.module, client, {}, round=0)
+    return torch.rand(9, generator=_private_generator(training, of_client, purpose))
+
+
+@pytest.mark.parametrize("purpose", [12, 13])
+def test_noise_and_batches_follow_from_every_sample_of_the_client_and_of_no_other(purpose):
+    def of(change=None, sizes=(21_000, 8), client=0, **kwargs):
+        datamodule = blobs(sizes, dtype=torch.float32)
+        if change is not None:
+            change(datamodule)
+        training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), datamodule)
+        return drawn(replace(training, **{"phase": "it", **kwargs}), client, purpose)
+
+    before = of()
+    assert torch.equal(of(), before) and not torch.equal(of(seed=1), before) and not torch.equal(of(client=1), before)
+    for sample in (0, 1, 7, 20_999):
+        for change in (lambda data: data.x[sample, 4:].mul_(1 + 2**-20), lambda data: data.y[sample].add_(1)):  # noqa: B023
+            assert not torch.equal(of(change), before)
+    assert torch.equal(of(lambda data: data.x[21_000:].add_(1)), before)
+    assert not torch.equal(of(client=1), of(lambda data: data.x[21_007].add_(1), client=1))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("backend", "tried"), [(TrainerBackend(), 0), (StackedBackend(), 2)])
+def test_the_samples_of_a_client_are_hashed_once_in_a_phase(backend, tried, tmp_path, monkeypatch):
+    """And those of two once more, before a stack is known to train them as they are trained alone."""
+    hashed = []
+    own = SimpleNamespace(new=lambda key, digestmod: hashed.append(key) or hmac.new(key, digestmod=digestmod))
+    monkeypatch.setattr("fedmoe_pl.backends.training.hmac", own)
+    fit(tmp_path, [phase(privacy=private()), phase("open", start="initial")], backend=backend)
+    assert len(hashed) == len(SIZES) + tried
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["samples", "clients"])
+def test_phases_whose_names_have_one_checksum_draw_other_noise(kind, tmp_path):
+    names = ("plumless", "buckeroo")
+    assert len({crc32(name.encode()) for name in names}) == 1
+    given = {"privacy": private()} if kind == "samples" else {"aggregation": DifferentialPrivacy(2.0, 0.5, 1e-3)}
+    run = fit(tmp_path, [phase(name, start="initial", **given) for name in names], evaluate_every_n_rounds=0)
+    one, other = (run.run.states[name].server for name in names)
+    assert all((one[name] - other[name]).abs().mean() > 1e-3 for name in one)
+    cohorts = [[phase_cohort(phase(name, clients_per_round=2, **given), 9, 0, n) for n in range(9)] for name in names]
+    assert (cohorts[0] == cohorts[1]) == (kind == "samples")  # which are the same in all phases
 
 
 REFUSED = {
