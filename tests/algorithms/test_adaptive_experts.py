@@ -146,26 +146,6 @@ def test_a_mixture_of_local_experts_that_nobody_trained_is_refused(tmp_path):
         run(phases, clustered(), blobs(), tmp_path)
 
 
-@pytest.mark.slow
-def test_local_may_come_after_the_clusters(tmp_path):
-    def finished(path, after):
-        phases = all_phases()
-        # a phase's random numbers depend on the phases before it: here are no cohorts, no exploration, one batch
-        phases[1].algorithm, phases[1].clients_per_round = EpsilonGreedyIFCA(epsilon=0.0), None
-        if after:
-            phases[1].start, phases[0].start = None, "IFCA"
-            phases[3].start = phases[4].start = "Local"
-            phases = [phases[1], phases[0], *phases[2:]]
-        return run(phases, clustered(), blobs(batch_size=20), path)
-
-    before, after = finished(tmp_path / "before", after=False), finished(tmp_path / "after", after=True)
-    for name in ("Local", "IFCA", "Fine-tuned", "Ensemble", "mixture"):
-        assert after.results[name].clients[0].global_test == before.results[name].clients[0].global_test
-    for name in ("Ensemble", "mixture"):
-        states = [federation.client_module(name, 2).state_dict() for federation in (after, before)]
-        torch.testing.assert_close(*states, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("frozen_train_mode", [False, True])
 def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen_train_mode):
     """Without dropout, the gate would get the same weights; a bare loop repeats what the clients draw."""
