@@ -7,6 +7,7 @@ module's name, those that mention it most often first.
 
 import argparse
 import ast
+import os
 import random
 import re
 import shutil
@@ -102,7 +103,7 @@ def main():
             command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
             command += [str(path.relative_to(tree)), *tests_of(path, tree, arguments.files)]
             try:
-                environment = {"PYTHONPATH": str(tree), "PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+                environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
                 done = subprocess.run(
                     command, cwd=tree, env=environment, timeout=arguments.timeout, capture_output=True, text=True
                 )

@@ -2,27 +2,8 @@
 
 import pytest
 import torch
-from helpers import (
-    Expert,
-    assert_same_bits,
-    blobs,
-    client_generator,
-    momentum_sgd,
-    phase,
-    run,
-    tensors,
-    train_by_hand,
-)
-from helpers.clusters import (
-    GateNet,
-    all_phases,
-    cluster,
-    clustered,
-    local_training,
-    losses_by_hand,
-    only,
-    tensors_of,
-)
+from helpers import Expert, assert_same_bits, blobs, client_generator, momentum_sgd, phase, run, tensors, train_by_hand
+from helpers.clusters import GateNet, all_phases, cluster, clustered, local_training, losses_by_hand, only, tensors_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

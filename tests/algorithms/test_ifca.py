@@ -8,17 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, TensorData, assert_same_bits, blobs, run
-from helpers.clusters import (
-    FIRST,
-    Watch,
-    chosen,
-    cluster,
-    clustered,
-    conflicting,
-    local_training,
-    losses_by_hand,
-    only,
-)
+from helpers.clusters import FIRST, Watch, chosen, cluster, clustered, conflicting, local_training, losses_by_hand, only
 from torch import nn
 
 from fedmoe_pl import Phase, Train

@@ -6,16 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    assert_same_bits,
-    blobs,
-    client_generator,
-    mixture,
-    momentum_sgd,
-    phase,
-    run,
-    train_by_hand,
-)
+from helpers import assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, train_by_hand
 from helpers.backends import UNEQUAL, assert_agree, local_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
