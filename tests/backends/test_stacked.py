@@ -30,7 +30,6 @@ from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.stacked.members import Member, StackedData
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import (
-    VGG16,
     ClusteredMoE,
     ConstantGate,
     FeatureGate,
@@ -247,12 +246,6 @@ def test_backends_agree_with_batch_normalization():
 def test_backends_agree_for_models_of_images_with_augmentation(expert, images):
     module = PersonalizedMoE(expert, optimizer=momentum_sgd).double()
     assert_agree(local_training(module, FedAvg(), images([RandomCrop(), RandomHorizontalFlip()])), 1e-10)
-
-
-@pytest.mark.slow
-def test_backends_agree_for_vgg16(images):
-    module = PersonalizedMoE(VGG16(in_channels=1, dropout=0.0), optimizer=partial(torch.optim.SGD, lr=0.01)).double()
-    assert_agree(local_training(module, FedAvg(), images([]), max_epochs=1), 1e-10)
 
 
 def test_backends_agree_for_frozen_experts_of_which_each_client_has_another():
