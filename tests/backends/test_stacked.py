@@ -79,14 +79,14 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few("fused", "nesterov with decay")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
     module = mixture(LinearGate(5), optimizer=optimizer)
     assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
-@pytest.mark.few("FedAvg, uniform", "Local", "PFL-MF", "opt-out", "FedProx")
+@pytest.mark.few("FedAvg, uniform", "PFL-MF", "opt-out")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
     algorithm, gate = ALGORITHMS[name]
@@ -103,7 +103,7 @@ def test_backends_agree_whatever_is_mixed(name, mixing):
     assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few("adamw-frozen-[2, 3, 1]")
 @pytest.mark.parametrize("num_experts", [3, [2, 3, 1]], ids=str)
 @pytest.mark.parametrize("algorithm", [FedMoEDA(), FedMoEDA(trainable=["gate.*", "experts.*"])], ids=["all", "frozen"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "nesterov with decay"])

@@ -389,63 +389,7 @@ def test_a_loss_that_reads_what_only_its_own_trainer_knows_gets_one(reads, serve
     assert_same_bits(*sent)
 
 
-class SAM(torch.optim.SGD):
-    """Steps with the gradient of a neighbouring point, where the closure is called again."""
-
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        moves = [0.1 * p.grad for p in parameters]
-        with torch.no_grad():
-            torch._foreach_add_(parameters, moves)
-            with torch.enable_grad():
-                closure()
-            torch._foreach_sub_(parameters, moves)
-        super().step()
-        return loss
-
-
-class AnyArguments(torch.optim.SGD):
-    def step(self, *arguments, **named):
-        named.pop("closure")()
-        return super().step()
-
-
-def decays_first(parameters):
-    """Weights are halved before the gradient is computed: Lightning calls the closure inside the step."""
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-    def halve(optimizer, arguments, named):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(0.5)
-
-    optimizer.register_step_pre_hook(halve)
-    return optimizer
-
-
-class AsksWhenAttached(PersonalizedMoE):
-    def configure_optimizers(self):
-        epochs = 10 if self._trainer is None else self.trainer.max_epochs
-        return torch.optim.SGD(self.parameters(), lr=0.1 / epochs)
-
-
-class LeavesOut(PersonalizedMoE):
-    def loss(self, batch):
-        return (None, {}) if batch[0].sum() > 0 else super().loss(batch)
-
-
-class Catches(PersonalizedMoE):
-    def loss(self, batch):
-        loss, metrics = super().loss(batch)
-        try:
-            return loss / self.trainer.num_training_batches, metrics
-        except Exception:
-            return loss, metrics
-
-
-class CatchesAndFails(Catches):
+class CatchesAndFails(PersonalizedMoE):
     def loss(self, batch):
         try:
             return super().loss(batch)[0] / self.trainer.num_training_batches, {}
@@ -453,20 +397,13 @@ class CatchesAndFails(Catches):
             raise ValueError from None
 
 
-PROTOCOL = {
-    "SAM": (PersonalizedMoE, partial(SAM, lr=0.1)),
-    "a step with any arguments": (PersonalizedMoE, partial(AnyArguments, lr=0.1)),
-    "a hook before the step": (PersonalizedMoE, decays_first),
+PROTOCOL = {  # beside those of test_oracle.py
     "LBFGS": (PersonalizedMoE, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
-    "an optimizer by the Trainer": (AsksWhenAttached, None),
-    "a loss that leaves batches out": (LeavesOut, None),
-    "a question whose refusal is caught": (Catches, None),
     "a question whose refusal becomes another error": (CatchesAndFails, None),
 }
 
 
 @pytest.mark.parametrize("name", PROTOCOL)
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_bare_loop_follows_lightning_s_protocol(name, served):
     kind, optimizer = PROTOCOL[name]
     made, results = mixture(LinearGate(5)), []
