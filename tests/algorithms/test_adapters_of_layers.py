@@ -153,7 +153,7 @@ def network(rank=2) -> AdapterMoE:
     return AdapterMoE(base, lora, GlobalOnly(), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", [FedExLoRA(), HetLoRA([1, 3, 2]), FlexLoRA([1, 3, 2]), FedAvg("global_expert.*")])
 def test_backends_agree_and_nothing_of_the_base_leaves_a_client(algorithm, tmp_path):
     servers = []

@@ -2,27 +2,8 @@
 
 import pytest
 import torch
-from helpers import (
-    Expert,
-    assert_same_bits,
-    blobs,
-    client_generator,
-    momentum_sgd,
-    phase,
-    run,
-    tensors,
-    train_by_hand,
-)
-from helpers.clusters import (
-    GateNet,
-    all_phases,
-    cluster,
-    clustered,
-    local_training,
-    losses_by_hand,
-    only,
-    tensors_of,
-)
+from helpers import Expert, assert_same_bits, blobs, client_generator, momentum_sgd, phase, run, tensors, train_by_hand
+from helpers.clusters import GateNet, all_phases, cluster, clustered, local_training, losses_by_hand, only, tensors_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -144,26 +125,6 @@ def test_a_mixture_of_local_experts_that_nobody_trained_is_refused(tmp_path):
     phases[1].start = "initial"
     with pytest.raises(MisconfigurationException, match="because no phase trains local_expert"):
         run(phases, clustered(), blobs(), tmp_path)
-
-
-@pytest.mark.slow
-def test_local_may_come_after_the_clusters(tmp_path):
-    def finished(path, after):
-        phases = all_phases()
-        # a phase's random numbers depend on the phases before it: here are no cohorts, no exploration, one batch
-        phases[1].algorithm, phases[1].clients_per_round = EpsilonGreedyIFCA(epsilon=0.0), None
-        if after:
-            phases[1].start, phases[0].start = None, "IFCA"
-            phases[3].start = phases[4].start = "Local"
-            phases = [phases[1], phases[0], *phases[2:]]
-        return run(phases, clustered(), blobs(batch_size=20), path)
-
-    before, after = finished(tmp_path / "before", after=False), finished(tmp_path / "after", after=True)
-    for name in ("Local", "IFCA", "Fine-tuned", "Ensemble", "mixture"):
-        assert after.results[name].clients[0].global_test == before.results[name].clients[0].global_test
-    for name in ("Ensemble", "mixture"):
-        states = [federation.client_module(name, 2).state_dict() for federation in (after, before)]
-        torch.testing.assert_close(*states, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen_train_mode", [False, True])

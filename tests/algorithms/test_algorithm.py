@@ -6,27 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    Expert,
-    assert_same_bits,
-    blobs,
-    mixture,
-    phase,
-    run,
-    tensors,
-)
+from helpers import Expert, assert_same_bits, blobs, mixture, phase, run, tensors
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Algorithm, Phase, Train, algorithms
-from fedmoe_pl.algorithms import (
-    EpsilonGreedyIFCA,
-    FedAvg,
-    FedKD,
-    FineTuning,
-    Local,
-    PFLMoE,
-)
+from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedKD, FineTuning, Local, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Patterns
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate

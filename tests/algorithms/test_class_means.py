@@ -7,11 +7,7 @@ from helpers.prototypes import without_a_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.shared.class_means import (
-    class_means,
-    combine_class_means,
-    mean_of_known,
-)
+from fedmoe_pl.algorithms.shared.class_means import class_means, combine_class_means, mean_of_known
 
 
 def client(samples, data, module=None):

@@ -7,16 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TensorData, assert_same_bits, client_generator, run
-from helpers.runs import Kill, assert_same, federation
-from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import CoMiGS, FedAvg
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LayerwiseAdapterMoE, LoRA, TokenGate
 from fedmoe_pl.models.routers import balance_loss
 from fedmoe_pl.seeds import derive_seed
@@ -177,55 +173,6 @@ def test_it_is_the_rewrite_with_two_optimizers_whose_states_last(tmp_path):
         own = {name: tensor for name, tensor in kept.items() if "/" not in name}
         assert {name.split(".")[0] for name in own} == {"local_expert", "gate", "head"}
         torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_trainers_of_their_own_workers_and_a_resumed_run_have_the_same_bits(tmp_path):
-    algorithm = partial(CoMiGS, 5, 3)
-    expected = fitted(tmp_path / "one", algorithm(), backend=TrainerBackend())
-    arguments = {"trainer": {"max_epochs": EPOCHS, "accelerator": "cpu"}, "seed": SEED}
-    with pytest.raises(KeyboardInterrupt):
-        killed = federation(tmp_path, [phase(algorithm())], callbacks=[Kill("on_client_end", 4)], **arguments)
-        killed.fit(model(), data())
-    resumed = federation(tmp_path, [phase(algorithm())], **arguments)
-    resumed.fit(model(), data(), ckpt_path="last")
-    others = [
-        resumed.run.states["it"],
-        fitted(tmp_path / "every", algorithm(), every_batch=True),
-        fitted(tmp_path / "two", algorithm(), backend=TwoInThisProcess()),
-    ]
-    for state in others:
-        assert_same(dict(state.server), dict(expected.server))
-        for client in (0, 1):
-            assert_same(dict(state.clients[client]), dict(expected.clients[client]))
-
-
-def collated(samples):
-    """A dict for a batch, as those of Hugging Face's collators."""
-    x, y = (torch.stack(each) for each in zip(*samples, strict=True))
-    return {"input_ids": x, "attention_mask": (x != 0).long(), "labels": y}
-
-
-def labels_of(samples):
-    return [int(y) for _, y in samples]
-
-
-@pytest.mark.slow
-def test_batches_that_are_dicts_and_clients_with_loggers_have_the_bits_of_pairs_without(tmp_path):
-    pairs = data()
-    samples = [*zip(pairs.x[:23], pairs.y[:23], strict=True)]
-
-    def server_of(name, collate_fn, **trainer):
-        arguments = {"partitioner": pairs.partitioner, "batch_size": 4, "validation_fraction": 0.3}
-        datamodule = FromDatasets(samples, samples, targets=labels_of, collate_fn=collate_fn, **arguments)
-        trainer = {"max_epochs": EPOCHS, "accelerator": "cpu", **trainer}
-        own = federation(tmp_path / name, [phase(CoMiGS(5, 3))], trainer=trainer)
-        own.fit(model(), datamodule)
-        return dict(own.run.states["it"].server)
-
-    expected = server_of("pairs", None)
-    assert_same(server_of("dicts", collated, logger=CSVLogger(tmp_path / "logs")), expected)
-    assert [*(tmp_path / "logs").rglob("metrics.csv")]
 
 
 def test_steps_of_one_part_leave_the_bits_of_the_other(tmp_path):

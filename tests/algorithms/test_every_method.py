@@ -10,7 +10,7 @@ from helpers.adapted import adapted
 from helpers.architectures import pair
 from helpers.backends import FEW, begin, local_training
 from helpers.clusters import clustered, only
-from helpers.methods import FEW_METHODS, METHODS, data
+from helpers.methods import METHODS, data
 from helpers.mixtures_of_learners import learners
 from helpers.prototypes import without_a_class
 from helpers.runs import Kill, assert_same, federation
@@ -50,7 +50,7 @@ def fitted(path, name, ckpt_path=None, **kwargs):
     return run
 
 
-@pytest.mark.few(*FEW_METHODS)
+@pytest.mark.few("SecureAggregation", "Scaffold", "FedPer", "PFLMoE", "PFedMoE", "IFCA", "FedMoEDA")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(tmp_path, name):
     count = Count()

@@ -79,12 +79,6 @@ def brute_force(matrix, most):
     return [first.index(label) for label in labels]
 
 
-def test_the_silhouettes_of_four_clients():
-    matrix = distances(uploads(POINTS), torch.arange(4)).tolist()
-    assert silhouette(matrix, [0, 0, 1, 1]) == pytest.approx(0.985547, abs=1e-6)
-    assert silhouette(matrix, [0, 1, 2, 2]) == pytest.approx(0.496702, abs=1e-6)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_clusters_are_those_of_a_search_by_hand(seed):
     b = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))

@@ -41,20 +41,6 @@ def test_three_rounds_are_those_of_bare_pytorch(tmp_path, clients_per_round, ent
         assert trained[0] == {0: [0, 3], 1: [2, 3], 2: [0, 3], 3: [0, 2]}, "clients differ, and an expert is left"
 
 
-@pytest.mark.slow
-def test_a_client_gets_all_experts_once_and_then_those_that_it_asks_for(tmp_path):
-    data, model = blobs(FOUR), choosy()
-    expert = sum(tensor.numel() for tensor in tensors(model, "experts.0.").values())
-    rest = sum(tensor.numel() for tensor in tensors(model, ("gate.", "embedding.")).values())
-    for rounds in (1, 3):
-        state = run([phase("it", FedMix(), rounds=rounds)], model, data, tmp_path / str(rounds)).run.states["it"]
-        down = 4 * (4 * expert + rest) + (rounds - 1) * 4 * (2 * expert + rest)
-        up = rounds * 4 * (2 * expert + rest)
-        assert (state.traffic["parameters_down"], state.traffic["parameters_up"]) == (down, up)
-        requests = (rounds - 1) * 4 * 2 * 8  # two numbers of 64 bits
-        assert state.traffic["bytes_up"] == 8 * up + requests + rounds * 4 * 2 * 8  # and the weights of two experts
-
-
 def test_what_leaves_a_client_has_only_the_experts_that_it_trained():
     training = local_training(choosy(), FedMix(), blobs(FOUR))
     server = FedMix().server_init(training.module)

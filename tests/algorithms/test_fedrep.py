@@ -2,18 +2,7 @@
 
 import pytest
 from helpers import assert_same_bits, blobs, momentum_sgd, phase, run
-from helpers.bare import (
-    COHORTS,
-    SEED,
-    assert_near,
-    gradient,
-    mean,
-    of_tree,
-    round_batches,
-    step,
-    two_experts,
-    values,
-)
+from helpers.bare import COHORTS, SEED, assert_near, gradient, mean, of_tree, round_batches, step, two_experts, values
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, FedRep, Local

@@ -3,23 +3,12 @@
 import itertools
 import math
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, TensorData, assert_same_bits, blobs, run
-from helpers.clusters import (
-    FIRST,
-    Watch,
-    chosen,
-    cluster,
-    clustered,
-    conflicting,
-    local_training,
-    losses_by_hand,
-    only,
-)
+from helpers.clusters import FIRST, Watch, chosen, cluster, clustered, conflicting, local_training, losses_by_hand, only
 from torch import nn
 
 from fedmoe_pl import Phase, Train
@@ -107,19 +96,6 @@ def test_epsilon_follows_its_schedule():
     assert epsilons([0, 3, 15, 99], 120, **power) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 10])
     below, above = epsilons([12, 13], 100, **power)
     assert above < 0.25 < below
-
-
-@pytest.mark.slow
-def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
-    """Round 15 of 120 has epsilon 1/4; with 3 clusters, the best is picked with 1 - 2/3 of it."""
-    module, data = clustered(gate=only(0)), blobs()
-    training = replace(local_training(module, EpsilonGreedyIFCA(0.25, "power"), data), rounds=120)
-    losses = losses_by_hand(module, data, 1)
-    best = min(range(3), key=losses.__getitem__)
-    n, server, own = 300, training.algorithm.server_init(module), copy_module(module)
-    seeds = (replace(training, seed=seed) for seed in range(n))
-    others = sum(chosen(of_seed, 1, 15, server, own) != best for of_seed in seeds)
-    assert abs(others - n / 6) < 4 * math.sqrt(n * 1 / 6 * 5 / 6)
 
 
 # Aggregation

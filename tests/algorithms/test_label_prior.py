@@ -46,11 +46,6 @@ def log_shares(data, client, classes=3):
     return ((counts + 1) / (counts.sum() + classes)).log()
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return fitted(tmp_path_factory.mktemp("whole"))
-
-
 @pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
 def test_scores_are_those_of_the_federated_model_and_tau_times_the_logarithm_of_the_shares(tmp_path, tau):
     run, data = fitted(tmp_path, fedavg(), prior(LabelPrior(tau))), blobs(SIZES)
@@ -176,12 +171,6 @@ def test_an_expert_after_an_embedding_is_corrected(tmp_path):
     for client in range(3):
         expected = run.client_module("FedAvg", client)(data.x) + log_shares(data, client)
         torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
-
-
-def test_later_rounds_of_the_phase_change_nothing(whole, tmp_path):
-    run = fitted(tmp_path, fedavg(), prior(rounds=3))
-    for client in range(3):
-        assert_same_bits(run.run.states["prior"].clients[client], whole.run.states["prior"].clients[client])
 
 
 def test_it_needs_a_federated_model_that_is_not_corrected_yet(tmp_path):

@@ -1,14 +1,7 @@
 """Clients that train alone, against closed forms."""
 
 import torch
-from helpers import (
-    OneWeight,
-    PureOneWeight,
-    phase,
-    quadratic,
-    run,
-    two_quadratics,
-)
+from helpers import OneWeight, PureOneWeight, phase, quadratic, run, two_quadratics
 from helpers.quadratics import MINIMA, REMAINS, STEPS
 
 from fedmoe_pl.algorithms import Local

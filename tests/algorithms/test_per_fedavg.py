@@ -72,23 +72,6 @@ def test_the_gradient_of_a_quadratic_has_one_or_two_factors(second_order, power,
     assert_near(of_tree(state.server), [start - 0.01 * 3 * (1 - 0.1 * 3) ** power * start], 1e-14)
 
 
-@pytest.mark.parametrize("second_order", [False, True])
-def test_with_an_inner_rate_of_0_it_is_fedavg_on_the_second_halves(second_order, tmp_path):
-    data, model = blobs(), two_experts()
-    it = phase("it", PerFedAvg(0, second_order, weighting="samples"), rounds=2)
-    state = run([it], model, data, tmp_path, 2, seed=SEED).run.states["it"]
-    w = values(model)
-    for round in range(2):
-        of_clients = []
-        for client in range(3):
-            own = w
-            for x, y in round_batches(data, client, round, 2):
-                own = step(own, gradient(own, x[len(y) // 2 :], y[len(y) // 2 :]))
-            of_clients.append(own)
-        w = mean(of_clients, SIZES)
-    assert_near(of_tree(state.server), w, 1e-14)
-
-
 def test_batch_normalization_needs_two_samples_in_both_halves(tmp_path):
     """Of batches of 4 and 3, only the larger ones are halved; statistics are those of all forward passes."""
     model = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)

@@ -35,14 +35,6 @@ def model(name):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", CASES)
-def test_clients_in_stacks_take_the_steps_of_clients_alone(name):
-    algorithm, module = CASES[name][0](), model(name)
-    algorithm.server_init(module)
-    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
-
-
-@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("FedBN", "Per-FedAvg, second order")])
 def test_stacks_have_the_statistics_of_batch_normalization_of_clients_alone(name):
     module = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)

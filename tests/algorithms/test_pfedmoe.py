@@ -133,14 +133,3 @@ def test_backends_agree_with_pfedmoes_gate_and_last_batches_of_one_sample():
         actual, expected = ({**training.of(client).initial, **tree[client]} for tree in (stacked, kept))
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
         assert (expected["gate.layers.2.weight"] - training.initial["gate.layers.2.weight"]).abs().max() > 1e-4
-
-
-def test_a_second_round_agrees_where_clients_come_back_with_copies_of_their_own():
-    training = local_training(model(), PFedMoE(), blobs(MIXED, batch_size=10), rounds=2)
-    update, kept = train(TrainerBackend(), training)
-    results = []
-    for backend in (TrainerBackend(), StackedBackend()):
-        groups = list(backend.plan(training).train(update.sent, range(6), kept, 1))
-        results.append({client: tree for group in groups for client, tree in group.clients.items()})
-    for client in range(6):
-        torch.testing.assert_close(results[0][client], results[1][client], rtol=1e-9, atol=1e-9)

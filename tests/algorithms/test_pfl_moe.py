@@ -6,22 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    assert_same_bits,
-    blobs,
-    client_generator,
-    mixture,
-    momentum_sgd,
-    phase,
-    run,
-    train_by_hand,
-)
+from helpers import assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, train_by_hand
 from helpers.backends import UNEQUAL, assert_agree, local_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, KNNPer, LabelPrior, Local, PFLMoE, SpecialistMixture, pfl_moe
+from fedmoe_pl.algorithms import FedAvg, FineTuning, KNNPer, LabelPrior, Local, PFLMoE, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.phases.phase import Phase, Train
@@ -100,14 +91,6 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
         assert_same_bits(actual.local_expert.state_dict(), better.state_dict())
         assert_same_bits(actual.global_expert.state_dict(), tuned.global_expert.state_dict())
     assert set(kept_global) == {True, False}, "the test could not tell the option from its absence"
-
-
-def test_a_loss_by_which_experts_are_compared_counts_each_sample_once_whatever_the_batches():
-    datamodule, module = blobs((10,)), mixture()
-    client = Client(0, 0, 0, module, datamodule.train_samples[0], {}, datamodule)
-    found = pfl_moe._mean_loss(client, "local_expert", datamodule.batches(client.samples, batch_size=4))
-    x, y = datamodule.x[client.samples], datamodule.y[client.samples]
-    assert found == pytest.approx(F.cross_entropy(module.local_expert(x), y).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE()])  # with experts and gate, with the gate alone

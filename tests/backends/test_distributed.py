@@ -12,9 +12,6 @@ import pytest
 import torch
 from helpers import blobs, mixture
 from helpers.backends import WithBatchNorm, local_training, train_clients
-from helpers.deployed import Passing, deploy, kept_by, participants
-from helpers.deployed import federation as deployed_federation
-from helpers.methods import Method
 from helpers.ranks import Hangs, Misbehaves, Own, adam, sgd
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import CPU, trained_round, wait_until, workers
@@ -82,6 +79,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.few("accumulated and clipped", "parts in turn")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_two_processes_train_as_one_with_the_same_batches(team, datamodule, setting):
     optimizer, algorithm, trainer = SETTINGS[setting]
@@ -211,25 +209,3 @@ def test_what_cannot_be_divided_is_refused_before_any_training(why, datamodule, 
     arguments = {"phases": [Phase("p", FedAvg())], "trainer": {**DDP, **trainer}, **arguments}
     with pytest.raises(MisconfigurationException, match=sentence):
         federation(tmp_path, **arguments).check(mixture(GlobalOnly()), datamodule)
-
-
-@pytest.mark.slow
-def test_a_client_of_a_deployed_federation_trains_in_two_processes(tmp_path):
-    """The others train in one each."""
-    phases = lambda: [  # noqa: E731
-        Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly()),
-        Phase("FineTuning", FineTuning(), gate=LocalOnly()),
-    ]
-    method = Method(phases, partial(mixture, GlobalOnly()))
-    samples, before = {"sizes": (9, 6)}, workers()
-    simulated = deployed_federation(phases(), tmp_path / "simulation", backend=TrainerBackend())
-    simulated.fit(method.model(), blobs(**samples))
-    clients = participants(method, blobs(**samples), tmp_path)
-    clients[1].federation.trainer |= DDP
-    clients[1].federation.backend = TrainerBackend(loss_is_mean=True)
-    deployed = deploy(method, blobs(**samples), tmp_path, Passing(clients))
-    clients[1].close()
-    for phase, state in simulated.run.states.items():
-        close(deployed.run.states[phase].server, state.server)
-        close(kept_by(tmp_path, deployed, phase, 1), dict(state.clients.get(1, {})))
-    wait_until(lambda: workers() <= before)

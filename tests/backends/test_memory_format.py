@@ -66,6 +66,7 @@ ALGORITHMS = {
 }
 
 
+@pytest.mark.few("FedAvg")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_training_gives_the_results_of_contiguous_format_and_workers_the_same_bits(images, name):
     algorithm, gate = ALGORITHMS[name]

@@ -108,6 +108,7 @@ PATHS = {
 
 
 @warned
+@pytest.mark.few("clients in one Trainer", "stacked", "workers", "a user's module")
 @pytest.mark.parametrize("path", PATHS)
 def test_pretrained_parts_in_eval_mode_are_trained_as_in_a_plain_loop(path, tmp_path):
     arguments = {"model": mixture, "evaluate": False, **PATHS[path]}
@@ -200,6 +201,7 @@ def test_sizing_lazy_layers_keeps_the_modes():
     assert [part.training for part in module.global_expert] == [False, False, True]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("every_batch", [False, True])
 def test_parts_in_eval_mode_are_named_once_in_a_run(every_batch, tmp_path):
     with warnings.catch_warnings(record=True) as found:

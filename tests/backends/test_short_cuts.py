@@ -293,7 +293,7 @@ def assert_right_or_refused(make, algorithm, data, max_epochs=2, is_promised=Tru
     return stacks + "explicit"
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of weight normalization
 @pytest.mark.parametrize("name", CASES)
 def test_a_plain_trainer_s_result_or_a_refusal(name):

@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedmoe_pl import trees
 from fedmoe_pl.algorithms import FedAvg, FedProx, FineTuning, PFLMoE
-from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, StackedBackend, TrainerBackend, on_device
 from fedmoe_pl.backends import trainer as trainers
-from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.loop import _SAME_IN_ALL, NeedsTrainerError, needs_every_batch
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
@@ -34,13 +32,6 @@ from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.setup.check_trainer import check_trainer
-
-
-def test_fold_is_the_weighted_mean():
-    updates = [Update({"w": torch.tensor([float(value)])}, weight) for value, weight in ((0, 1), (4, 3), (2, 4))]
-    folded = fold(Algorithm(), updates)
-    assert folded.sent["w"].item() == pytest.approx((0 * 1 + 4 * 3 + 2 * 4) / 8)
-    assert folded.weight == 8
 
 
 def test_groups_follow_from_the_cohort_alone():
@@ -181,25 +172,6 @@ def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
     assert needs_every_batch(local_training(module, FedAvg(), data, limit_train_batches=1)), "one batch, and not all"
     assert needs_every_batch(ordinary)
     assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
-
-
-def test_a_summary_is_that_of_a_client_s_module(caplog, capsys):
-    summaries = []
-    for callbacks in ([], [EveryBatch()]):
-        arguments = {"enable_model_summary": True, "callbacks": callbacks}
-        train(TrainerBackend(), local_training(mixture(), FedAvg(), blobs((4,)), **arguments))
-        summaries.append(capsys.readouterr().out + caplog.text)
-    assert "params" not in summaries[0], "a shared Trainer has no module of a client"
-    assert "global_expert" in summaries[1]
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"callbacks": [EveryBatch()]}, {"limit_val_batches": 1.0}], ids=["callback", "validation"]
-)
-def test_a_client_has_a_trainer_of_its_own_where_something_looks_at_it(arguments):
-    data = blobs(UNEQUAL, validation_fraction=0.2)
-    assert TrainerBackend().plan(local_training(mixture(), FedAvg(), data)).shares_trainer
-    assert not TrainerBackend().plan(local_training(mixture(), FedAvg(), data, **arguments)).shares_trainer
 
 
 def test_the_environment_has_no_influence_on_the_trainers_of_clients(monkeypatch):
@@ -417,63 +389,7 @@ def test_a_loss_that_reads_what_only_its_own_trainer_knows_gets_one(reads, serve
     assert_same_bits(*sent)
 
 
-class SAM(torch.optim.SGD):
-    """Steps with the gradient of a neighbouring point, where the closure is called again."""
-
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        moves = [0.1 * p.grad for p in parameters]
-        with torch.no_grad():
-            torch._foreach_add_(parameters, moves)
-            with torch.enable_grad():
-                closure()
-            torch._foreach_sub_(parameters, moves)
-        super().step()
-        return loss
-
-
-class AnyArguments(torch.optim.SGD):
-    def step(self, *arguments, **named):
-        named.pop("closure")()
-        return super().step()
-
-
-def decays_first(parameters):
-    """Weights are halved before the gradient is computed: Lightning calls the closure inside the step."""
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-
-    def halve(optimizer, arguments, named):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(0.5)
-
-    optimizer.register_step_pre_hook(halve)
-    return optimizer
-
-
-class AsksWhenAttached(PersonalizedMoE):
-    def configure_optimizers(self):
-        epochs = 10 if self._trainer is None else self.trainer.max_epochs
-        return torch.optim.SGD(self.parameters(), lr=0.1 / epochs)
-
-
-class LeavesOut(PersonalizedMoE):
-    def loss(self, batch):
-        return (None, {}) if batch[0].sum() > 0 else super().loss(batch)
-
-
-class Catches(PersonalizedMoE):
-    def loss(self, batch):
-        loss, metrics = super().loss(batch)
-        try:
-            return loss / self.trainer.num_training_batches, metrics
-        except Exception:
-            return loss, metrics
-
-
-class CatchesAndFails(Catches):
+class CatchesAndFails(PersonalizedMoE):
     def loss(self, batch):
         try:
             return super().loss(batch)[0] / self.trainer.num_training_batches, {}
@@ -481,20 +397,13 @@ class CatchesAndFails(Catches):
             raise ValueError from None
 
 
-PROTOCOL = {
-    "SAM": (PersonalizedMoE, partial(SAM, lr=0.1)),
-    "a step with any arguments": (PersonalizedMoE, partial(AnyArguments, lr=0.1)),
-    "a hook before the step": (PersonalizedMoE, decays_first),
+PROTOCOL = {  # beside those of test_oracle.py
     "LBFGS": (PersonalizedMoE, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
-    "an optimizer by the Trainer": (AsksWhenAttached, None),
-    "a loss that leaves batches out": (LeavesOut, None),
-    "a question whose refusal is caught": (Catches, None),
     "a question whose refusal becomes another error": (CatchesAndFails, None),
 }
 
 
 @pytest.mark.parametrize("name", PROTOCOL)
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_bare_loop_follows_lightning_s_protocol(name, served):
     kind, optimizer = PROTOCOL[name]
     made, results = mixture(LinearGate(5)), []
@@ -505,17 +414,6 @@ def test_a_bare_loop_follows_lightning_s_protocol(name, served):
     assert len(served) == 1
     assert_same_bits(*(update.sent for update in results))
     assert any(not torch.equal(tensor, made.state_dict()[n]) for n, tensor in results[0].sent.items())
-
-
-def test_what_all_clients_of_a_shared_trainer_have_in_common_is_asked_once(served):
-    asked = []
-    for sizes in ((8, 4), (8, 4, 7, 5, 9, 6)):
-        plan = begin(TrainerBackend(), local_training(mixture(LinearGate(5)), Watching(), blobs(sizes)))
-        Watching.asked = 0
-        train_clients(plan)
-        asked.append(Watching.asked)
-    assert served == [2, 6]
-    assert asked[0] == asked[1] > 0
 
 
 class SendsViews(FedAvg):

@@ -10,7 +10,7 @@ import torch
 from helpers.data import Own, set_up, vectors
 from helpers.evaluations import evaluation, mixture, nan
 from helpers.reports import csv_rows
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -239,24 +239,6 @@ def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_whi
         contents["_hparams_/session_start_info"].plugin_data.content
     )
     assert session.hparams["channels_last"].bool_value is True
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of MLflow itself
-def test_mlflow_s_file_store_takes_hyperparameters_accuracies_pictures_and_tables(run, monkeypatch):
-    pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    logger = MLFlowLogger(tracking_uri=f"file:{run.folder}/mlruns")
-    run.loggers = RunLoggers([logger])
-    run.fit(AccuracyMonitor(), GateMonitor())
-    data = logger.experiment.get_run(logger.run_id).data
-    assert data.params["mixing"] == "probabilities"
-    assert data.params["PFL_MFE.rounds"] == "1"
-    of_methods = logger.experiment.search_runs([logger.experiment_id], "attributes.run_name = 'FedAvg'")
-    assert of_methods[0].data.metrics["reweighted_test/mean"] == pytest.approx(0.7)
-    files = [path.name for path in run.folder.rglob("artifacts/**/*.*")]
-    assert "table.txt" in files
-    assert any(name.startswith("mean_gate_weight~by_client_and_class+step+1") for name in files)
 
 
 class LoggerOfPictures(CSVLogger):

@@ -19,7 +19,7 @@ from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor, embed, representations_of
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDatasets
-from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, ProxyGate, SparseMoE
+from fedmoe_pl.models import GlobalOnly, LocalOnly, ProxyGate, SparseMoE
 
 
 def shown(path, module, phases, datamodule=None, clients=None, samples=100):
@@ -58,19 +58,6 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
     assert "mixed" in (of_method / "projector_config.pbtxt").read_text()
 
 
-@pytest.mark.slow
-def test_a_phase_with_its_own_model_shows_what_that_model_computes(tmp_path):
-    """The federation's model may be another one, and so may that of a phase in which it is such a mixture."""
-    phases = [
-        Phase("own", PFedMoE(), train=Train(max_epochs=1), model=model(dtype=torch.float32)),
-        Phase("plain", Local()),
-    ]
-    fed, _ = shown(tmp_path, mixture(), phases, blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32))
-    found = {str(folder.relative_to(fed.run_dir)) for folder in fed.run_dir.glob("*/00001/*")}
-    of_own = {f"own/00001/{name}" for name in ("mixed", "shared", "local")}
-    assert found == of_own | {"plain/00001/global_expert", "plain/00001/local_expert"}
-
-
 def test_the_representations_of_any_model_are_the_outputs_of_its_extractors():
     """Also where the gate leaves an expert out, and where the model itself has the extractor."""
     x = torch.randn(7, 5, dtype=torch.float64)
@@ -103,27 +90,6 @@ def test_what_cannot_be_drawn_is_named_and_does_not_end_the_run(samples, spoil, 
         phases = [Phase("p", Local(), train=Train(max_epochs=0))]
         fed, _ = shown(tmp_path, mixture(LocalOnly()), phases, datamodule, [0, 1], samples)
     assert not [*fed.run_dir.rglob("projector*")]
-
-
-@pytest.mark.slow
-def test_local_experts_of_different_architectures_are_shown_together_if_their_sizes_allow(tmp_path):
-    """They had names of their own, so that none was shown, and nobody said so."""
-
-    def expert_of(hidden, name):
-        expert = Expert(hidden=hidden)
-        expert.extractor.append(nn.Linear(hidden, 6 if name == "same" else hidden))
-        expert.classifier = nn.Linear(6 if name == "same" else hidden, 3)
-        return expert
-
-    def shown_of(name):
-        module = PersonalizedMoE(Expert(), [expert_of(hidden, name) for hidden in (6, 7)], LocalOnly())
-        return shown(tmp_path / name, module, [Phase("p", Local())], None, [0, 1], 4)
-
-    fed, monitor = shown_of("same")
-    found, _, _ = monitor.compute(fed.run, "p")
-    assert {name: values.shape for name, values in found.items()} == {"local expert": (8, 6)}
-    with pytest.warns(match="local expert representations are not shown, because"):
-        shown_of("other")
 
 
 class Tuple(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
-from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, SampleMonitor
+from fedmoe_pl.callbacks import AccuracyMonitor, SampleMonitor
 from fedmoe_pl.callbacks.own_samples import words_of
 from fedmoe_pl.callbacks.sample_monitor import GatedSamples, certainty_figure, image_samples_figure, text_samples_figure
 from fedmoe_pl.checks import InvalidArgumentError
@@ -140,18 +140,3 @@ def test_a_client_that_is_not_there_is_refused_and_data_that_cannot_be_shown_are
             fitted(tmp_path, callback)
     with pytest.warns(UserWarning, match="nothing is shown, because no logger takes pictures"):
         run([Phase("FedAvg", FedAvg("*"))], model(), images(), tmp_path, callbacks=[SampleMonitor()])
-
-
-@pytest.mark.slow
-def test_chosen_clients_have_curves_and_what_is_cut_says_so(tmp_path):
-    fed = fitted(tmp_path, AccuracyMonitor([1]), GateMonitor(max_clients=2))
-    log = EventAccumulator(str(fed.run_dir / "FedAvg")).Reload()
-    tags = [tag for tag in log.Tags()["scalars"] if "client_" in tag]
-    assert tags == ["reweighted_test/client_001", "global_test/client_001"]
-    expected = fed.run.results["FedAvg"].clients[1].global_test
-    assert log.Scalars("global_test/client_001")[-1].value == pytest.approx(expected)
-    log = EventAccumulator(str(fed.run_dir / "PFL-MF")).Reload()
-    (description,) = {
-        log.SummaryMetadata(tag).summary_description for tag in log.Tags()["tensors"] if "weight_of_samples" in tag
-    }
-    assert description.endswith("The first 2 of 3 clients; max_clients shows others.")

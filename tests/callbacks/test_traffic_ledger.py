@@ -82,12 +82,6 @@ def test_what_a_file_has_is_not_missing(tmp_path):
         TrafficLedger().on_fit_start(SimpleNamespace(folder=tmp_path, states=states))
 
 
-@pytest.mark.slow
-def test_workers_write_the_same_file(whole, tmp_path):
-    parallel = fitted(tmp_path, trainer={"accelerator": "cpu", "devices": 2})
-    assert (parallel.run_dir / "traffic.csv").read_bytes() == (whole.run_dir / "traffic.csv").read_bytes()
-
-
 def test_every_logger_gets_the_bytes_of_each_round(whole):
     tag = "FedAvg/traffic_of_round/bytes"
     rows = [row for row in csv_rows(Path(whole.run.loggers.all[0].log_dir) / "metrics.csv") if row[f"{tag}_up"]]

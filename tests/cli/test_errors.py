@@ -131,7 +131,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_an_argument_that_cannot_be_parsed_is_named(sentence):
     assert refusal("--config", QUICKSTART, *REFUSED[sentence]).startswith(sentence)

@@ -97,7 +97,7 @@ def test_a_list_in_an_object_replaces_the_whole_list():
     assert data["data"]["init_args"]["augmentation"][0]["init_args"]["padding"] != 7
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -305,6 +305,7 @@ def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expe
         assert not torch.equal(local["weight"], model.local_expert.weight)
 
 
+@pytest.mark.slow
 def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp_path):
     phases = [
         Phase("FedAvg", OptInFedAvg("global_expert.*", opt_out_clients=0.4), rounds=2, gate=ConstantGate(1.0)),

@@ -17,7 +17,6 @@ from helpers.reports import csv_rows, leave_pictures_blank, markdown_tables
 pytest.importorskip("optuna")
 
 import optuna
-from optuna import Study
 
 from fedmoe_pl.cli import command_line, main
 from fedmoe_pl.grids import processes, tune
@@ -170,23 +169,6 @@ def pretended(monkeypatch, no_checks, tmp_path):
     """Lets trials run the script in place of ``fedmoe fit``."""
     (tmp_path / "fit.py").write_text(SCRIPT)
     monkeypatch.setattr(processes, "_command", lambda path, checkpoint: [sys.executable, "fit.py", str(path)])
-
-
-@pytest.mark.slow
-def test_values_are_the_same_after_a_kill(pretended, tmp_path, monkeypatch, capsys):
-    space = {LR: {"low": 0.2, "high": 1.0, "log": True}}
-    arguments = [space, "--trials", "2", "--sampler.n_startup_trials", "1", "--pruner", "NopPruner"]
-    assert search(*arguments, "--folder", "whole") == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(Study, "tell", lambda *_: (_ for _ in ()).throw(Killed))
-        killed(*arguments, "--folder", "cut")
-    capsys.readouterr()
-    assert search(*arguments, "--folder", "cut") == 0
-    assert ") is finished: cut/trial_000/version_0\n" in capsys.readouterr().out
-    assert (tmp_path / "cut/trials.csv").read_bytes() == (tmp_path / "whole/trials.csv").read_bytes()
-    assert len({row[LR] for row in csv_rows(tmp_path / "whole/trials.csv")}) == 2
-    assert search({LR: {"low": 0.1, "high": 1.0}}, "--folder", "cut") == 2
-    assert "another one, because its space.yaml differs" in capsys.readouterr().err
 
 
 @pytest.mark.slow

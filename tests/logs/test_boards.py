@@ -93,15 +93,6 @@ def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
 
 
 @pytest.mark.slow
-# an evaluation of fewer epochs, before the first checkpoint of a round; the end, when all texts are there
-@pytest.mark.parametrize(("hook", "n"), [("on_evaluation_end", 2), ("on_fit_end", 1)])
-def test_a_resumed_run_shows_everything_once_at_its_step(hook, n, whole, kill, tmp_path):
-    kill(hook, n, None)
-    fitted(tmp_path, ckpt_path="last")
-    assert shown(tmp_path) == whole
-
-
-@pytest.mark.slow
 def test_a_run_killed_again_and_again_shows_everything_once_at_its_step(whole, kill, tmp_path):
     kill("on_evaluation_end", 1, None)
     kill("on_phase_end", 1)

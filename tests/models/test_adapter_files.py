@@ -14,14 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedmoe_pl.models import AdapterMoE, ConstantGate, EqualWeights, GlobalOnly, LayerwiseAdapterMoE, LoRA, TokenGate
-from fedmoe_pl.models.adapter_files import (
-    adapter_of,
-    adapter_of_mixture,
-    merged,
-    peft_model,
-    read_adapter,
-    save_base,
-)
+from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, read_adapter, save_base
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -1,7 +1,5 @@
 """Local experts of several architectures: which one a client has, trains and keeps."""
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,13 +8,11 @@ from helpers.architectures import SIZES, pair, train_bare
 from helpers.data import refused_argument
 from helpers.models import plain_trainer, samples, trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.cli import main
 from fedmoe_pl.models import EqualWeights, PersonalizedMoE, SmallMLP
 
 
@@ -87,53 +83,3 @@ def test_a_client_s_module_computes_its_own_architecture_also_its_parts():
 def test_an_expert_of_another_number_of_outputs_is_refused_wherever_it_is_in_the_list(classes):
     experts = [SmallMLP(num_classes=number) for number in classes]
     assert refused_argument(lambda: PersonalizedMoE(SmallMLP(), experts)) == "local_expert"
-
-
-class Flat(nn.Module):
-    """A user's own expert, which does not keep its argument."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-@pytest.fixture(scope="module")
-def clients_of_the_command_line(tmp_path_factory):
-    """Checkpoints of three clients of a run from a YAML file with two architectures."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "two.yaml").write_text(f"""
-model:
-  class_path: PersonalizedMoE
-  init_args:
-    global_expert: {{class_path: {__name__}.Flat, init_args: {{width: 5}}}}
-    local_expert:
-    - {{class_path: {__name__}.Flat, init_args: {{width: 6}}}}
-    - {{class_path: {__name__}.Flat, init_args: {{width: 7}}}}
-data: {{class_path: Digits, init_args: {{num_clients: 3, partitioner: IID, batch_size: 300}}}}
-trainer: {{accelerator: cpu}}
-federation:
-  logger: false
-  default_root_dir: {folder}
-  enable_progress_bar: false
-  callbacks: [ClientCheckpoint]
-  phases:
-  - {{name: FedAvg, algorithm: {{class_path: FedAvg, init_args: {{shared: global_expert.*}}}}, gate: EqualWeights}}
-""")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["fedmoe"])
-        patch.setattr("sys.path", [*sys.path])
-        main(["fit", "--config", str(folder / "two.yaml")])
-    return [next(folder.rglob(f"client_{client:03d}.ckpt")) for client in range(3)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("client", [0, 1, 2])
-def test_architectures_come_from_a_configuration_and_a_client_s_checkpoint_has_its_own(
-    clients_of_the_command_line, client
-):
-    loaded = PersonalizedMoE.load_from_checkpoint(clients_of_the_command_line[client])
-    assert [*loaded.local_expert.present] == [client % 2]
-    assert loaded.local_expert.expert.layers[1].out_features == (6, 7)[client % 2]

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from helpers import Expert
 from helpers.clusters import GateNet, clustered, only
 from lightning.pytorch import Trainer
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import LEAFCNN, VGG16, ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
+from fedmoe_pl.models import LEAFCNN, ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
 
 
 def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_last():
@@ -62,24 +61,6 @@ def test_a_gate_held_at_one_expert_gives_exactly_it_and_computes_no_other():
     module.gate = ConstantGate([0.25, 0.0, 0.75, 0.0])
     torch.testing.assert_close(module(x), 0.25 * alone[0] + 0.75 * alone[2])
     assert calls == {0: 2, 1: 1, 2: 2, 3: 1}
-
-
-def test_the_ensemble_predicts_the_argmax_of_the_sum_of_logits():
-    module = clustered(3, mixing="logits")
-    x = torch.randn(50, 5, dtype=torch.float64)
-    total = sum(expert(x) for expert in (*module.global_experts, module.local_expert))
-    assert torch.equal(module(x).argmax(1), total.argmax(1))
-    probabilities = sum(expert(x).softmax(1) for expert in (*module.global_experts, module.local_expert))
-    assert not torch.equal(total.argmax(1), probabilities.argmax(1)), "the test could not tell them apart"
-
-
-def test_clusters_of_vgg16_are_drawn_as_it_is():
-    """N(0, sqrt(2 / (9 * 512))) for the last convolution, of 2.4 million weights, and biases of 0."""
-    module = ClusteredMoE(VGG16(), 2)
-    for expert in (*module.global_experts, module.local_expert):
-        last = [part for part in expert.modules() if isinstance(part, nn.Conv2d)][-1]
-        assert last.weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
-        assert not last.bias.any()
 
 
 def test_the_logged_weight_of_the_global_experts_is_that_of_all_of_them(tmp_path):

@@ -6,13 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_bits, blobs, mixture
-from helpers.backends import FEW, assert_agree, local_training, train
+from helpers import assert_same_bits
 from torch import nn
 from torch.func import functional_call
 
-from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import SwitchNorm1d
 
 
@@ -110,26 +107,3 @@ def test_switch_norm_called_functionally_changes_the_buffers_it_is_given_and_not
     assert not norm.running_mean.any() and not norm.running_var.any()
     torch.testing.assert_close(state["running_mean"], 0.1 * x.mean(0))
     torch.testing.assert_close(state["running_var"], 0.1 * x.var(0))
-
-
-class WithSwitchNorm(nn.Module):
-    """A perceptron whose hidden layer is normalized."""
-
-    def __init__(self):
-        super().__init__()
-        self.extractor = nn.Sequential(nn.Linear(5, 6), SwitchNorm1d(6), nn.Tanh())
-        self.classifier = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.classifier(self.extractor(x))
-
-
-def test_backends_agree_with_switch_norm_on_unequal_clients_and_last_batches_of_one():
-    module = mixture(expert=WithSwitchNorm())
-    training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))  # 25 samples: four batches and one sample
-    assert training.has_batch_norm
-    assert_agree(training, 1e-10)
-    update, _ = train(StackedBackend(4), training)
-    for name in ("running_mean", "running_var", "mean_weight", "var_weight"):
-        start = training.initial[f"global_expert.extractor.1.{name}"]
-        assert (update.sent[f"global_expert.extractor.1.{name}"] - start).abs().max() > 1e-4

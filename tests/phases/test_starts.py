@@ -3,15 +3,7 @@
 import pytest
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import (
-    ClusterMixture,
-    FedAvg,
-    FineTunedCluster,
-    FineTuning,
-    Local,
-    PFLMoE,
-    SpecialistMixture,
-)
+from fedmoe_pl.algorithms import ClusterMixture, FedAvg, FineTunedCluster, FineTuning, Local, PFLMoE, SpecialistMixture
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import LinearGate
 from fedmoe_pl.phases.starts import chain_of_starts, find_starts

@@ -102,7 +102,7 @@ def test_a_part_that_was_evaluated_as_another_than_the_one_that_is_taken_is_warn
     assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name in METHODS if chooses_model(METHODS[name].phases()[-1].algorithm)])
 def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evaluated_tensors(name, tmp_path):
     run = Federation(METHODS[name].phases(), {"max_epochs": 2}, default_root_dir=str(tmp_path), logger=False)

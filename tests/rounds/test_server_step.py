@@ -12,14 +12,7 @@ from helpers.runs import Kill, assert_same
 from torch import nn
 
 from fedmoe_pl import Evaluate, Federation, Phase, Select
-from fedmoe_pl.algorithms import (
-    EpsilonGreedyIFCA,
-    FedAdam,
-    FedAvg,
-    FedMoEDA,
-    PFedMoE,
-    Scaffold,
-)
+from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAdam, FedAvg, FedMoEDA, PFedMoE, Scaffold
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.rounds.fit import server_step
