@@ -145,7 +145,6 @@ def check_task(
         with naming(phase):
             _check_batches(module, datamodule)
             _check_gate(module, datamodule)
-            _check_causal(module, datamodule)
     has_classes = predicts_classes(module, datamodule)
     needs_metrics = not (has_classes or isinstance(module, MixtureOfExperts))
     if not phase.evaluate and (has_classes or needs_metrics):
@@ -178,6 +177,7 @@ def check_task(
         raise kind(str(phase), "model", module, allowed, because)
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
+        _check_causal(phase, module, datamodule)
     check_values(metrics, module, outputs, targets)
 
 
@@ -224,24 +224,23 @@ def _check_gate(module: MixtureOfExperts, datamodule: FederatedDataModule) -> No
             module.check_gate(move_data_to_device(inputs_of(batch, module.target_key), module.device))
 
 
-def _check_causal(module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
+def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
     """Refuses a language model whose scores for the first predicted token of a text change with this token."""
     samples = datamodule.train_samples.indices[: int(module.task == "causal_lm")]
     for batch, _ in labelled_batches(datamodule, samples, module):
         x, y = inputs_and_targets(move_data_to_device(batch, module.device), module.target_key)
         ids = x.get("input_ids") if isinstance(x, Mapping) else x
-        predicted = (y[0, 1:] != -100).nonzero().flatten()
-        if not isinstance(ids, Tensor) or ids.shape != y.shape or not len(predicted):
+        if not isinstance(ids, Tensor) or ids.shape != y.shape or not (y[0, 1:] != -100).any():
             continue
-        last = int(predicted[0])
+        last = int((y[0, 1:] != -100).nonzero()[0])
         ids = torch.cat((ids[:, : last + 1], ids[:, last : last + 1].expand_as(ids[:, last + 1 :])), dim=1)
         other = {**x, "input_ids": ids} if isinstance(x, Mapping) else ids
         with torch.no_grad(), evaluating(module):
-            scores, others = (module(each)[:, last].double() for each in (x, other))
-        rounding = min(100 * torch.finfo(module.dtype).eps, 0.1) * scores.abs().max()
-        if (scores - others).abs().max() > rounding:
-            allowed, because = "one that reads no later tokens", "its scores for a token change with this token"
-            raise InvalidArgumentError(module, "task", "causal_lm", f"that of another model, {allowed}", because)
+            scores, others = (module(each)[:, last] for each in (x, other))
+        rounding = min(100 * torch.finfo(scores.dtype).eps, 0.1)
+        if (scores - others).abs().max() > rounding * scores.abs().max():
+            because = "the task is 'causal_lm', and its scores for a token change with this token"
+            raise InvalidArgumentError(str(phase), "model", module, "one that reads no later tokens", because)
 
 
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:
