@@ -398,7 +398,8 @@ class MixtureOfExperts(LightningModule, ABC):
         try:
             return super().load_from_checkpoint(*args, **kwargs)
         except (ArgumentError, ValueError) as error:  # of jsonargparse, in many lines
-            cause, key = error, cls.__name__
+            cause: Any = error
+            key = cls.__name__
             while not isinstance(cause, InvalidArgumentError) and (inner := cause.__cause__ or cause.__context__):
                 if found := re.match(r'Parser key "(?!module")(.+)":', str(cause)):
                     key = f"{cls.__name__}: {found[1]}"
