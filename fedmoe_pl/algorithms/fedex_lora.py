@@ -33,6 +33,7 @@ from fedmoe_pl.trees import Tree, mean_of_two, names_of_same_tensors, of_module,
 _EXPERT = "global_expert."
 _PRODUCTS = "products/"  # prefix of the name of a factor: the factors of the mean of products
 _SCALING = "adapters/scaling"  # s, shape ()
+_LOST = "lost/"  # prefix of the name of a weight in half precision: what its rounding has left out, for the next round
 _TRANSPOSED = "transposed/"  # prefix of the name of a weight that is stored as (in, out); tensors of no size
 
 
@@ -104,7 +105,10 @@ class FedExLoRA(Algorithm):
             name = _weight_of(layer)
             residual = server[_SCALING] * (product(products[a], products[b]) - product(means[a], means[b]))
             residual = residual.T if f"{_TRANSPOSED}{name}" in server else residual
-            new[name] = (server[name] + residual.reshape(server[name].shape)).to(server[name])
+            exact = server[name] + (residual.reshape(server[name].shape) + server.get(f"{_LOST}{name}", 0))
+            new[name] = exact.to(server[name])
+            if new[name].itemsize < 4:
+                new[f"{_LOST}{name}"] = (exact - new[name]).float()
         return new
 
 

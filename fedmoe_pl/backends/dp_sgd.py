@@ -78,7 +78,7 @@ def samples_at_once(parameters: Mapping[str, Tensor]) -> int:
     return 1 if on_cpu and size > _LARGE else max(_BYTES_AT_ONCE // max(size, 1), 1)
 
 
-def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: float) -> Tree:
+def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: float, one_by_one: bool = False) -> Tree:
     """The sum over samples of the loss's gradients, each clipped to a norm; one that is not finite counts as none.
 
     Args:
@@ -86,23 +86,17 @@ def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: floa
         parameters: what is differentiated.
         samples: tensors of shape (n, ...), perhaps in tuples and dicts.
         max_norm: the norm to which a gradient over all parameters is clipped.
+        one_by_one: whether gradients are computed one after another, without ``vmap``.
     """
-    sums, size, start = zeros(parameters), samples_at_once(parameters), 0
+    sums, size = zeros(parameters), 1 if one_by_one else samples_at_once(parameters)
     first = tree_leaves(samples)[0]
     counts = first.new_ones(len(first), dtype=torch.bool)
     with torch.no_grad():
-        while sums and start < len(first):
+        for start in range(0, len(first) if sums else 0, size):
             part = slice(start, start + size)
             rows = tree_map(lambda tensor: tensor[part], samples)  # noqa: B023
-            try:
-                gradients = (_gradient_of_one if size == 1 else sample_gradients)(loss, parameters, rows)
-            except RuntimeError:  # vmap refuses code that asks for values, such as that of transformers
-                if size == 1:
-                    raise
-                size = 1
-                continue
+            gradients = (_gradient_of_one if size == 1 else sample_gradients)(loss, parameters, rows)
             add_clipped(sums, gradients, counts[part], max_norm)
-            start += size
     return sums
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -28,6 +29,7 @@ from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, copy_module, same_values
 
 _TRIED_SAMPLES = 4
+_REFUSED = WeakSet[LightningModule]()  # by vmap
 _AGAIN = "the optimizer computes the gradients of a batch more than once in a step"
 
 
@@ -116,7 +118,13 @@ def clipped_gradients(
         return module_loss.of(parameters, x, y, constants)
 
     with dense_experts():
-        return clipped_sum(loss, parameters, samples, max_norm)
+        try:
+            return clipped_sum(loss, parameters, samples, max_norm, one_by_one=module in _REFUSED)
+        except RuntimeError:  # vmap refuses code that asks for values, such as that of transformers
+            if module in _REFUSED:
+                raise
+            _REFUSED.add(module)
+            return clipped_sum(loss, parameters, samples, max_norm, one_by_one=True)
 
 
 def names_in_loss(

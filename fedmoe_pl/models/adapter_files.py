@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError, reason_of, shown, tried
+from fedmoe_pl.checks import InvalidArgumentError, shown, tried
 from fedmoe_pl.models.adapters import LoRA, paths_to_save, silent_peft, unlike_weight
 from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, LayerwiseAdapterMoE
@@ -74,25 +74,15 @@ def adapter_of_mixture(module: AdapterMoE) -> Adapter | None:
 
 
 def peft_model(base: nn.Module, adapter: Adapter) -> Any:
-    """Peft's model of a base with an adapter, in eval mode; it has the base itself, with other layers in it.
-
-    Raises:
-        MisconfigurationException: if peft would train a layer as a whole that has an adapter.
-    """
+    """Peft's model of a base with an adapter, in eval mode; it has the base itself, with other layers in it."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     config = adapter.lora.config()
     # paths, because peft takes each name for the end of others
     config.modules_to_save = paths_to_save(base, adapter.lora) or None
     config.task_type = _task_type(base, adapter)
-    try:
-        with silent_peft():
-            model = get_peft_model(base, config, autocast_adapter_dtype=adapter.lora.autocast_adapter_dtype)
-    except TypeError as error:  # of a layer that has an adapter
-        allowed = "names that no layer with an adapter ends with"
-        because = f"peft says: {reason_of(error)}"
-        names = adapter.lora.modules_to_save
-        raise InvalidArgumentError(adapter.lora, "modules_to_save", names, allowed, because) from error
+    with silent_peft():
+        model = get_peft_model(base, config, autocast_adapter_dtype=adapter.lora.autocast_adapter_dtype)
     # also that of other layers with such an end, such as pre_classifier
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
     set_peft_model_state_dict(model, own | adapter.tensors)

@@ -255,6 +255,12 @@ class AdaptedBase:
         self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
         self._read = self._saved[0] if self._saved else _output_layer(base)
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
+        if wrong := next((path for path in self._paths if path.endswith(tuple(self._saved))), None):
+            allowed = (
+                f"names that no layer with an adapter ends with, as '{wrong}' does (exclude_modules leaves it out)"
+            )
+            because = "peft's files could not have both"
+            raise InvalidArgumentError("LoRA", "modules_to_save", lora.modules_to_save, allowed, because)
         self._blocks = [*_matching(base, blocks, "blocks")]
         self._pass: _Pass | None = None
         self._check = Look()

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms import FedDPA, FineTuning
-from fedmoe_pl.algorithms.algorithm import Need, overrides
+from fedmoe_pl.algorithms.algorithm import Need, chooses_model, overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
@@ -23,7 +23,7 @@ from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, S
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.phases.starts import chain_of_starts, check_start, warn_of_computed_parts
+from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
 from fedmoe_pl.rounds.begin import ReadResult, check_moments
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_module import (
@@ -84,6 +84,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
+        _check_dropout(run, phase, by_name)
         check_needs(phase, module, run.datamodule, trainer)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics, epochs_of_all(trainer))
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
@@ -104,6 +105,15 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         state = run.states.get(phase.name)
         if state is not None and state.evaluations:
             check_moments(phase, state)
+
+
+def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None:
+    """Refuses to start from models that clients choose or correct by themselves, and never have if they drop out."""
+    for _, name in sources(run.starts[phase.name]):
+        before = by_name[name]
+        if run.failures.dropout and not before.aggregates and chooses_model(before.algorithm) and not before.ckpt_path:
+            because = f"{phase} starts from '{name}', whose models clients make in their training alone"
+            raise InvalidArgumentError("Federation", "failures.dropout", run.failures.dropout, "0", because)
 
 
 def _check_evaluated(run: Run) -> None:

@@ -177,6 +177,7 @@ def check_task(
         raise kind(str(phase), "model", module, allowed, because)
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
+        _check_causal(phase, module, datamodule)
     check_values(metrics, module, outputs, targets)
 
 
@@ -221,6 +222,25 @@ def _check_gate(module: MixtureOfExperts, datamodule: FederatedDataModule) -> No
     with tried(f"{who} does not accept the {described_batches(datamodule)} of {whose}"):
         for batch, _ in labelled_batches(datamodule, samples, module):
             module.check_gate(move_data_to_device(inputs_of(batch, module.target_key), module.device))
+
+
+def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
+    """Refuses a language model whose scores for the first predicted token of a text change with this token."""
+    samples = datamodule.train_samples.indices[: int(module.task == "causal_lm")]
+    for batch, _ in labelled_batches(datamodule, samples, module):
+        x, y = inputs_and_targets(move_data_to_device(batch, module.device), module.target_key)
+        ids = x.get("input_ids") if isinstance(x, Mapping) else x
+        if not isinstance(ids, Tensor) or ids.shape != y.shape or not (y[0, 1:] != -100).any():
+            continue
+        last = int((y[0, 1:] != -100).nonzero()[0])
+        ids = torch.cat((ids[:, : last + 1], ids[:, last : last + 1].expand_as(ids[:, last + 1 :])), dim=1)
+        other = {**x, "input_ids": ids} if isinstance(x, Mapping) else ids
+        with torch.no_grad(), evaluating(module):
+            scores, others = (module(each)[:, last] for each in (x, other))
+        rounding = min(100 * torch.finfo(scores.dtype).eps, 0.1)
+        if (scores - others).abs().max() > rounding * scores.abs().max():
+            because = "the task is 'causal_lm', and its scores for a token change with this token"
+            raise InvalidArgumentError(str(phase), "model", module, "one that reads no later tokens", because)
 
 
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:

@@ -12,6 +12,7 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, FedExLoRA
 from fedmoe_pl.algorithms.shared.low_rank import mean_of_products, product
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import AdapterMoE, GlobalOnly, LoRA
 
 SIZES = [13, 8, 11]
 W = "base.first.weight"
@@ -139,3 +140,28 @@ def test_what_has_no_weights_of_its_own_to_change_is_refused(change, words):
     change(model)
     with pytest.raises(MisconfigurationException, match=words):
         FedExLoRA().server_init(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_are_rounded_once_however_many_rounds_there_are(dtype):
+    """Clients go apart by the same small steps in each round, whose residual is less than a step of the weights."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(12, 12)).to(dtype)
+    module = AdapterMoE(base, LoRA(["0"], r=2, lora_alpha=2), GlobalOnly())
+    algorithm, size = FedExLoRA(), 1e-2 if dtype is torch.bfloat16 else 3e-3
+    server, exact = algorithm.server_init(module), base[0].weight.detach().double()
+    a, b = ({name: t for name, t in server.items() if f"lora_{factor}" in name} for factor in "AB")
+    steps = {name: size * torch.randn_like(tensor) for name, tensor in {**a, **b}.items()}
+    for _ in range(40):
+        updates = [Update({name: server[name] + sign * step for name, step in steps.items()}, 1) for sign in (1, -1)]
+        new = algorithm.server_update(server, algorithm.combine(*updates))
+        products = [b.double() @ a.double() for a, b in (update.sent.values() for update in updates)]
+        means = [new[name].double() for name in steps]
+        exact += sum(products) / 2 - means[1] @ means[0]
+        assert not any(name.startswith("lost/") for name in algorithm.server_send(new, 0, {}))
+        server = new
+    weight = server["base.0.weight"]
+    assert weight.dtype == dtype
+    assert (weight != base[0].weight).double().mean() > 0.5
+    # float32's rounding of what is left may be the other way, just between two values
+    assert (weight != exact.to(dtype)).double().mean() < 0.01

@@ -4,8 +4,9 @@ import pytest
 import torch
 from helpers import Embedding, Expert, blobs, mixture, run, small_expert
 from helpers.clusters import clustered, only
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase, Train
+from fedmoe_pl import ClientFailures, Phase, Train
 from fedmoe_pl.algorithms import (
     ClusterMixture,
     FedAvg,
@@ -140,3 +141,24 @@ def test_a_client_that_never_trains_is_evaluated_as_if_it_had(make, model, gate,
             used.global_experts[0].classifier[1].weight,
             federation.run.states["FedAvg"].server["global_experts.0.classifier.1.weight"],
         ), "its best cluster is not the first one"
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "follower"),
+    [
+        (FineTunedCluster, lambda: clustered(gate=only(0), seed=5), ClusterMixture()),
+        (LabelPrior, lambda: mixture(GlobalOnly()), FedAvg("global_expert.*")),
+    ],
+)
+def test_dropout_is_refused_where_a_phase_starts_from_what_a_client_that_dropped_out_does_not_have(
+    make, model, follower, tmp_path
+):
+    shared = "global_experts.*" if make is FineTunedCluster else "global_expert.*"
+    none = Train(max_epochs=0)
+    phases = [Phase("FedAvg", FedAvg(shared, shared), train=none), Phase("own", make(), train=none)]
+    later = Phase("later", follower, train=none, start="own")
+    failures = ClientFailures(dropout=0.5)
+    run(phases, model(), blobs(), tmp_path / "last", failures=failures)
+    run([*phases, later], model(), blobs(), tmp_path / "without dropout")
+    with pytest.raises(MisconfigurationException, match=r"failures\.dropout is 0\.5, but must be 0, because .* 'own'"):
+        run([*phases, later], model(), blobs(), tmp_path / "with", failures=failures)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import PureOneWeight, TensorData, blobs, mixture, sparse_mixture, two_quadratics
+from helpers import PureOneWeight, TensorData, blobs, mixture, phase, run, sparse_mixture, two_quadratics
 from helpers.adapters import adapters
 from helpers.backends import FEW, UNEQUAL, TwoGroups, assert_agree, local_training, train
 from helpers.runs import assert_same
@@ -388,6 +388,18 @@ def test_a_model_that_vmap_refuses_is_trained_whatever_its_size(name, large, mon
     (batch,) = datamodule.batches(datamodule.train_samples[0][:6], batch_size=6)
     actual = clipped_gradients(training, module, {}, names, batch, {}, 0.5)
     torch.testing.assert_close(actual, loop_over_samples(module, names, *batch, 0.5), rtol=1e-11, atol=1e-12)
+
+
+def test_vmap_is_tried_once_for_each_client_whose_model_it_refuses(monkeypatch, tmp_path):
+    tried, steps = [], []
+    own, one = dp_sgd.sample_gradients, dp_sgd._gradient_of_one
+    monkeypatch.setattr(dp_sgd, "sample_gradients", lambda *arguments: tried.append(1) or own(*arguments))
+    monkeypatch.setattr(dp_sgd, "_gradient_of_one", lambda *arguments: steps.append(1) or one(*arguments))
+    privacy = DPSGD(1.0, 1e-3, noise_multiplier=0.5)
+    its_phase = phase("it", FedAvg(), rounds=2, sample_privacy=privacy)
+    run([its_phase], Branching(nn.Linear(5, 3)), blobs(), tmp_path, 2, backend=TrainerBackend())
+    assert len(tried) == 1 + 3 * 2, "in the trial before training, and by each of three clients in each of two rounds"
+    assert len(steps) > 4 * len(tried)
 
 
 def test_a_user_s_own_module_is_trained_by_its_loss():

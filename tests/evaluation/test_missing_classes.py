@@ -129,6 +129,12 @@ def of_classes(function, t, p, **kwargs):
     return function(t, p.argmax(1) if p.ndim == 2 and t.ndim == 1 else (p > 0.5).astype(int), **kwargs)
 
 
+def among_two(t, p, average):
+    """The share of samples whose class is among the two most likely ones; of each class that occurs, if ``macro``."""
+    right = (p.argsort(1)[:, -2:] == t[:, None]).any(1)
+    return np.mean([right[t == c].mean() for c in {*t.tolist()}]) if average == "macro" else right.mean()
+
+
 def weighted_accuracy(t, y):
     weights = t.sum(0)
     return float(((t == y).mean(0) * weights).sum() / max(weights.sum(), 1))
@@ -191,6 +197,9 @@ def metrics_of(task):
             for thresholds in (EXACT, BINNED) if name != "LogAUC" else (EXACT,):
                 kwargs = thresholds if has_one else {**thresholds, "average": average}
                 yield name, kwargs, curve if has_one else partial(over_classes, curve, average)
+    for name in ("Accuracy", "Recall") if task == "Multiclass" else ():
+        for average in averages:
+            yield name, {**average, "top_k": 2}, partial(among_two, **average)
     flat = (lambda f: lambda t, y: f(t.ravel(), y.ravel())) if task == "Multilabel" else (lambda f: f)
     yield "MatthewsCorrCoef", {}, partial(of_classes, flat(sk.matthews_corrcoef))
     if task != "Multilabel":

@@ -432,6 +432,7 @@ MODELS = {
         ("Roberta", LoRA(["query"], r=2, modules_to_save=["classifier.out_proj"])),
         ("Roberta", LoRA(["query", "classifier.dense"], r=2, modules_to_save=["out_proj"])),
         ("DistilBert", LoRA("all-linear", r=2)),
+        ("DistilBert", LoRA("all-linear", r=2, modules_to_save=["classifier"], exclude_modules=["pre_classifier"])),
     ],
 )
 def test_adapters_of_heads_and_layers_trained_as_a_whole_are_loaded_by_peft_and_transformers(name, lora, tmp_path):
@@ -454,13 +455,10 @@ def test_adapters_of_heads_and_layers_trained_as_a_whole_are_loaded_by_peft_and_
     close(logits_of(type(fresh).from_pretrained(tmp_path / "merged").eval(), module), module(IDS))
 
 
-def test_what_peft_would_train_as_a_whole_and_adapt_is_refused():
-    base = MODELS["DistilBert"]()
-    module = AdapterMoE(base, LoRA("all-linear", r=2, modules_to_save=["classifier"]), GlobalOnly(), pad_token_id=0)
-    with pytest.raises(
-        MisconfigurationException, match=r"modules_to_save is \['classifier'\].*peft says: modules_to_save"
-    ):
-        peft_model(module.plain_base(), adapter_of(module, "global_expert"))
+def test_what_peft_would_train_as_a_whole_and_adapt_is_refused_before_training():
+    lora = LoRA("all-linear", r=2, modules_to_save=["classifier"])
+    with pytest.raises(MisconfigurationException, match=r"modules_to_save is \['classifier'\].* 'pre_classifier'"):
+        AdapterMoE(MODELS["DistilBert"](), lora, GlobalOnly(), pad_token_id=0)
 
 
 # --- types ---

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -474,6 +475,14 @@ def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
         assert_same_bits(loaded.state_dict(), module.state_dict())
         assert torch.equal(loaded(IDS), module(IDS))
     assert (loaded.lora, loaded.blocks, loaded.pad_token_id) == (module.lora, ["mlp"], 0)
+    for wrong, sentence in {
+        "pooling": ": pooling cannot be used: Expected a typing.Literal['mean', 'last']. Got value: 3.",
+        "optimizer": ": optimizer cannot be used: Expected an import path or a subclass spec, but got 3.",
+        "gate": ": gate cannot be used: Not a valid subclass of Gate. Got value: 3.",
+        "other": " cannot be used: MixtureOfExperts.__init__() got an unexpected keyword argument 'other'.",
+    }.items():
+        with pytest.raises(MisconfigurationException, match=f"^LayerwiseAdapterMoE{re.escape(sentence)}$"):
+            LayerwiseAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens(), **{wrong: 3})
 
 
 # --- refusals ---

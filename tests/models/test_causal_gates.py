@@ -1,16 +1,20 @@
-"""No gate sees the future of a text: what a position predicts is the same whatever follows it."""
+"""No gate and no base sees the future of a text: what a position predicts is the same whatever follows it."""
 
 import inspect
 
 import pytest
 import torch
-from helpers import small_expert
+from helpers import TensorData, small_expert
 from helpers.data import refused_argument
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import models
+from fedmoe_pl import Phase, models
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.data import IID, FromDatasets
 from fedmoe_pl.models import AdapterMoE, ClusteredAdapterMoE, LayerwiseAdapterMoE, LoRA, PersonalizedMoE, SparseMoE
 from fedmoe_pl.models.gates import Gate
+from fedmoe_pl.setup.check_run import check_phase
 
 pytest.importorskip("peft")
 V, F = 7, 6
@@ -134,3 +138,86 @@ def test_a_gate_that_reads_whole_texts_is_refused(kind, gate):
 )
 def test_other_mixtures_take_fixed_gates_only(make):
     assert refused_argument(make) == "gate"
+
+
+# --- bases ---
+
+
+class Recurrent(nn.Module):
+    def __init__(self, bidirectional=False):
+        super().__init__()
+        self.embedding = nn.Embedding(V, F)
+        self.lstm = nn.LSTM(F, F, batch_first=True, bidirectional=bidirectional)
+        self.head = nn.LazyLinear(V)
+        self(TEXTS)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+class Prefix(Base):
+    """Each token reads the first one and the prompt, which are the first three tokens, as a whole."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids) + self.embedding(input_ids[:, :3]).mean(1).sum()
+
+
+def of_transformers(name, **arguments):
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": V, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**small, intermediate_size=8, pad_token_id=0, **arguments)
+    return getattr(transformers, f"{name}ForCausalLM" if name == "Llama" else f"{name}LMHeadModel")(config)
+
+
+def in_memory(prompt=0):
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6, 2], [3, 1, 6, 2, 4, 5, 1]] * 3)
+    return TensorData(ids, ids.index_fill(1, torch.arange(prompt), -100), [[0, 1, 2], [3, 4, 5]], dtype=ids.dtype)
+
+
+def of_dicts(prompt=0):
+    """Texts of several lengths, all of which are padded to eight tokens."""
+    texts = [[1, 2, 3, 4, 5], [1, 6], [3, 1, 6, 2, 4, 5, 1], [2, 5, 1]]
+
+    def collate(texts):
+        ids = torch.tensor([[*text, *[0] * (8 - len(text))] for text in texts])
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids}
+
+    return FromDatasets(texts, texts, num_clients=2, batch_size=2, collate_fn=collate, partitioner=IID())
+
+
+OF_ADAPTERS = {
+    "gpt": (lambda: of_transformers("Llama"), ["q_proj"], True),
+    "BERT": (lambda: of_transformers("Bert"), ["query"], False),
+    "BERT, is_decoder": (lambda: of_transformers("Bert", is_decoder=True), ["query"], True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("data", [in_memory, of_dicts])
+@pytest.mark.parametrize("name", OF_ADAPTERS)
+def test_a_base_that_reads_later_tokens_is_refused_before_training(name, data, dtype):
+    torch.manual_seed(0)
+    make, layers, is_causal = OF_ADAPTERS[name]
+    module = AdapterMoE(make().to(dtype), LoRA(layers, r=2), task="causal_lm", pad_token_id=0)
+    _assert_refused_unless(is_causal, module, data())
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt", "is_causal"),
+    [(Recurrent, 0, True), (lambda: Recurrent(True), 0, False), (Prefix, 0, False), (Prefix, 3, True)],
+)
+def test_so_is_an_expert_but_for_tokens_that_are_not_predicted(make, prompt, is_causal):
+    torch.manual_seed(0)
+    _assert_refused_unless(is_causal, PersonalizedMoE(make(), task="causal_lm"), in_memory(prompt))
+
+
+def _assert_refused_unless(is_causal, module, data):
+    data.setup()
+    of_phase = Phase("it", FedAvg(), evaluate=False)
+    if is_causal:
+        return check_phase(of_phase, module, data, 0)
+    with pytest.raises(
+        MisconfigurationException, match=r"model is .*, but must be one that reads no later tokens, because"
+    ):
+        check_phase(of_phase, module, data, 0)

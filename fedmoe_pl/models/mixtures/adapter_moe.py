@@ -34,7 +34,8 @@ class AdapterMoE(MixtureOfExperts):
     Args:
         base: any module that maps inputs to outputs, or to an object with ``logits``, as those of transformers. It
             gets dicts as keyword arguments. Its parameters are frozen; it must not be used elsewhere. In the task
-            ``causal_lm``, it must be causal, which is not checked.
+            ``causal_lm``, it must be causal: a federation refuses one whose outputs for a token change with later
+            tokens.
         lora: which layers get adapters, and the layers that experts have copies of.
         gate: weighs the experts; None for ``EqualWeights``. The features that a ``FeatureGate`` reads are what the
             first of ``modules_to_save`` reads with the global expert or, without any, the output layer of a language

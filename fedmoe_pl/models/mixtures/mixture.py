@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
+from argparse import ArgumentError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args
@@ -11,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
@@ -394,13 +397,18 @@ class MixtureOfExperts(LightningModule, ABC):
         kwargs = {name: vars(value) if is_dataclass(value) else value for name, value in kwargs.items()}
         try:
             return super().load_from_checkpoint(*args, **kwargs)
-        except ValueError as error:  # of jsonargparse, in many lines
-            cause = error.__cause__
-            while not isinstance(cause, InvalidArgumentError | None):
-                cause = cause.__cause__
-            if cause is None:
+        except (ArgumentError, ValueError) as error:  # of jsonargparse, in many lines
+            cause: Any = error
+            key = cls.__name__
+            while not isinstance(cause, InvalidArgumentError) and (inner := cause.__cause__ or cause.__context__):
+                if found := re.match(r'Parser key "(?!module")(.+)":', str(cause)):
+                    key = f"{cls.__name__}: {found[1]}"
+                cause = inner
+            if cause is error:
                 raise
-        raise cause
+        if isinstance(cause, InvalidArgumentError):
+            raise cause
+        raise MisconfigurationException(f"{key} cannot be used: {reason_of(cause)}.")
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Freezes what was frozen; refuses an argument of another class than the one that was not described.
