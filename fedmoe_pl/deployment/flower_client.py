@@ -102,7 +102,7 @@ class _Answering:
             message = unpacked(content)
         except BadMessageError as error:
             rank_zero_info(f"join: the server has sent a message that is none: {one_line(str(error))}.")
-            return packed(Message(FAILED, {"reason": f"BadMessageError: {error}"}))
+            return packed(Message(FAILED, {"failure": "refused"}))
         answer = Message("ended") if message.kind == "end" else self.answer(message)
         self.is_over = answer.kind in ("ended", LEAVES)
         return packed(answer)

@@ -21,7 +21,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state, reques
 from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
@@ -37,7 +37,6 @@ from fedmoe_pl.deployment.messages import (
     Message,
     answer_each,
     one_line,
-    problem_of_answer,
 )
 from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
@@ -96,8 +95,6 @@ class Participant:
         answer = self._answer(message)
         if answer.kind == "description":
             self._say(f"client {self.client} has described its data to the server")
-        if answer.kind == FAILED:
-            self._say(f"this client has failed: {problem_of_answer(message.kind, answer)}")
         return answer
 
     def _say(self, text: str) -> None:
@@ -106,7 +103,7 @@ class Participant:
             rank_zero_info(f"join: {text}.")
 
     def _answer(self, message: Message) -> Message:
-        """The answer; an exception becomes one that says what failed."""
+        """The answer; an exception becomes one that says what kind it was."""
         answers: dict[str, Callable[[Message], Message]] = {
             "describe": self._describe,
             "prepare": self._prepare,
@@ -121,7 +118,7 @@ class Participant:
             "finish": self._finish,
         }
         if message.kind not in answers:
-            return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
+            return self._failed("refused", f"it does not know messages of the kind '{message.kind}'")
         try:
             if message.kind not in ("describe", "prepare") and not self._is_in(message, "run"):
                 return Message(UNPREPARED)
@@ -132,11 +129,18 @@ class Participant:
             with one_thread():
                 return answers[message.kind](message)
         except MisconfigurationException as error:
-            return Message(FAILED, {"reason": str(error), "is_configuration": True})
+            return self._failed("configuration", str(error))
         except BadMessageError as error:
-            return Message(FAILED, {"reason": f"it refuses the message '{message.kind}': {error}"})
+            return self._failed("refused", f"it refuses the message '{message.kind}': {error}")
+        except DamagedFileError as error:
+            return self._failed("file", str(error))
         except Exception as error:
-            return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+            return self._failed(_kind_of(error), f"{type(error).__name__}: {error}")
+
+    def _failed(self, kind: str, why: str) -> Message:
+        """Says why it has failed to whoever runs the client, and only of what kind that is to the server."""
+        self._say(f"this client has failed: {one_line(why).rstrip('.')}")
+        return Message(FAILED, {"failure": kind})
 
     def _is_in(self, message: Message, key: str) -> bool:
         """Whether the client is in the message's run or phase, perhaps after it has read how it came there."""
@@ -172,7 +176,7 @@ class Participant:
         if self.client >= message.values.get("num_clients", math.inf):
             most = message.values["num_clients"] - 1
             self.leaves = f"client is {self.client}, but must be at most {most}, because the server counts from 0"
-            return Message(LEAVES, {"reason": self.leaves})
+            return Message(LEAVES)
         return Message("description", described(self.federation, self.model, self.datamodule, self.client))
 
     def _prepare(self, message: Message) -> Message:
@@ -252,7 +256,9 @@ class Participant:
             self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
-            return Message(FAILED, {"reason": group.failed[self.client].reason})
+            failure = group.failed[self.client]
+            kind = failure.kind if failure.error is None else _kind_of(failure.error)
+            return self._failed(kind, failure.reason)
         values = {"weight": group.update.weight, "keeps": self._own.write(message, group.clients[self.client])}
         if secure is None:
             return Message("update", values, group.update.sent)
@@ -335,6 +341,11 @@ class Participant:
     def _check_exchanges(self) -> None:
         if not self._plan.training.algorithm.exchanged:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
+
+
+def _kind_of(error: Exception) -> str:
+    """The nearest class of an exception that Python has, which no user has named."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
 def _checksum(content: bytes) -> bytes:

@@ -5,6 +5,7 @@ A value is checked only as deep as its kind goes, so that nothing which somebody
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
 import reprlib
@@ -216,10 +217,23 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     "note": ({"text": _text}, "noted", {}),
     "end": ({}, "ended", {}),
 }
+_BUILT_IN = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+FAILURES = {
+    "configuration": "its configuration, data or files do not fit the run",
+    "refused": "it refuses the message",
+    "not finite": "its training gave values that are not finite",
+    "out of range": "its values are too large for secure aggregation",
+    "too slow": "it took longer than failures.timeout",
+    "training": "its training failed",
+    "file": "a file of its own is missing or damaged",
+    **{name: f"it raised {'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in _BUILT_IN},
+}
+"""All that a client says of a failure, and what the server makes of it. The sentence of an exception may name a path, a
+patient or a value, so it stays in the client's own log; of its class, only the nearest one of Python's own is said."""
 _INSTEAD: dict[str, dict[str, Check]] = {
     # in place of the answer to any message
-    "failed": {"reason": _or_nothing(_text), "is_configuration": _or_nothing(_flag)},
-    "leaves": {"reason": _text},
+    "failed": {"failure": _one_of(*FAILURES)},
+    "leaves": {},
     "unprepared": {},
     "not begun": {},
 }

@@ -24,12 +24,11 @@ from fedmoe_pl.callbacks import (
     ResultFiles,
 )
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
-from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
+from fedmoe_pl.deployment.descriptions import read_descriptions, settings_of, wait_for, write_descriptions
 from fedmoe_pl.deployment.plan import ClientsBackend
 from fedmoe_pl.deployment.remote_clients import Clients, ClientsStore
 from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
@@ -135,7 +134,7 @@ def serve(
     check_phases(federation.phases)
     ckpt_path = _existing(ckpt_path, federation.runs)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
-    ours = configuration(federation, model, datamodule)
+    ours = settings_of(federation, model, datamodule)
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = _StandIn([*descriptions.values()], datamodule.batch_size)

@@ -43,7 +43,7 @@ def test_a_client_shows_what_the_server_says(tmp_path, lines):
 
 def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
     client = participant(METHOD, data(), tmp_path, 1)
-    client._answer = lambda message: Message("failed", {"reason": "no memory"})
+    client._answer = lambda message: client._failed("MemoryError", "no memory")
     for phase in ("A", "A", "B"):
         assert client.answer(Message("train", {"phase": phase})).kind == "failed"
     failed = "join: this client has failed: no memory."
