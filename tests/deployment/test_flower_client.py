@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.connection import Security, free_port
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
@@ -255,3 +256,16 @@ def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeyp
         children[0].wait()
         assert not transport.grid()
         raise httpx.ConnectError("connection refused")
+
+
+def test_flowers_own_commands_send_the_server_no_text_of_an_exception(capsys):
+    from flwr.app import Message as FlowerMessage
+
+    from fedmoe_pl.cli import flower_app
+    from fedmoe_pl.deployment.flower import TYPE, packed, unpacked
+
+    asked = FlowerMessage(packed(Message("describe")), dst_node_id=1, message_type=TYPE)
+    context = SimpleNamespace(node_config={"arguments": "--config /data/patients.yaml", "client": 0})
+    answer = unpacked(flower_app.answer(asked, context).content)
+    assert (answer.kind, answer.values) == ("failed", {"failure": "configuration"})
+    assert "/data/patients.yaml" in capsys.readouterr().err
