@@ -119,7 +119,7 @@ class Server:
     """Whether the server can be reached; what changes is said once.
 
     Attributes:
-        ahead: seconds that this machine's clock is ahead of the server's, give or take a second.
+        ahead: seconds that this machine's clock is ahead of the server's; 0 if that is too little to tell.
     """
 
     def __init__(self, address: str, security: Security) -> None:
@@ -151,8 +151,8 @@ class Server:
 
     @property
     def difference_of_clocks(self) -> str:
-        """How much the clocks differ, as a part of a sentence; empty if that is too little to tell."""
-        if abs(self.ahead) < _TELLING:
+        """How much the clocks differ, as a part of a sentence; empty if they agree."""
+        if not self.ahead:
             return ""
         where = f"{abs(self.ahead):.0f} s {'ahead of' if self.ahead > 0 else 'behind'} the server's"
         limits = f", and Flower takes signatures at most {MOST_AHEAD} s ahead and {MOST_BEHIND} s behind"
@@ -166,7 +166,9 @@ class Server:
             answer = httpx.get(f"{'https' if ca else 'http'}://{self.address}{FLEET}", verify=tls_context(ca))
             with suppress(KeyError, ValueError):  # a proxy may give no date, or one of its own
                 date = parsedate_to_datetime(answer.headers["date"]).timestamp()
-                self.ahead = (start + time.time()) / 2 - (date + 0.5)
+                middle, half = (start + time.time()) / 2, (time.time() - start) / 2
+                difference = middle - (date + 0.5)
+                self.ahead = difference if abs(difference) >= _TELLING + half else 0.0
             return True
         except httpx.HTTPError as error:  # else, it may be about to start or to end
             if ca is None and has_tls(self.address):

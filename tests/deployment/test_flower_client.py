@@ -159,7 +159,7 @@ def dated(ahead):
     [
         (0, ""),
         (60, r"this machine's clock is (59|6\d) s ahead of the server's"),
-        (-400, r"this machine's clock is (39\d|400) s behind the server's"),
+        (-400, r"this machine's clock is (39\d|40\d) s behind the server's"),
     ],
 )
 @pytest.mark.parametrize("key", [None, "client_0"])
@@ -172,7 +172,8 @@ def test_a_client_compares_its_clock_with_the_servers_and_says_the_difference(ah
         server.wait()
         server.wait()
     assert re.fullmatch(said + limits, server.difference_of_clocks)
-    assert caplog.messages == ([f"join: {server.difference_of_clocks}."] if said else [])
+    assert len(caplog.messages) == bool(said)
+    assert all(re.fullmatch(rf"join: {said}{limits}\.", message) for message in caplog.messages)
 
 
 def test_a_client_that_is_refused_says_that_its_clock_may_be_the_reason(tmp_path, monkeypatch):
