@@ -259,14 +259,12 @@ def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeyp
         raise httpx.ConnectError("connection refused")
 
 
-def test_flowers_own_commands_send_the_server_no_text_of_an_exception(capsys):
-    from flwr.app import Message as FlowerMessage
-
+def test_flowers_own_commands_send_the_server_no_text_of_an_exception(capsys, monkeypatch):
     from fedmoe_pl.cli import flower_app
-    from fedmoe_pl.deployment.flower import TYPE, packed, unpacked
+    from fedmoe_pl.deployment.flower import packed, unpacked
 
-    asked = FlowerMessage(packed(Message("describe")), dst_node_id=1, message_type=TYPE)
+    monkeypatch.setattr(flower_app, "FlowerMessage", lambda content, reply_to: content)
     context = SimpleNamespace(node_config={"arguments": "--config /data/patients.yaml", "client": 0})
-    answer = unpacked(flower_app.answer(asked, context).content)
+    answer = unpacked(flower_app.answer(SimpleNamespace(content=packed(Message("describe"))), context))
     assert (answer.kind, answer.values) == ("failed", {"failure": "configuration"})
     assert "/data/patients.yaml" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """DP-SGD on clients' own machines: what their noise follows from, what they refuse, and what they count."""
 
+import logging
 import re
 import shutil
 import uuid
@@ -122,7 +123,7 @@ def test_clients_that_restart_before_every_training_have_the_same_bits(deployed,
     assert_same(again.run.states["it"].server, deployed[1].run.states["it"].server)
 
 
-def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
+def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     _, transport = run(tmp_path)
     client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
     message, answer = trained(transport, 1)
@@ -146,8 +147,9 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
 
-    with pytest.raises(MisconfigurationException, match=r"has trained with sample_privacy in another run, 0{31}1"):
+    with pytest.raises(MisconfigurationException), caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
+    assert re.search(r"has trained with sample_privacy in another run, 0{31}1", caplog.text)
 
 
 LOST = {
@@ -190,7 +192,7 @@ def test_a_run_that_a_client_has_only_begun_keeps_it_from_no_other(tmp_path):
     run(tmp_path)
 
 
-def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path):
+def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path, caplog):
     data = blobs(SIZES)
     of_server = participant(OPEN, data, tmp_path / "open", 0, **OF_TRAINER).answer(Message("describe")).values
     passing = participants(PRIVATE, data, tmp_path, **OF_TRAINER)
@@ -200,6 +202,7 @@ def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_say
             for client, each in passing.items()
         }
     )
-    with pytest.raises(MisconfigurationException, match="sample_privacy"):
+    with pytest.raises(MisconfigurationException), caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         deploy(OPEN, data, tmp_path, transport, **OF_TRAINER)
+    assert re.search(r"this client has failed: .*sample_privacy", caplog.text)
     assert "update" not in [answer.kind for answer in transport.answers]
