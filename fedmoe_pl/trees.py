@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.mapped import copy_on_write, equal_bytes, is_mapped, map_tensors, storage_of
 
@@ -24,8 +23,8 @@ _BORROWED = "_fedmoe_pl_borrowed"  # attribute of a parameter
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
-_ATOMS = {type(None), bool, int, float, str, type, FunctionType, torch.dtype}
-_CONTAINERS = {dict, OrderedDict, list, set}
+_ATOMS = {type(None), bool, int, float, str, type, FunctionType, torch.dtype, torch.device}
+_OF_EVERY_PART = frozenset(vars(nn.Module()))
 _MOST_DEAD = 2**28  # bytes; a collection takes about a tenth of a second
 
 
@@ -306,26 +305,29 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     known = dict[int, Any]()
     parameters = dict(module.named_parameters())
     plain = {name: each.data for name, each in parameters.items() if type(each) is nn.Parameter}
-    lent = {name: tensor for name, tensor in plain.items() if name in borrowed}
-    mapped = copy_on_write({name: tensor for name, tensor in plain.items() if name not in borrowed})
-    for name, tensor in {**lent, **mapped}.items():
+    mapped, size = copy_on_write({name: tensor for name, tensor in plain.items() if name not in borrowed}), 0
+    for name, tensor in plain.items():
+        if name in mapped:
+            tensor = mapped[name]
+        elif name not in borrowed:
+            tensor = tensor.clone(memory_format=torch.preserve_format)
+            size += tensor.nbytes
         known[id(parameters[name])] = own = nn.Parameter(tensor, parameters[name].requires_grad)
-        if name in lent:
+        if name in borrowed:
             setattr(own, _BORROWED, (own.data_ptr(), None))
     copied = _deep_copy(module, known)
     for parameter in parameters.values():
         if vars(parameter) and (copy_of := known.get(id(parameter), parameter)) is not parameter:
             given = {name: value for name, value in vars(parameter).items() if name != _BORROWED}
             vars(copy_of).update(_deep_copy(given, known))
-    own = [each for name, each in parameters.items() if name not in lent and name not in mapped]
-    _copies.bytes[copied] = sum(parameter.nbytes for parameter in own if not is_lazy(parameter))
+    _copies.bytes[copied] = size
     return copied
 
 
 def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
     """What ``copy.deepcopy`` makes of a value, but faster: a part has a dozen empty dicts."""
     kind, address = type(value), id(value)
-    if kind in _ATOMS:
+    if kind in _ATOMS or (kind is tuple and all(type(item) in _ATOMS for item in value)):
         return value
     if address in known:
         return known[address]
@@ -333,6 +335,10 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
         known[address] = own = kind()
         if value:
             own.update({_deep_copy(key, known): _deep_copy(item, known) for key, item in value.items()})
+        return own
+    if kind is list:
+        known[address] = own = list[Any]()
+        own += (_deep_copy(item, known) for item in value)
         return own
     if kind is partial and str(getattr(value.func, "__module__", "")).startswith("jsonargparse"):
         return value
@@ -346,8 +352,8 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
             of_item = type(item)
             if of_item in _ATOMS:
                 state[name] = item
-            elif of_item in _CONTAINERS and not item and id(item) not in known:
-                state[name] = known[id(item)] = of_item()
+            elif name in _OF_EVERY_PART and not item:
+                state[name] = of_item()
             else:
                 state[name] = _deep_copy(item, known)
         return own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -18,19 +20,16 @@ class Freezing(Callback):
 
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
         self.training = training
+        self.module = module
         self.round = round
+        self.parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
         self._modes: dict[nn.Module, bool] = {}  # before the epoch, of parts that are in eval mode for it
-        self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
-        self.in_train_mode = [submodule for submodule in module.modules() if submodule.training]
-        self._frozen_here = set[nn.Parameter]()
-        self._trained: dict[int, tuple[bool, ...]] = {}
-        self._modules: dict[tuple[bool, ...], list[nn.Module]] = {}
+        self._frozen_here = set[str]()
 
-    @property
+    @cached_property
     def epochs(self) -> int:
         """Local epochs of the round, without those at its end that train nothing."""
-        epochs = reversed(range(self.training.max_epochs))
-        return next((epoch + 1 for epoch in epochs if any(self._trained_in(epoch))), 0)
+        return next((epoch + 1 for epoch in reversed(range(self.training.max_epochs)) if self._trained_in(epoch)), 0)
 
     @property
     def stop_after(self) -> int:
@@ -41,22 +40,18 @@ class Freezing(Callback):
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
         trained = self._trained_in(epoch)
-        for (_, parameter, by_user), is_trained in zip(self.parameters, trained, strict=True):
-            if is_trained:
-                if parameter in self._frozen_here:
+        for name, parameter in self.parameters.items():
+            if name in trained:
+                if name in self._frozen_here:
                     parameter.requires_grad_(True)
-                    self._frozen_here.remove(parameter)
-            elif by_user and parameter.requires_grad:
+                    self._frozen_here.remove(name)
+            elif parameter.requires_grad:
                 parameter.requires_grad_(False)
-                self._frozen_here.add(parameter)
-        if not self.training.algorithm.frozen_train_mode:
-            if trained not in self._modules:  # found once, because the search takes as long as a small step
-                stepped = {parameter for (_, parameter, _), is_ in zip(self.parameters, trained, strict=True) if is_}
-                self._modules[trained] = [part for part in self.in_train_mode if _is_frozen(part, stepped)]
-            for submodule in self._modules[trained]:
-                if submodule.training:  # `eval` of the module that it is in may have reached it
-                    self._modes |= modes_of(submodule)
-                    submodule.eval()
+                self._frozen_here.add(name)
+        for name in () if self.training.algorithm.frozen_train_mode else self.training.parts_without(trained):
+            if (part := self.module.get_submodule(name)).training:
+                self._modes |= modes_of(part)
+                part.eval()
 
     def unfreeze(self) -> None:
         """Undoes the eval mode of frozen modules, because other parts may be frozen in the next epoch."""
@@ -66,8 +61,8 @@ class Freezing(Callback):
     def reset(self) -> None:
         """Undoes the freezing of parameters."""
         self._frozen_here.clear()
-        for _, parameter, by_user in self.parameters:
-            parameter.requires_grad_(by_user)
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freezes what is not trained in this epoch."""
@@ -79,13 +74,5 @@ class Freezing(Callback):
         if trainer.current_epoch + 1 == self.training.stop_after:
             trainer.fit_loop.max_epochs = self.training.stop_after
 
-    def _trained_in(self, epoch: int) -> tuple[bool, ...]:
-        if epoch not in self._trained:
-            names = self.training.trainable_in(self.round, epoch)
-            self._trained[epoch] = tuple(by_user and name in names for name, _, by_user in self.parameters)
-        return self._trained[epoch]
-
-
-def _is_frozen(module: nn.Module, trained: set[nn.Parameter]) -> bool:
-    parameters = list(module.parameters())
-    return bool(parameters) and trained.isdisjoint(parameters)
+    def _trained_in(self, epoch: int) -> frozenset[str]:
+        return self.training.trainable_in(self.round, epoch).intersection(self.parameters)

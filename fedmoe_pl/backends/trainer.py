@@ -23,7 +23,7 @@ from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device, trainable_names
+from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device
 from fedmoe_pl.backends.loop import (
     Learner,
     Loop,
@@ -130,9 +130,10 @@ class TrainerPlan(Plan):
         training = self.training.of(client_id)
         module = training.copies.copy()
         client, constants, samples = begin_client(training, module, server, client_id, kept, round)
-        if not len(samples) or not trainable_names(training, client.module, round):
+        freezing = Freezing(training, client.module, round)
+        if not len(samples) or not freezing.epochs:
             return end_client(training, client, constants, {})
-        trainer = self._fit(training, client, on_device(constants, training.device), samples)
+        trainer = self._fit(training, client, on_device(constants, training.device), samples, freezing)
         client.steps = _steps(trainer)
         parameters = client.module.named_parameters()
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
@@ -142,10 +143,12 @@ class TrainerPlan(Plan):
         discard(trainer)
         return update
 
-    def _fit(self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor) -> Trainer:
+    def _fit(
+        self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor, freezing: Freezing
+    ) -> Trainer:
         batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
         sharing = Sharing(training, client, batches) if training.devices else None
-        freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
+        loggers = client_loggers(training, client)
         callbacks = [freezing, _MoveBack(training, client.module)]
         callbacks += [] if sharing is None else [sharing]
         training.copies.move(client.module, training.device)
@@ -267,14 +270,22 @@ class _Group:
             training, training.copies.copy(), self.server, client_id, self.kept, self.round
         )
         optimizer: Tree = {}
-        if len(samples) and trainable_names(training, client.module, self.round):
-            optimizer = self._fit(step, training, client, on_device(constants, training.device), samples)
+        freezing = Freezing(training, client.module, self.round)
+        if len(samples) and freezing.epochs:
+            there = on_device(constants, training.device)
+            optimizer = self._fit(step, training, client, there, samples, freezing)
         update = end_client(training, client, constants, optimizer)
         training.copies.try_out(client)
         return update
 
     def _fit(
-        self, step: OneStep, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
+        self,
+        step: OneStep,
+        training: LocalTraining,
+        client: Client,
+        constants: dict[str, Any],
+        samples: Tensor,
+        freezing: Freezing,
     ) -> Tree:
         """Trains a client; returns the state of its optimizer, if clients keep it."""
         module, lookup = client.module, Tree()
@@ -288,7 +299,7 @@ class _Group:
             learner = _ClientAlone(training, client, constants, batches, step)
         else:
             learner = PrivateClient(training, client, constants, batches, drawn, lookup, step)
-        loop = Loop(step.trainer, training, Freezing(training, module, self.round))
+        loop = Loop(step.trainer, training, freezing)
         with looked_up(module, features.parts.names if features else (), lookup):
             optimizer = loop.run(learner)
         client.steps = loop.steps

@@ -249,12 +249,24 @@ class LocalTraining:
             return frozenset()
         trained = frozenset().union(*self.trainable)
         changing = {
-            id(parameter)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            name
+            for name, _ in self.module.named_parameters(remove_duplicate=False)
             if name in trained or (self.rounds > 1 and self.algorithm.is_shared(name))
         }
-        parts = {name: {*map(id, part.parameters())} for name, part in self.module.named_modules() if name}
-        return frozenset(name for name, parameters in parts.items() if parameters and not parameters & changing)
+        return frozenset(self.parts_without(frozenset(changing))) - {""}
+
+    def parts_without(self, names: frozenset[str]) -> tuple[str, ...]:
+        """Names of the submodules that have parameters, but none of these; that of the module itself is empty."""
+        if names not in self._parts_without:
+            parameters = self.module.named_parameters(remove_duplicate=False)
+            these = {id(parameter) for name, parameter in parameters if name in names}
+            parts = {name: {*map(id, part.parameters())} for name, part in self.module.named_modules()}
+            self._parts_without[names] = tuple(name for name, own in parts.items() if own and own.isdisjoint(these))
+        return self._parts_without[names]
+
+    @cached_property
+    def _parts_without(self) -> dict[frozenset[str], tuple[str, ...]]:
+        return {}
 
     @cached_property
     def idle(self) -> tuple[str, ...]:
