@@ -43,6 +43,7 @@ from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.data import OwnClient
@@ -114,7 +115,7 @@ class Participant:
             "request": self._request,
             "train": self._train,
             "train masked": self._train,
-            **dict.fromkeys(("share", "mask", "unmask"), self._take_step),
+            **dict.fromkeys(("share", "mask", "confirm", "unmask"), self._take_step),
             "evaluate": self._evaluate,
             "read": self._read,
             "exchange": self._exchange,
@@ -257,7 +258,9 @@ class Participant:
         if secure is None:
             return Message("update", values, group.update.sent)
         kind = module_of_flower("join", "secure.client").MaskedUpdate
-        self._masked = kind.of(self.client, secure.threshold, message, group.update.sent)
+        num_clients = self.run.datamodule.num_clients
+        cohort = cohort_of(_phase(self.run, self._phase), num_clients, self.run.seed).size
+        self._masked = kind.of(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
         return Message("trained", values, self._masked.keys)
 
     def _take_step(self, message: Message) -> Message:

@@ -186,10 +186,11 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     "begin": ({**_OF_RUN, "phase": _name, "rounds_before": _ROUND}, "begun", {}),
     "request": (_OF_PHASE, "requested", {}),
     "train": (_OF_PHASE, "update", {"weight": _number, "keeps": _FILE}),
-    # with secure aggregation: training, of which only public keys come back, and three steps about what was trained
+    # with secure aggregation: training, of which only public keys come back, and four steps about what was trained
     "train masked": (_OF_PHASE, "trained", {"weight": _number, "keeps": _FILE}),
     "share": (_OF_STEP, "shared", {}),
     "mask": (_OF_STEP, "masked", {}),
+    "confirm": (_OF_STEP, "confirmed", {}),
     "unmask": (_OF_STEP, "unmasked", {}),
     "exchange": (_OF_PHASE, "kept", {"keeps": _FILE}),
     "read": ({**_OF_PHASE, "parts": _list(_name)}, "given", {}),
