@@ -300,7 +300,7 @@ class Federation:
         Returns:
             What the text says of each phase, by name.
         """
-        audits = audit_run(self._make_run(model, datamodule))
+        audits = audit_run(self._make_run(model, datamodule), self.reports)
         self._run = None
         print(format_audit(audits, datamodule))
         return {audit.phase.name: audit for audit in audits}
