@@ -280,8 +280,8 @@ class Participant:
         phase, round, point = _phase(self.run, self._phase), values["round"], values["evaluation_point"]
         if not (phase.evaluate and point in phase.evaluation_points):
             raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
-        model, scheduled = digest_of(message.tensors, kept), is_evaluated_after(self.run, phase, round)
-        asked = phase.name, round, point, model, scheduled
+        is_scheduled = round > 0 and is_evaluated_after(self.run, phase, round)
+        asked = phase.name, round, point, digest_of(message.tensors, kept), is_scheduled
         self._reported.check(*asked)
         said = without_values(self._plan.training, self.client)
         if names := self.federation.reports.names(self.run.phases, self.run.metrics):
