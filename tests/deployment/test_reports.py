@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.deployed import Passing, deploy, participant, participants
+from helpers.deployed import Passing, deploy, federation, participant, participants
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -229,3 +229,49 @@ def test_names_and_numbers_that_mean_nothing_are_refused(tmp_path):
     for wrong in ({"min_samples": 0}, {"digits": 0}):
         with pytest.raises(MisconfigurationException, match=next(iter(wrong))):
             Reports(**wrong)
+
+
+def rows_of(text):
+    """The rows of an audit's last block, by title."""
+    rows = {}
+    for line in text.rpartition("Messages of a deployment")[2].splitlines()[2:]:
+        title = line[:30].strip().removeprefix("or to any: ")
+        rows[title or [*rows][-1]] = f"{'' if title else rows[[*rows][-1]]} {line[30:].strip()}"
+    return rows
+
+
+@pytest.mark.few("SecureAggregation")
+@pytest.mark.parametrize("name", ["SecureAggregation", "PFLMoE", "FedMoEDA", "FedMix"])
+def test_the_audit_names_all_that_is_on_the_wire_also_of_evaluations(name, tmp_path, capsys):
+    of_method = method(name, clients_per_round=METHODS[name].phases()[0].clients_per_round)
+    reports = Reports(["local_test", "validation_loss", "gate_weights"]) if name == "SecureAggregation" else Reports()
+    settings = {**OF_TRAINER, "reports": reports, "evaluate_every_n_rounds": 1}
+    transport = Passing(participants(of_method, data(**SPLIT), tmp_path, **settings))
+    deploy(of_method, data(**SPLIT), tmp_path, transport, **settings)
+    capsys.readouterr()
+    audits = federation(of_method.phases(), tmp_path, **settings).audit(of_method.model(), data(**SPLIT))
+    rows = rows_of(capsys.readouterr().out)
+    reported = {phase: set() for phase in audits}
+    for (_, message), answer in zip(transport.heard, transport.answers, strict=True):
+        for each in (message, answer):
+            hidden = {"run", "phase", "round", "kept", "gate_weights", "gate_labels", "name"}
+            listed = {text.strip() for text in rows[each.kind].split(",")}
+            assert {*each.values} - hidden <= listed, each.kind
+            assert not each.tensors or len(listed - {*each.values}) > 0, each.kind
+        if answer.kind == "evaluation":
+            values = {**answer.values, **answer.values["metrics"], "gate_weights": 0.0 if answer.tensors else math.nan}
+            names = [name for name in (*ACCURACIES, "validation_loss", "gate_weights") if not math.isnan(values[name])]
+            reported[message.values["phase"]] |= {*names}
+    assert {phase: {*audit.reported} for phase, audit in audits.items()} == reported
+
+
+def test_the_audit_says_what_is_reported_and_what_bounds_it(tmp_path, capsys):
+    texts = []
+    for reports, of_phase in ((Reports(digits=2, min_samples=20), {"rounds": 6}), (Reports(), {"evaluate": False})):
+        of_method = method(**of_phase)
+        settings = federation(of_method.phases(), tmp_path, reports=reports, evaluate_every_n_rounds=4)
+        settings.audit(of_method.model(), data(**SPLIT))
+        lines = capsys.readouterr().out.splitlines()
+        texts.append(" ".join(next(line for line in lines if "reports, if deployed" in line).split()))
+    said = "local_test, global_test, validation, validation_loss; of one model after 2 of 6 rounds; 2 digits; on at"
+    assert texts == [f"reports, if deployed {said}", "reports, if deployed nothing"]
