@@ -93,7 +93,7 @@ class _StandIn(FederatedDataModule):
         raise NotImplementedError
 
     def class_counts(self) -> Tensor:
-        """No classes: no client says how often it has one."""
+        """No classes: no client describes how often it has one."""
         return torch.zeros(self.num_clients, 0, dtype=torch.float64)
 
 
@@ -138,6 +138,12 @@ def serve(
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = _StandIn([*descriptions.values()], datamodule.batch_size)
+    data.withheld = federation.reports.withheld(federation.phases, federation.metrics)
+    if not federation.reports.names(federation.phases, federation.metrics):
+        rank_zero_info(
+            "serve: clients report no accuracies or other metrics, because none is in federation.reports.metrics, and "
+            "privacy covers none of them."
+        )
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
     try:
         return federation.fit_on_server(

@@ -333,3 +333,13 @@ def test_batches_that_are_no_pairs_are_refused(tmp_path):
         MisconfigurationException, match="FromDatasets: collate_fn gives batches of dict, but must give"
     ):
         Participant(federation(METHOD.phases(), tmp_path), METHOD.model(), lazy(as_dicts=True), 0, tmp_path)
+
+
+def test_a_description_says_nothing_of_single_samples(tmp_path):
+    """A run that was made in Python knows checksums of the data that it was made with: they stay."""
+    said = []
+    for change in (0, 1):
+        datamodule = data()
+        datamodule.arrays.x_train[0] += change
+        said.append(participant(METHOD, datamodule, tmp_path, 0, **OF_TRAINER).answer(Message("describe")).values)
+    assert said[0] == said[1] and "phases" in said[0]["configuration"]["objects"]

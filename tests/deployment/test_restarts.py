@@ -111,7 +111,7 @@ def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp
     assert deployed.run.states["FedAvg"].failed == 1
     rows = [row for row in deployed.run.rows if row["method"] == "FedAvg"]
     assert [row["failed"] for row in rows] == [1, 1]
-    assert not np.isnan(deployed.results["MF"].clients[client].reweighted_test)
+    assert not np.isnan(deployed.results["MF"].clients[client].global_test)
 
 
 @pytest.mark.slow
