@@ -2,6 +2,7 @@ from . import aggregation, algorithms, backends, callbacks, data, models
 from .algorithms.algorithm import Algorithm
 from .algorithms.client import Client, Update
 from .backends.dp_sgd import DPSGD
+from .deployment.reports import Reports
 from .federation import Federation
 from .models import (
     AdapterMoE,
@@ -29,6 +30,7 @@ __all__ = [
     "MixtureOfExperts",
     "PersonalizedMoE",
     "Phase",
+    "Reports",
     "RepresentationMoE",
     "Select",
     "SparseMoE",

@@ -24,6 +24,7 @@ from fedmoe_pl.commands.export import export_clients
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.deployment.reports import Reports
 from fedmoe_pl.deployment.serve_and_join import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
@@ -42,6 +43,7 @@ from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run, store_of
 
 _SKIP = ClientFailures()
+_REPORTS = Reports()
 _SETTINGS_OF_RUN = (
     *("phases", "starts", "trainer", "backend", "callbacks", "seed", "evaluate_every_n_rounds", "failures", "metrics"),
     *("evaluation_cohort_size", "enable_checkpointing", "hparams"),
@@ -74,6 +76,7 @@ class Federation:
             clients.
         failures: what happens when clients fail, or drop out.
         metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
+        reports: what a client of a deployed federation reports of evaluations.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
@@ -100,8 +103,11 @@ class Federation:
         evaluation_cohort_size: int | None = None,
         failures: ClientFailures = _SKIP,
         metrics: dict[str, Metric] | None = None,
+        reports: Reports = _REPORTS,
     ) -> None:
         self.metrics = check_metrics(metrics)
+        reports.check(self.metrics)
+        self.reports = reports
         check_at_least(self, "evaluate_every_n_rounds", evaluate_every_n_rounds, 0)
         check_phases(phases, evaluate_every_n_rounds)
         if name and not is_path_below(name):
@@ -294,7 +300,7 @@ class Federation:
         Returns:
             What the text says of each phase, by name.
         """
-        audits = audit_run(self._make_run(model, datamodule))
+        audits = audit_run(self._make_run(model, datamodule), self.reports)
         self._run = None
         print(format_audit(audits, datamodule))
         return {audit.phase.name: audit for audit in audits}

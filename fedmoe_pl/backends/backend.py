@@ -124,6 +124,9 @@ class Plan(ABC):
         A plan may have them trained at once, if it uses the result only where :meth:`train` is called with the same.
         """
 
+    def before_another_try(self) -> None:  # noqa: B027  (most plans' clients are always there)
+        """Called when too few clients have answered, before the round is tried again."""
+
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
         algorithm = self.training.algorithm  # if it has no requests, what clients keep, perhaps on disk, is not read

@@ -28,18 +28,20 @@ class Failure:
     """Why a client is left out of a round: in a few words, and by the exception that its training raised.
 
     ``trace`` is the text of the exception's traceback, if it was raised in another process. ``is_absent`` says that the
-    client is on another machine, and nothing was sent to it.
+    client is on another machine, and nothing was sent to it. ``kind`` is all that a client on another machine says of
+    a failure without an exception.
     """
 
     reason: str
     error: Exception | None = None
     trace: str = ""
     is_absent: bool = False
+    kind: str = "training"
 
     def __reduce__(self) -> tuple[type[Failure], tuple[Any, ...]]:
         """For another process, which can read the traceback only as a text."""
         if self.error is None:
-            return Failure, (self.reason, None, self.trace)
+            return Failure, (self.reason, None, self.trace, False, self.kind)
         return Failure, (self.reason, portable(self.error), self.trace or "".join(format_exception(self.error)))
 
 
@@ -72,12 +74,12 @@ def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failu
     except MisconfigurationException:
         raise
     except (NotFiniteError, OutOfRangeError) as error:
-        return Failure(str(error))
+        return Failure(str(error), kind="not finite" if isinstance(error, NotFiniteError) else "out of range")
     except Exception as error:
         clear_frames(error.__traceback__)  # their local variables hold models and batches
         return Failure(" ".join(f"{type(error).__name__}: {error}".split()), error)
     except _Expired:
-        return Failure(f"it took longer than failures.timeout, {seconds:g} s")
+        return Failure(f"it took longer than failures.timeout, {seconds:g} s", kind="too slow")
 
 
 def _call_within(seconds: float, call: Callable[[], Result]) -> Result:

@@ -40,7 +40,7 @@ _HARMLESS = re.compile(
 # what a run that goes on may change, but two runs do not have in common
 _OWN = re.compile(
     r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)|"
-    r"(federation\.)?failures\.(action|min_clients|timeout|max_change)"
+    r"(federation\.)?(failures\.(action|min_clients|timeout|max_change)|reports(\..+)?)"
 )
 _MISSING = "not set"
 _LONGEST = 60  # characters of a value in a message

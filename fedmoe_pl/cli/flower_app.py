@@ -6,14 +6,16 @@ from __future__ import annotations
 # Flower is not installed where types are checked: it cannot be together with other extras.
 import functools
 import shlex
+import traceback
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedmoe_pl.cli.command_line import objects_of
 from fedmoe_pl.deployment.flower import TYPE, FlowerTransport, packed, unpacked
+from fedmoe_pl.deployment.messages import FAILED, Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import serve
 
@@ -39,9 +41,12 @@ def run_server(grid: Grid, context: Context) -> None:
 def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
     """Answers a message; the node's configuration has ``arguments``, as above, and ``client``, the client's id."""
     values = context.node_config
-    participant = _participant(str(values["arguments"]), int(values["client"]))
-    content: RecordDict = packed(participant.answer(unpacked(message.content)))
-    return FlowerMessage(content, reply_to=message)
+    try:
+        answer = _participant(str(values["arguments"]), int(values["client"])).answer(unpacked(message.content))
+    except (Exception, SystemExit):  # Flower would send its text to the server
+        traceback.print_exc()
+        answer = Message(FAILED, {"failure": "configuration"})
+    return FlowerMessage(packed(answer), reply_to=message)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ _TITLES = {
     "model": "the model of every client, a LightningModule",
     "federation": "phases and rounds",
     "federation.failures": "what happens when clients fail, or drop out",
+    "federation.reports": "what a client of a deployed federation reports of evaluations",
 }
 
 

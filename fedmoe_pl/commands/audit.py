@@ -21,12 +21,17 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.deployment.reports import Reports
+from fedmoe_pl.deployment.schema import ANSWER_TO, carried
+from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
+from fedmoe_pl.rounds.evaluate import is_evaluated_after
 from fedmoe_pl.rounds.fit import run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.train import draw_cohort
+from fedmoe_pl.setup.data import measured
 
 _WIDTH = 28
 _TITLES: dict[Direction, str] = {
@@ -39,6 +44,9 @@ _LEGEND = """\
 From a dry run of the first rounds with the federation's own clients; nothing was trained. Names end in * if all tensors
 of that part are meant. Sizes are those of one client in one round, before any transport encoding. In a simulation,
 whoever runs it sees everything; "the server" and "other clients" are those of the federation."""
+_MESSAGES = """\
+Messages of a deployment (fedmoe serve and join), each with its answer below: what they carry beside the run, the phase
+and the round that they are about. Tensors are those above. In an evaluation, nan replaces what is not reported."""
 _SAMPLES = 8  # of each client; what is sent does not depend on how many there are
 _OF_SAMPLES = ("samples", "batches", "shuffled_samples")  # attributes of a client that give its samples
 _PUBLIC = ("num_clients", "num_classes")  # attributes of the data that say nothing of a client
@@ -63,6 +71,9 @@ class PhaseAudit:
         weight: what the weight of a client's update is, in words; empty if none is sent.
         only_mean: whether the server needs only the weighted mean of the updates.
         names: names of the module's tensors.
+        reported: names of what a client of a deployed federation reports of an evaluation, if its configuration is this
+            one.
+        reports: after how many rounds and at how many points of each, and what bounds it, in words.
     """
 
     phase: Phase
@@ -77,6 +88,8 @@ class PhaseAudit:
     weight: str = ""
     only_mean: bool = False
     names: list[str] = field(default_factory=list)
+    reported: list[str] = field(default_factory=list)
+    reports: str = ""
 
 
 class _Recorder(FederationCallback):
@@ -90,7 +103,7 @@ class _Recorder(FederationCallback):
         self.transfers.append(transfers)
 
 
-def audit_run(run: Run) -> list[PhaseAudit]:
+def audit_run(run: Run, reports: Reports) -> list[PhaseAudit]:
     """Runs the first rounds of every phase dry: as they would be run, but nothing is trained, evaluated or written.
 
     Clients have a few of their samples. Phases in which clients train alone have one client of each architecture.
@@ -104,9 +117,27 @@ def audit_run(run: Run) -> list[PhaseAudit]:
         states={},
         callbacks=[recorder := _Recorder()],
     )
-    return [
+    audits = [
         _audit_phase(dry, phase, original, recorder) for phase, original in zip(dry.phases, run.phases, strict=True)
     ]
+    for audit in audits:
+        _describe_reports(audit, run, reports)
+    return audits
+
+
+def _describe_reports(audit: PhaseAudit, run: Run, reports: Reports) -> None:
+    """Says what a client of a deployed federation reports of evaluations."""
+    phase, module, names = audit.phase, run.module(audit.phase), reports.names(run.phases, run.metrics)
+    rounds = [round for round in range(1, phase.rounds + 1) if is_evaluated_after(run, phase, round)]
+    if phase.evaluate:
+        found = [*measured(run.datamodule, run.metrics, [module]), *["gate_weights"] * has_trained_gate(module)]
+        audit.reported = [name for name in found if name in names]
+    number, points = len(rounds) or 1, len(phase.evaluation_points)
+    audit.reports = f"of one model after {number} of {phase.rounds} rounds" + ", at two points of each" * (points - 1)
+    if reports.digits is not None:
+        audit.reports += f"; {reports.digits} digits"
+    if reports.min_samples > 1:
+        audit.reports += f"; on at least {reports.min_samples} samples"
 
 
 def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -> PhaseAudit:
@@ -238,7 +269,7 @@ class _Watched:
 def format_audit(audits: Sequence[PhaseAudit], datamodule: FederatedDataModule) -> str:
     """The text that ``fedmoe audit`` prints, without a final newline."""
     blocks = ["\n".join(_of_phase(audit)) for audit in audits]
-    return "\n\n".join([_LEGEND, *blocks, "\n".join(_of_data(datamodule))])
+    return "\n\n".join([_LEGEND, *blocks, "\n".join(_of_data(datamodule)), "\n".join(_of_messages())])
 
 
 def _of_phase(audit: PhaseAudit) -> list[str]:
@@ -255,6 +286,8 @@ def _of_phase(audit: PhaseAudit) -> list[str]:
             lines += _of_updates(audit)
     if not audit.transfers:
         lines.append(_row("leaves a client", "nothing"))
+    told = f"{', '.join(audit.reported)}; {audit.reports}" if audit.reported else "nothing"
+    lines.append(_row("reports, if deployed", told))
     lines.append(_row("stays with its client", ", ".join(_patterns(audit.stays, audit.names)) or "nothing"))
     if audit.frozen:
         number = "1 tensor" if len(audit.frozen) == 1 else f"{len(audit.frozen)} tensors"
@@ -375,6 +408,18 @@ def _of_data(datamodule: FederatedDataModule) -> list[str]:
     lines.append(
         _row("number of classes", "the largest label of all samples; in a deployment, each client sends its own")
     )
+    return lines
+
+
+def _of_messages() -> list[str]:
+    """What the messages of a deployed federation carry, of every kind."""
+    lines, carries = [_MESSAGES], carried()
+    answers = [answer for answer in carries if answer not in {*ANSWER_TO, *ANSWER_TO.values()}]
+    for kind, answer in [*ANSWER_TO.items(), *(("", answer) for answer in answers)]:
+        if kind in carries:
+            lines.append(_row(kind, ", ".join(carries[kind]) or "nothing else"))
+        title = f"  {answer}" if kind in carries else f"  or to any: {answer}"
+        lines.append(_row(title, ", ".join(carries[answer]) or "nothing else"))
     return lines
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
@@ -106,6 +106,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     test_samples: ClientSamples
     global_test: Tensor
     class_shares: Tensor
+    withheld: Collection[str] = ()  # metrics that clients on other machines do not report
     _data: Arrays | MapStyleData  # between ``deal`` and ``setup``
 
     def __init__(

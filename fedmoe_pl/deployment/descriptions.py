@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from fedmoe_pl.checkpoints.configuration import changes
-from fedmoe_pl.checkpoints.configuration import configuration as configuration_of
+from fedmoe_pl.checkpoints.configuration import Change, changes, configuration
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checks import shown
 from fedmoe_pl.data import FederatedDataModule
@@ -33,29 +34,32 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 _BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
 _COMMON = ("classes", "columns", "shape", "dtype", "target_shape", "target_dtype", "normalization")
 _OWN = ("class_numbers", "sizes", "global_test", "num_classes")
+_OF_DATA = ("data", "datamodule")  # settings that each client chooses
+_LONGEST = 3000  # characters of all differences
 
 
 def wait_for(
     transport: Transport,
     num_clients: int,
-    configuration: dict[str, str],
+    settings: dict[str, str],
     phases: Sequence[str],
     known: Mapping[int, Description],
     at_least: int,
 ) -> dict[int, Description]:
     """Waits until every client has described itself, and checks that all fit together.
 
-    A client with other settings is told so, and waited for: it may be started again with the right ones.
+    A client with other settings than the server's, see :func:`settings_of`, is told so, and waited for: it may be
+    started again with the right ones.
     """
     known = {client: each for client, each in known.items() if client < num_clients}
-    descriptions = {client: each for client, each in known.items() if not _other_settings(configuration, each, phases)}
+    descriptions = {client: each for client, each in known.items() if not _other_settings(settings, each, phases)}
     present, said, end = set[int](), set[str](), time.monotonic() + _BACK_WITHIN
     while True:
         absent = [client for client in range(num_clients) if client not in present]
         for client, answer in transport.ask(dict.fromkeys(absent, Message("describe")), None).items():
             if answer is None:
                 continue
-            if not (reason := _problem_of(answer, configuration, phases)):
+            if not (reason := _problem_of(answer, settings, phases)):
                 descriptions.setdefault(client, answer.values)
                 present.add(client)
                 rank_zero_info(f"serve: client {client} is there, {len(present)} of {num_clients}.")
@@ -76,12 +80,13 @@ def wait_for(
                 "of a dataset with a target_transform are not compared."
             )
         numbers |= description["class_numbers"]
-        if key := _first_difference(descriptions[0], description, _COMMON):
-            verb = "are" if key in ("classes", "columns") else "is"
-            raise MisconfigurationException(
-                f"client {client}: the {key.replace('_', ' ')} of its samples {verb} {shown(description.get(key))}, "
-                f"but must be {shown(descriptions[0].get(key))}, as client 0's."
-            )
+        if keys := _different(descriptions[0], description, _COMMON):
+            texts = [
+                f"the {key.replace('_', ' ')} of its samples {'are' if key in ('classes', 'columns') else 'is'} "
+                f"{shown(description.get(key))}, but must be {shown(descriptions[0].get(key))}"
+                for key in keys
+            ]
+            raise MisconfigurationException(f"client {client}: {'; '.join(texts)}, as client 0's.")
     return dict(sorted(descriptions.items()))
 
 
@@ -89,30 +94,43 @@ def check_same(now: Description, before: Description, phases: Sequence[str]) -> 
     """Refuses a client that has come back with other data or settings than it had when the run began."""
     if change := _other_settings(before["configuration"], now, phases):
         raise MisconfigurationException(f"{change}, as when the run began")
-    if key := _first_difference(before, now, (*_COMMON, *_OWN)):
-        name = "numbers of training, validation and test samples" if key == "sizes" else key.replace("_", " ")
-        raise MisconfigurationException(
-            f"its data have changed since the run began: {name} {now.get(key)} in place of {before.get(key)}"
-        )
+    if keys := _different(before, now, (*_COMMON, *_OWN)):
+        names = {key: key.replace("_", " ") for key in keys}
+        names["sizes"] = "numbers of training, validation and test samples"
+        texts = [f"{names[key]} {now.get(key)} in place of {before.get(key)}" for key in keys]
+        raise MisconfigurationException(f"its data have changed since the run began: {'; '.join(texts)}")
 
 
-def _other_settings(configuration: dict[str, str], description: Description, phases: Sequence[str]) -> str:
-    """How a client's settings differ in more than its data, without a full stop; empty if they do not."""
-    found = changes(configuration, description["configuration"], phases)
-    texts = [f"{each.key} is {each.new}, but must be {each.old}" for each in found if not each.key.startswith("data")]
-    return texts[0] if texts else ""
+def settings_of(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, str]:
+    """What server and clients must have in common, as texts: the run's seed and configuration, without the data's."""
+    texts = configuration(federation, model, datamodule)
+    trees = {name: json.loads(text) for name, text in texts.items() if text}
+    common = {name: {key: tree[key] for key in tree if key not in _OF_DATA} for name, tree in trees.items()}
+    return {**texts, **{name: json.dumps(tree) for name, tree in common.items()}, "seed": str(federation.seed)}
 
 
-def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> str:
-    return next((key for key in keys if a.get(key) != b.get(key)), "")
+def _other_settings(settings: dict[str, str], description: Description, phases: Sequence[str]) -> str:
+    """How a client's settings differ, without a full stop; empty if they do not."""
+    others = description["configuration"]
+    found = changes(settings, others, phases)
+    if (seed := others.get("seed")) != settings["seed"]:
+        found.insert(0, Change("seed_everything" if settings["hparams"] else "seed", settings["seed"], str(seed)))
+    texts = [f"{each.key} is {each.new}, but must be {each.old}" for each in found]
+    fits = [text for text, length in zip(texts, accumulate(map(len, texts)), strict=True) if length <= _LONGEST]
+    more = [f"and {len(texts) - len(fits)} more"] if len(fits) < len(texts) else []
+    return "; ".join([*fits, *more])
 
 
-def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
+def _different(a: Description, b: Description, keys: Sequence[str]) -> list[str]:
+    return [key for key in keys if a.get(key) != b.get(key)]
+
+
+def _problem_of(answer: Message, settings: dict[str, str], phases: Sequence[str]) -> str:
     """Why an answer describes no client, or one with other settings, without a full stop; empty if it fits."""
     if problem := problem_of_answer("describe", answer):
         return problem
     try:
-        change = _other_settings(configuration, answer.values, phases)
+        change = _other_settings(settings, answer.values, phases)
     except Exception:  # whatever a client has sent
         return "its configuration cannot be read"
     return change and one_line(f"{change}, as on the server")
@@ -186,6 +204,6 @@ def described(federation: Any, model: LightningModule, datamodule: FederatedData
         "target_dtype": str(y.dtype).removeprefix("torch."),
         "num_classes": datamodule.num_classes,
         "normalization": None if datamodule.normalization is None else [*map(list, datamodule.normalization)],
-        "configuration": configuration_of(federation, model, datamodule),
+        "configuration": settings_of(federation, model, datamodule),
         "torch": str(torch.__version__),
     }

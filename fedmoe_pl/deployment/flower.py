@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
-from fedmoe_pl.deployment.messages import FAILED, BadMessageError, Message
+from fedmoe_pl.deployment.messages import UNREADABLE, BadMessageError, Message
 from fedmoe_pl.deployment.transport import NodesTransport
 
 TYPE = "train.fedmoe_pl"
@@ -85,7 +85,7 @@ def _answer(reply: FlowerMessage) -> Message | str:
     try:
         return unpacked(reply.content)
     except BadMessageError as error:
-        return Message(FAILED, {"reason": f"BadMessageError: {error}"})
+        return Message(UNREADABLE, {"reason": str(error)})
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
@@ -18,6 +20,8 @@ from fedmoe_pl.deployment.connection import Security, free_port, has_tls, proble
 from fedmoe_pl.deployment.flower import child, packed, unpacked
 from fedmoe_pl.deployment.flower_inside import (
     FLEET,
+    MOST_AHEAD,
+    MOST_BEHIND,
     STILL_CONNECTED,
     LostMessageError,
     Tasks,
@@ -30,6 +34,7 @@ from fedmoe_pl.deployment.transport import LOOK
 
 _REFUSED_FOR = 120.0  # Flower refuses a node for a minute after its process was killed
 _SECONDS_BETWEEN_LOOKS = 10.0  # while there is nothing to answer
+_TELLING = 3.0  # seconds between two clocks; an answer's date has whole seconds, and takes some time
 
 
 def answer_messages(answer: Callable[[Message], Message], folder: Path, address: str, security: Security) -> None:
@@ -51,7 +56,7 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
             time.sleep(1)
             continue
         if STILL_CONNECTED not in log.read_text(errors="replace"):
-            raise MisconfigurationException(_refusal(address, log))
+            raise MisconfigurationException(_refusal(address, log, server.difference_of_clocks))
         if refused_since is None:
             refused_since = time.monotonic()
             rank_zero_info(
@@ -60,13 +65,15 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
                 f"{_REFUSED_FOR:.0f} s."
             )
         if time.monotonic() - refused_since > _REFUSED_FOR:
-            no_key = f"; the server knows no key '{security.key}', or another process uses it"
-            raise MisconfigurationException(_refusal(address, log) + (no_key if security.key else ""))
+            no_key = f"the server knows no key '{security.key}', or another process uses it" if security.key else ""
+            raise MisconfigurationException(_refusal(address, log, no_key, server.difference_of_clocks))
         time.sleep(5)
 
 
-def _refusal(address: str, log: Path) -> str:
-    return f"join: the server at {address} does not take this client: {reason_in(log)}"
+def _refusal(address: str, log: Path, *more: str) -> str:
+    return "; ".join(
+        [f"join: the server at {address} does not take this client: {reason_in(log)}", *filter(None, more)]
+    )
 
 
 class _Answering:
@@ -102,20 +109,26 @@ class _Answering:
             message = unpacked(content)
         except BadMessageError as error:
             rank_zero_info(f"join: the server has sent a message that is none: {one_line(str(error))}.")
-            return packed(Message(FAILED, {"reason": f"BadMessageError: {error}"}))
+            return packed(Message(FAILED, {"failure": "refused"}))
         answer = Message("ended") if message.kind == "end" else self.answer(message)
         self.is_over = answer.kind in ("ended", LEAVES)
         return packed(answer)
 
 
 class Server:
-    """Whether the server can be reached; what changes is said once."""
+    """Whether the server can be reached; what changes is said once.
+
+    Attributes:
+        ahead: seconds that this machine's clock is ahead of the server's; 0 if that is too little to tell.
+    """
 
     def __init__(self, address: str, security: Security) -> None:
         self.address = address
         self.security = security
+        self.ahead = 0.0
         self._is_there = True
         self._seen = False
+        self._said_ahead = 0.0
 
     def wait(self) -> None:
         """Waits until the server can be reached."""
@@ -131,13 +144,31 @@ class Server:
         if self._is_there and not was_there and self._seen:
             rank_zero_info(f"join: the server at {self.address} can be reached again.")
         self._seen |= self._is_there
+        if abs(self.ahead - self._said_ahead) >= _TELLING:
+            self._said_ahead = self.ahead
+            rank_zero_info(f"join: {self.difference_of_clocks or 'the clocks agree again'}.")
         return self._is_there
+
+    @property
+    def difference_of_clocks(self) -> str:
+        """How much the clocks differ, as a part of a sentence; empty if they agree."""
+        if not self.ahead:
+            return ""
+        where = f"{abs(self.ahead):.0f} s {'ahead of' if self.ahead > 0 else 'behind'} the server's"
+        limits = f", and Flower takes signatures at most {MOST_AHEAD} s ahead and {MOST_BEHIND} s behind"
+        return f"this machine's clock is {where}{limits if self.security.key else ''}"
 
     def _reaches(self) -> bool:
         """Sends it a request, whatever it answers."""
         ca = self.security.ca
         try:
-            httpx.get(f"{'https' if ca else 'http'}://{self.address}{FLEET}", verify=tls_context(ca))
+            start = time.time()
+            answer = httpx.get(f"{'https' if ca else 'http'}://{self.address}{FLEET}", verify=tls_context(ca))
+            with suppress(KeyError, ValueError):  # a proxy may give no date, or one of its own
+                date = parsedate_to_datetime(answer.headers["date"]).timestamp()
+                middle, half = (start + time.time()) / 2, (time.time() - start) / 2
+                difference = middle - (date + 0.5)
+                self.ahead = difference if abs(difference) >= _TELLING + half else 0.0
             return True
         except httpx.HTTPError as error:  # else, it may be about to start or to end
             if ca is None and has_tls(self.address):

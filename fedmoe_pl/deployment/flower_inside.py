@@ -39,7 +39,7 @@ from flwr.proto.runtime_pb2 import (
     SendTaskHeartbeatRequest,
 )
 from flwr.serverapp import Grid
-from flwr.supercore.constant import TaskType
+from flwr.supercore.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE, TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
@@ -49,6 +49,7 @@ from flwr.supercore.interceptors import (
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
+from flwr.supercore.retry import RetryInvoker, constant
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -58,6 +59,8 @@ HEALTH, FLEET = "/health", "/v1/fleet/"
 """Paths of the SuperLink: whether it has started, and what is for clients."""
 STILL_CONNECTED = "[code: 2004]"
 """What a SuperNode says whose key is unknown, or counts as connected: for a minute after its process was killed."""
+MOST_AHEAD, MOST_BEHIND = SYSTEM_TIME_TOLERANCE, SYSTEM_TIME_TOLERANCE + TIMESTAMP_TOLERANCE
+"""Seconds that the clock of a SuperNode with a key may differ from the SuperLink's."""
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _APP = b"""
 [project]
@@ -70,6 +73,8 @@ publisher = "fedmoe-pl"
 serverapp = "fedmoe_pl.cli.flower_app:server"
 clientapp = "fedmoe_pl.cli.flower_app:client"
 """
+_PASSING = (502, 503, 504)  # statuses of a server that is busy
+_RETRIES_WITHIN = 120.0  # seconds in which a SuperLink must answer whose process goes on; the machine may be busy
 _App = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]  # of ASGI
 
 
@@ -121,9 +126,23 @@ def register(connection: dict[str, Any], public_key: bytes) -> int:
         raise ValueError(error.response.text.strip()) from error
 
 
+def retries(lives: Callable[[], bool]) -> RetryInvoker:
+    """Has requests tried again while the SuperLink's process lives; Flower's own retries go on for ever."""
+
+    def is_lasting(error: Exception) -> bool:
+        is_status = isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _PASSING
+        return is_status or not lives()
+
+    errors = (httpx.TransportError, httpx.HTTPStatusError)
+    return RetryInvoker(lambda: constant(0.5), errors, None, _RETRIES_WITHIN, jitter=None, should_giveup=is_lasting)
+
+
 @contextmanager
-def grid_of_run(connection: dict[str, Any], secret: bytes) -> Iterator[Grid]:
-    """Starts a run in a SuperLink, and takes the place of its ServerApp in this process."""
+def grid_of_run(connection: dict[str, Any], secret: bytes, lives: Callable[[], bool]) -> Iterator[Grid]:
+    """Starts a run in a SuperLink, and takes the place of its ServerApp in this process.
+
+    Requests raise an ``httpx.HTTPError`` once the SuperLink does not live any more, as ``lives`` says.
+    """
     fab, _ = build_fab_from_files({"pyproject.toml": _APP})
     with ControlHttpClient.from_server_address(**connection, interceptors=[]) as control:
         control.StartRun(StartRunRequest(fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {}))))
@@ -136,6 +155,7 @@ def grid_of_run(connection: dict[str, Any], secret: bytes) -> Iterator[Grid]:
             time.sleep(0.1)
     address, insecure, root = connection["server_address"], connection["insecure"], connection["root_certificates"]
     grid = HttpGrid(address, insecure, root, token=task.token)
+    grid._retry_invoker = invoker = retries(lives)
     client = grid._runtime_client
     of_run = client.PullTaskInput(PullTaskInputRequest())
     TaskIdentity.task_id, TaskIdentity.run_id = of_run.task_id, of_run.run.run_id
@@ -148,7 +168,7 @@ def grid_of_run(connection: dict[str, Any], secret: bytes) -> Iterator[Grid]:
         yield grid
         status = SubStatus.COMPLETED
     except BaseException as error:
-        details = repr(error)
+        details, invoker.max_time = repr(error), 0
         raise
     finally:
         with suppress(httpx.HTTPError):

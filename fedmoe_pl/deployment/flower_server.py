@@ -5,6 +5,7 @@ from __future__ import annotations
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Flower is not installed where types are checked: it cannot be together with other extras.
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -44,9 +45,25 @@ def superlink(folder: Path, address: str, security: Security, num_clients: int) 
     with child(command, log, folder) as process:
         connection = security.connection(local_address(address))
         _wait_for_link(process, connection["server_address"], security, log)
-        owners = {register(connection, key): client for client, key in of_clients.items()}
-        with grid_of_run(connection, secret.read_bytes()) as grid:
-            yield FlowerTransport(grid, num_clients, owners)
+        try:
+            owners = {register(connection, key): client for client, key in of_clients.items()}
+            with grid_of_run(connection, secret.read_bytes(), lambda: process.poll() is None) as grid:
+                yield FlowerTransport(grid, num_clients, owners)
+        except Exception as error:
+            if isinstance(error, httpx.TransportError) or process.poll() is not None:
+                raise MisconfigurationException(_lost(process, log, error)) from error
+            raise
+
+
+def _lost(process: subprocess.Popen[bytes], log: Path, error: Exception) -> str:
+    """The sentence about a SuperLink that has ended, or does not answer."""
+    what = f"does not answer ({type(error).__name__})"
+    if (code := process.poll()) is not None:
+        what = f"has ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+    return (
+        f"serve: Flower's SuperLink, which carries all messages, {what}; start serve again with --ckpt_path last to go "
+        f"on after the last whole round (log: {log})."
+    )
 
 
 def _wait_for_link(process: subprocess.Popen[bytes], address: str, security: Security, log: Path) -> None:

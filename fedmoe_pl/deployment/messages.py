@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmoe_pl.deployment.schema import ANSWER_TO, DTYPES, HEADER, problem_of_values
+from fedmoe_pl.deployment.schema import ANSWER_TO, DTYPES, FAILURES, HEADER, problem_of_values
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
 """Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first; it is none of the
 federation's clients, and ends."""
+UNREADABLE = "unreadable"
+"""What stands for an answer that is no message; its only value is the reader's own ``reason``, and nobody sends it."""
 SEVERAL, ANSWERS = "several", "answers"
 """Kinds of a message that stands for several, and of the answer to it."""
-_LONGEST = 1000  # characters of a client's reason
+_LONGEST = 4000  # characters of another machine's text
 _SIZE = 8  # bytes of the header's length
 _LONGEST_HEADER = 2**21  # bytes; enough for the names of 10,000 tensors
 
@@ -117,8 +119,12 @@ def answers_in(answer: Message) -> list[Message]:
 
 def problem_of_answer(kind: str, answer: Message) -> str:
     """Why an answer is none to a message of this kind, in a few words; empty if it is one."""
-    if answer.kind in (FAILED, LEAVES):
-        return one_line(answer.values.get("reason") or "it gives no reason")
+    if answer.kind == FAILED:
+        return f"{FAILURES[answer.values['failure']]}; its own log says more"
+    if answer.kind == LEAVES:
+        return "its number is too high"
+    if answer.kind == UNREADABLE:
+        return one_line(answer.values["reason"])
     return "" if answer.kind == ANSWER_TO[kind] else f"its answer to '{kind}' is '{one_line(answer.kind)}'"
 
 

@@ -21,10 +21,11 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state, reques
 from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, replacing
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
+from fedmoe_pl.deployment.answers import without_values
 from fedmoe_pl.deployment.descriptions import check_same, described, own_data
 from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import (
@@ -37,13 +38,15 @@ from fedmoe_pl.deployment.messages import (
     Message,
     answer_each,
     one_line,
-    problem_of_answer,
 )
 from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
+from fedmoe_pl.deployment.reports import Reported, digest_of
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.evaluate import is_evaluated_after
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.data import OwnClient
 from fedmoe_pl.trees import Tree
@@ -81,6 +84,7 @@ class Participant:
         self._said_phase, self._said = "", set[str]()
         self._initial_server: Tree = {}  # what the server need not send to clients that train alone
         self._masked: Any = None  # what was trained last, if it leaves only masked
+        self._reported = Reported()
 
     def answer(self, message: Message) -> Message:
         """Answers a message, and tells whoever runs the client what goes on, each thing once."""
@@ -96,8 +100,6 @@ class Participant:
         answer = self._answer(message)
         if answer.kind == "description":
             self._say(f"client {self.client} has described its data to the server")
-        if answer.kind == FAILED:
-            self._say(f"this client has failed: {problem_of_answer(message.kind, answer)}")
         return answer
 
     def _say(self, text: str) -> None:
@@ -106,7 +108,7 @@ class Participant:
             rank_zero_info(f"join: {text}.")
 
     def _answer(self, message: Message) -> Message:
-        """The answer; an exception becomes one that says what failed."""
+        """The answer; an exception becomes one that says what kind it was."""
         answers: dict[str, Callable[[Message], Message]] = {
             "describe": self._describe,
             "prepare": self._prepare,
@@ -114,14 +116,14 @@ class Participant:
             "request": self._request,
             "train": self._train,
             "train masked": self._train,
-            **dict.fromkeys(("share", "mask", "unmask"), self._take_step),
+            **dict.fromkeys(("share", "mask", "confirm", "unmask"), self._take_step),
             "evaluate": self._evaluate,
             "read": self._read,
             "exchange": self._exchange,
             "finish": self._finish,
         }
         if message.kind not in answers:
-            return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
+            return self._failed("refused", f"it does not know messages of the kind '{message.kind}'")
         try:
             if message.kind not in ("describe", "prepare") and not self._is_in(message, "run"):
                 return Message(UNPREPARED)
@@ -132,11 +134,18 @@ class Participant:
             with one_thread():
                 return answers[message.kind](message)
         except MisconfigurationException as error:
-            return Message(FAILED, {"reason": str(error), "is_configuration": True})
+            return self._failed("configuration", str(error))
         except BadMessageError as error:
-            return Message(FAILED, {"reason": f"it refuses the message '{message.kind}': {error}"})
+            return self._failed("refused", f"it refuses the message '{message.kind}': {error}")
+        except DamagedFileError as error:
+            return self._failed("file", str(error))
         except Exception as error:
-            return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+            return self._failed(_kind_of(error), f"{type(error).__name__}: {error}")
+
+    def _failed(self, kind: str, why: str) -> Message:
+        """Says why it has failed to whoever runs the client, and only of what kind that is to the server."""
+        self._say(f"this client has failed: {one_line(why).rstrip('.')}")
+        return Message(FAILED, {"failure": kind})
 
     def _is_in(self, message: Message, key: str) -> bool:
         """Whether the client is in the message's run or phase, perhaps after it has read how it came there."""
@@ -172,7 +181,7 @@ class Participant:
         if self.client >= message.values.get("num_clients", math.inf):
             most = message.values["num_clients"] - 1
             self.leaves = f"client is {self.client}, but must be at most {most}, because the server counts from 0"
-            return Message(LEAVES, {"reason": self.leaves})
+            return Message(LEAVES)
         return Message("description", described(self.federation, self.model, self.datamodule, self.client))
 
     def _prepare(self, message: Message) -> Message:
@@ -195,6 +204,7 @@ class Participant:
         self.run.writer = CheckpointWriter(checkpoint)
         self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}
         self._private = PrivateRounds(self.folder, self._run_name, self.client)
+        self._reported.begin(self._files)
         return Message("prepared")
 
     def _begin(self, message: Message) -> Message:
@@ -252,12 +262,16 @@ class Participant:
         self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
-            return Message(FAILED, {"reason": group.failed[self.client].reason})
+            failure = group.failed[self.client]
+            kind = failure.kind if failure.error is None else _kind_of(failure.error)
+            return self._failed(kind, failure.reason)
         values = {"weight": group.update.weight, "keeps": self._own.write(message, group.clients[self.client])}
         if secure is None:
             return Message("update", values, group.update.sent)
         kind = module_of_flower("join", "secure.client").MaskedUpdate
-        self._masked = kind.of(self.client, secure.threshold, message, group.update.sent)
+        num_clients = self.run.datamodule.num_clients
+        cohort = cohort_of(_phase(self.run, self._phase), num_clients, self.run.seed).size
+        self._masked = kind.of(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
         return Message("trained", values, self._masked.keys)
 
     def _take_step(self, message: Message) -> Message:
@@ -267,21 +281,44 @@ class Participant:
         return self._masked.answer(message)
 
     def _evaluate(self, message: Message) -> Message:
+        """What the client's own configuration reports of an evaluation, of one model in a round."""
         values, kept = message.values, self._own.read(message)
-        phase = _phase(self.run, self._phase)
-        if not (phase.evaluate and values["evaluation_point"] in phase.evaluation_points):
-            raise BadMessageError(f"clients are not evaluated {values['evaluation_point']!r} in phase '{self._phase}'")
+        phase, round, point = _phase(self.run, self._phase), values["round"], values["evaluation_point"]
+        if not (phase.evaluate and point in phase.evaluation_points):
+            raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
+        is_scheduled = round > 0 and is_evaluated_after(self.run, phase, round)
+        asked = phase.name, round, point, digest_of(message.tensors, kept), is_scheduled
+        self._reported.check(*asked)
+        said = without_values(self._plan.training, self.client)
+        if names := self.federation.reports.names(self.run.phases, self.run.metrics):
+            evaluation = self._evaluation(phase, message, kept)
+            said = self.federation.reports.reported(evaluation, names, self._numbers_of_samples())
+        self._reported.add(*asked, said)
+        tensors = {} if said.gate_weights is None else {"gate_weights": said.gate_weights}
+        return Message("evaluation", asdict(replace(said, gate_weights=None)), tensors)
+
+    def _numbers_of_samples(self) -> dict[str, int]:
+        """On how many samples each accuracy, and each metric whose name begins so, is computed."""
+        training = self._plan.training
+        data, opt_out = training.datamodule, training.algorithm.opt_out
+        validation = opt_out.opted_in_of_all(data.validation_samples, training.seed, validation=True)
+        own = {"local_test": data.test_samples, "validation": validation}
+        numbers = {split: len(samples[self.client]) for split, samples in own.items()}
+        return {**numbers, **dict.fromkeys(("reweighted_test", "global_test"), len(data.global_test))}
+
+    def _evaluation(self, phase: Phase, message: Message, kept: Tree) -> ClientEvaluation:
         receives = self._plan.training.algorithm
         training = replace(self._plan.training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
         (evaluation,) = evaluate_clients(
-            training, self._server(message), of_client, values["round"], values["evaluation_point"], [self.client]
+            training,
+            self._server(message),
+            of_client,
+            message.values["round"],
+            message.values["evaluation_point"],
+            [self.client],
         )
-        weights = evaluation.gate_weights
-        found = asdict(replace(evaluation, gate_weights=None, gate_labels=None, name=""))
-        # only their mean leaves the client: single weights would tell of single samples
-        tensors = {} if weights is None else {"gate_weights": weights.double().mean(0, keepdim=True)}
-        return Message("evaluation", found, tensors)
+        return evaluation
 
     def _finish(self, message: Message) -> Message:
         """Keeps a finished phase's result as a checkpoint, with which this machine works alone."""
@@ -335,6 +372,11 @@ class Participant:
     def _check_exchanges(self) -> None:
         if not self._plan.training.algorithm.exchanged:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
+
+
+def _kind_of(error: Exception) -> str:
+    """The nearest class of an exception that Python has, which no user has named."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
 def _checksum(content: bytes) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import needs_server_state
@@ -24,6 +25,9 @@ from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients, NoAnswer, files_of
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
+
+_BACK_WITHIN = 60.0  # seconds; Flower refuses a client for as long whose process was killed
+_SECONDS_BETWEEN_LOOKS = 2.0
 
 
 class ClientsBackend(Backend):
@@ -120,6 +124,16 @@ class ClientsPlan(Plan):
         updates |= out_of_proportion(trees, sent, self.clients.max_change)
         for client, update in self._combinable(server, updates).items():
             yield from group_updates(self.training, [[client]], {client: update})
+
+    def before_another_try(self) -> None:
+        """Waits until all clients are connected, for at most a minute."""
+        end, said = time.monotonic() + _BACK_WITHIN, False
+        while (away := self.clients.transport.away()) and time.monotonic() < end:
+            if not said:
+                who = f"client {away[0]} is" if len(away) == 1 else f"clients {', '.join(map(str, away))} are"
+                rank_zero_info(f"serve: {who} away; the next try waits for {_BACK_WITHIN:.0f} s at most.")
+                said = True
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def trained(self, sent: Mapping[int, Tree], kept: Mapping[int, Tree], round: int) -> dict[int, Message | Failure]:
         """The answers of clients that train with what they are sent, also of those that have done so ahead."""

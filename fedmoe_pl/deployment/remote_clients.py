@@ -123,7 +123,7 @@ class Clients:
 
     def _check_configuration(self, answers: Mapping[int, Message]) -> None:
         """Ends a run that has just begun if all clients say that its configuration does not fit: one alone may lie."""
-        refusals = [answer.kind == FAILED and answer.values.get("is_configuration") for answer in answers.values()]
+        refusals = [each.kind == FAILED and each.values["failure"] == "configuration" for each in answers.values()]
         if refusals and all(refusals) and not any(state.round for state in self.states.values()):
             client, answer = next(iter(answers.items()))
             raise MisconfigurationException(f"client {client}: {problem_of_answer('train', answer)}")

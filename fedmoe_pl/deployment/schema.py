@@ -5,6 +5,7 @@ A value is checked only as deep as its kind goes, so that nothing which somebody
 
 from __future__ import annotations
 
+import builtins
 import math
 import re
 import reprlib
@@ -62,7 +63,7 @@ def _dict(value: Any) -> bool:
 
 
 def _nothing(value: Any) -> bool:
-    return value is None
+    return value is None or value == ""
 
 
 def _count(most: int) -> Check:
@@ -150,12 +151,11 @@ _EVALUATION_OF_CLIENT = {
     "n_train": _SIZE,
     "n_test": _SIZE,
     **dict.fromkeys(METRICS, _share),
-    "gate_weights": _nothing,  # a tensor
-    "gate_labels": _nothing,
+    # a tensor, and what stays on the clients' machines
+    **dict.fromkeys(("gate_weights", "gate_labels", "name"), _nothing),
     "validation_loss": _number,
     "has_global_expert": _flag,
     "metrics": _by_name(_number),
-    "name": _one_of(""),  # names stay on the clients' machines
 }
 _EVALUATION = {
     **dict.fromkeys(("method", "model", "selection"), _name),
@@ -186,10 +186,11 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     "begin": ({**_OF_RUN, "phase": _name, "rounds_before": _ROUND}, "begun", {}),
     "request": (_OF_PHASE, "requested", {}),
     "train": (_OF_PHASE, "update", {"weight": _number, "keeps": _FILE}),
-    # with secure aggregation: training, of which only public keys come back, and three steps about what was trained
+    # with secure aggregation: training, of which only public keys come back, and four steps about what was trained
     "train masked": (_OF_PHASE, "trained", {"weight": _number, "keeps": _FILE}),
     "share": (_OF_STEP, "shared", {}),
     "mask": (_OF_STEP, "masked", {}),
+    "confirm": (_OF_STEP, "confirmed", {}),
     "unmask": (_OF_STEP, "unmasked", {}),
     "exchange": (_OF_PHASE, "kept", {"keeps": _FILE}),
     "read": ({**_OF_PHASE, "parts": _list(_name)}, "given", {}),
@@ -216,10 +217,23 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     "note": ({"text": _text}, "noted", {}),
     "end": ({}, "ended", {}),
 }
+_BUILT_IN = [name for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, Exception)]
+FAILURES = {
+    "configuration": "its configuration, data or files do not fit the run",
+    "refused": "it refuses the message",
+    "not finite": "its training gave values that are not finite",
+    "out of range": "its values are too large for secure aggregation",
+    "too slow": "it took longer than failures.timeout",
+    "training": "its training failed",
+    "file": "a file of its own is missing or damaged",
+    **{name: f"it raised {'an' if name[0] in 'AEIOU' else 'a'} {name}" for name in _BUILT_IN},
+}
+"""All that a client says of a failure, and what the server makes of it. The sentence of an exception may name a path, a
+patient or a value, so it stays in the client's own log; of its class, only the nearest one of Python's own is said."""
 _INSTEAD: dict[str, dict[str, Check]] = {
     # in place of the answer to any message
-    "failed": {"reason": _or_nothing(_text), "is_configuration": _or_nothing(_flag)},
-    "leaves": {"reason": _text},
+    "failed": {"failure": _one_of(*FAILURES)},
+    "leaves": {},
     "unprepared": {},
     "not begun": {},
 }
@@ -227,6 +241,34 @@ _KINDS = {kind: values for kind, (values, _, _) in _MESSAGES.items()}
 _KINDS |= {answer: values for _, answer, values in _MESSAGES.values()} | _INSTEAD
 ANSWER_TO = {kind: answer for kind, (_, answer, _) in _MESSAGES.items()}
 """The kind of a client's answer, by the kind of the message."""
+_TENSORS = {
+    "begin": "what the phase starts from",
+    "requested": "what a client asks the server",
+    **dict.fromkeys(("train", "train masked"), "what the server sends a client"),
+    "update": "what a client sends the server",
+    "trained": "two public keys",
+    "share": "public keys of all",
+    "shared": "encrypted shares of two secrets, commitment to one of them",
+    "mask": "encrypted shares",
+    "masked": "what a client sends the server, masked",
+    **dict.fromkeys(("confirmed", "unmask"), "codes about the clients that have not dropped out"),
+    "unmasked": "shares",
+    "exchange": "what the server and others send a client",
+    "given": "what others get from a client",
+    **dict.fromkeys(("evaluate", "finish"), "what a client needs for its model"),
+    "evaluation": "mean gate weights",
+}
+
+
+def carried() -> dict[str, list[str]]:
+    """What messages of each kind carry, beside what they are about: names of values, and tensors in words."""
+    about, carries = {"run", "phase", "round", "kept"}, {}
+    for kind, values in _KINDS.items():
+        carries[kind] = [name for name, check in values.items() if name not in about and check is not _nothing]
+        carries[kind] += [_TENSORS[kind]] if kind in _TENSORS else []
+    return carries
+
+
 HEADER = _record(
     {
         "kind": _name,

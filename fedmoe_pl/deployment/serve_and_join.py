@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.participation import RETRIES, ClientError, cohort_of
+from fedmoe_pl.phases.phase import Phase
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
@@ -47,6 +48,7 @@ def run_server(
     folder = federation.runs / "flower"
     superlink = flower_server.superlink(folder, address, security, num_clients)
     with plain_warnings("serve"), own_folder(folder), superlink as transport:
+        say_thresholds(federation.phases, num_clients, federation.seed)
         rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
         try:
             results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
@@ -55,6 +57,21 @@ def run_server(
             raise
         transport.ask({client: Message("end") for client in range(num_clients)}, 30)
     return results
+
+
+def say_thresholds(phases: Sequence[Phase], num_clients: int, seed: int) -> None:
+    """Says how many clients of a round may be away where secure aggregation needs the others."""
+    for phase in phases:
+        if phase.secure is None:
+            continue
+        size = cohort_of(phase, num_clients, seed).size
+        needed = phase.secure.needed(size)
+        rank_zero_info(
+            f"serve: {phase}: secure aggregation needs {needed} of the {size} clients of a round, so "
+            f"{f'at most {size - needed}' if needed < size else 'none'} may be away or fail. With fewer, the round is "
+            f"tried again, {RETRIES} times, each after waiting for clients that are away, and then the run ends. "
+            f"secure_aggregation.threshold may be {size // 2 + 1} to {size}."
+        )
 
 
 def run_client(

@@ -24,12 +24,11 @@ from fedmoe_pl.callbacks import (
     ResultFiles,
 )
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
-from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
+from fedmoe_pl.deployment.descriptions import read_descriptions, settings_of, wait_for, write_descriptions
 from fedmoe_pl.deployment.plan import ClientsBackend
 from fedmoe_pl.deployment.remote_clients import Clients, ClientsStore
 from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
@@ -94,7 +93,7 @@ class _StandIn(FederatedDataModule):
         raise NotImplementedError
 
     def class_counts(self) -> Tensor:
-        """No classes: no client says how often it has one."""
+        """No classes: no client describes how often it has one."""
         return torch.zeros(self.num_clients, 0, dtype=torch.float64)
 
 
@@ -135,10 +134,16 @@ def serve(
     check_phases(federation.phases)
     ckpt_path = _existing(ckpt_path, federation.runs)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
-    ours = configuration(federation, model, datamodule)
+    ours = settings_of(federation, model, datamodule)
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = _StandIn([*descriptions.values()], datamodule.batch_size)
+    data.withheld = federation.reports.withheld(federation.phases, federation.metrics)
+    if not federation.reports.names(federation.phases, federation.metrics):
+        rank_zero_info(
+            "serve: clients report no accuracies or other metrics, because none is in federation.reports.metrics, and "
+            "privacy covers none of them."
+        )
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
     try:
         return federation.fit_on_server(

@@ -30,6 +30,10 @@ class Transport(ABC):
         """Why no message was sent to a client."""
         return "it is not connected"
 
+    def away(self) -> list[int]:
+        """The clients that would get no message now."""
+        return []
+
     def tell(self, texts: Mapping[int, str]) -> None:
         """Has clients show a text to whoever runs them; texts by client."""
         self.ask({client: Message("note", {"text": text}) for client, text in texts.items()}, _NOTED_WITHIN)
@@ -73,6 +77,12 @@ class NodesTransport(Transport):
         if self.owners and client not in self.owners.values():
             return "its key is not among the clients' keys"
         return "it still works on an earlier message" if client in self.nodes else super().why_absent(client)
+
+    def away(self) -> list[int]:
+        """The clients that are not connected, and those that still owe an answer; looks for new nodes before."""
+        self._find()
+        self._collect_owed()
+        return [each for each in range(self.num_clients) if self.nodes.get(each) in (None, *self._owed)]
 
     def _find(self) -> None:
         """Asks new nodes which clients they are, and forgets those that are gone."""

@@ -78,6 +78,7 @@ def train_round(
             example = f"; client {run.datamodule.client_names[client]}: {failure.reason}" if failure else ""
             raise client_error(f"{reason}, also after {RETRIES} more tries{example}", failure)
         rank_zero_warn(f"{reason}; the round is tried again.")
+        plan.before_another_try()
         attempt += 1
 
 

@@ -276,7 +276,11 @@ def check_metric(
     known = [] if metric is None else measured(datamodule, metrics, modules)
     if metric is not None and metric not in known:
         because = "no client has another metric; those on validation samples need a validation_fraction"
-        raise InvalidArgumentError(owner, argument, metric, f"one of {', '.join(known)}", because)
+        if metric in datamodule.withheld:
+            because = "clients report no other metric; see federation.reports.metrics"
+        raise InvalidArgumentError(
+            owner, argument, metric, f"one of {', '.join(known)}" if known else "left out", because
+        )
 
 
 def measured(
@@ -293,7 +297,8 @@ def measured(
         "local_test": not len(datamodule.test_samples.indices),
         "reweighted_test": datamodule.rotations is not None,
     }
-    return [name for name in known if not any(lacks and name.startswith(split) for split, lacks in lacking.items())]
+    lacking = [split for split, lacks in lacking.items() if lacks]
+    return [name for name in known if not name.startswith((*lacking,)) and name not in datamodule.withheld]
 
 
 def check_direction(owner: object, argument: str, monitor: str | None, metrics: Mapping[str, Metric]) -> None:

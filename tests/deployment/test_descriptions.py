@@ -1,5 +1,6 @@
 """What clients say of themselves before the first round, and whether a client that comes back is still the same."""
 
+import logging
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
 from fedmoe_pl.deployment.descriptions import own_data, read_descriptions
-from fedmoe_pl.deployment.schema import problem_of_values
+from fedmoe_pl.deployment.schema import FAILURES, problem_of_values
 from fedmoe_pl.setup.data import TooManyClassesError
 
 METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
@@ -48,7 +49,10 @@ def transport_with(tmp_path, change, kind="describe", most=None):
         (with_values(classes=["a" * 1001]), "its classes is"),
         (with_values(normalization=[[0.0]]), r"its normalization is \[\[0\.0\]\]"),
         (with_values(configuration={"hparams": "{"}), "its configuration cannot be read"),
-        (lambda answer: Message("failed", {"reason": "no data"}), "no data"),
+        (
+            lambda answer: Message("failed", {"failure": "MemoryError"}),
+            "it raised a MemoryError; its own log says more",
+        ),
     ],
 )
 def test_a_description_that_is_none_is_waited_for(change, reason, tmp_path):
@@ -66,9 +70,10 @@ def test_a_client_that_the_server_does_not_have_leaves_and_says_why(tmp_path):
 
 
 def test_a_client_with_other_settings_is_told_so_and_waited_for(tmp_path):
-    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=7)])
+    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=7, train=Train(batch_size=2))])
     clients = participants(METHOD, data(), tmp_path, **OF_TRAINER)
-    transport = Passing({**clients, CLIENT: participant(other, data(), tmp_path, CLIENT, **OF_TRAINER)})
+    differs = participant(other, data(), tmp_path, CLIENT, **{**OF_TRAINER, "seed": 5})
+    transport = Passing({**clients, CLIENT: differs})
     notes = []
 
     def start_again_with_the_right_ones(client, message):
@@ -77,7 +82,12 @@ def test_a_client_with_other_settings_is_told_so_and_waited_for(tmp_path):
             transport.participants[CLIENT] = clients[CLIENT]
 
     transport.before = start_again_with_the_right_ones
-    reason = f"client {CLIENT} cannot take part: phases.FedPer.rounds is 7, but must be 4, as on the server"
+    texts = [
+        "seed is 5, but must be 0",
+        "phases.FedPer.rounds is 7, but must be 4",
+        "phases.FedPer.train.batch_size is 2, but must be null",
+    ]
+    reason = f"client {CLIENT} cannot take part: {'; '.join(texts)}, as on the server"
     with pytest.warns(UserWarning, match=reason):
         deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     ((client, text),) = notes
@@ -133,20 +143,23 @@ def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tm
     assert not deployed.run.states["FedPer"].failed
 
 
-def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_path):
+def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_path, caplog):
     transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     transport.participants[0] = participant(METHOD, data(validation_fraction=0.3), tmp_path, 0, **OF_TRAINER)
-    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], train=Train(batch_size=2))])
-    transport.participants[3] = participant(other, data(), tmp_path, 3, **OF_TRAINER)
-    with pytest.warns(UserWarning) as warned:
+    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=9, train=Train(batch_size=2))])
+    transport.participants[3] = participant(other, data(), tmp_path, 3, **{**OF_TRAINER, "seed": 7})
+    with pytest.warns(UserWarning) as warned, caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
     texts = {str(warning.message) for warning in warned}
-    result = "Phase 'FedPer': client {} has not confirmed that it has the result: {}"
     sizes = "numbers of training, validation and test samples [9, 4, 0] in place of [13, 0, 0]"
-    assert result.format(0, f"its data have changed since the run began: {sizes}") in texts, texts
-    assert result.format(3, "phases.FedPer.train.batch_size is 2, but must be null, as when the run began") in texts, (
-        texts
+    settings = (
+        "rounds is 9, but must be 4; phases.FedPer.train.batch_size is 2, but must be null, as when the run began"
     )
+    for client, own in ((0, f"its data have changed since the run began: {sizes}"), (3, settings)):
+        reason = f"{FAILURES['configuration']}; its own log says more"
+        assert f"Phase 'FedPer': client {client} has not confirmed that it has the result: {reason}" in texts, texts
+        assert any(own in text for text in caplog.messages) and not any(own in text for text in texts)
+    assert "this client has failed: seed is 7, but must be 0; " in caplog.text
 
 
 def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_training(tmp_path):
@@ -156,7 +169,7 @@ def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_t
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
     for each in transport.participants.values():
         each.federation.run_of_client = refuse
-    with pytest.raises(MisconfigurationException, match=r"^client \d: FedPer: start is missing"):
+    with pytest.raises(MisconfigurationException, match=r"^client \d: its configuration, data or files do not fit"):
         deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert "update" not in {message.kind for _, message in transport.heard}
     assert not [*tmp_path.glob("client*/**/*.safetensors")]
@@ -165,11 +178,14 @@ def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_t
 def test_one_client_alone_cannot_end_the_server(tmp_path):
     everybody = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], clients_per_round=1.0)])
     transport = Passing(participants(everybody, data(), tmp_path, **OF_TRAINER))
-    refusal = Message("failed", {"reason": "no", "is_configuration": True})
+    refusal = Message("failed", {"failure": "configuration"})
     transport.participants[CLIENT] = Changing(transport.participants[CLIENT], "train", lambda _: refusal)
     with pytest.warns(UserWarning) as warned:
         deployed = deploy(everybody, data(), tmp_path, transport, **OF_TRAINER)
-    assert str(warned[0].message) == f"Phase 'FedPer', round 1: client {CLIENT} is left out: no"
+    assert (
+        str(warned[0].message)
+        == f"Phase 'FedPer', round 1: client {CLIENT} is left out: {FAILURES['configuration']}; its own log says more"
+    )
     assert deployed.run.states["FedPer"].round == 4
 
 
@@ -317,3 +333,13 @@ def test_batches_that_are_no_pairs_are_refused(tmp_path):
         MisconfigurationException, match="FromDatasets: collate_fn gives batches of dict, but must give"
     ):
         Participant(federation(METHOD.phases(), tmp_path), METHOD.model(), lazy(as_dicts=True), 0, tmp_path)
+
+
+def test_a_description_says_nothing_of_single_samples(tmp_path):
+    """A run that was made in Python knows checksums of the data that it was made with: they stay."""
+    said = []
+    for change in (0, 1):
+        datamodule = data()
+        datamodule.arrays.x_train[0] += change
+        said.append(participant(METHOD, datamodule, tmp_path, 0, **OF_TRAINER).answer(Message("describe")).values)
+    assert said[0] == said[1] and "phases" in said[0]["configuration"]["objects"]

@@ -169,6 +169,11 @@ def test_a_client_trains_in_two_processes_as_in_one_and_logs_once(deployment, tm
             np.testing.assert_allclose(two[name], one[name], rtol=1e-4, atol=1e-4)
 
 
+def children_of(process: subprocess.Popen) -> list[int]:
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    return [*map(int, listed.stdout.split())]
+
+
 def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(deployment):
     deployed = deployment(2, HERE / "killed.yaml")
     server = deployed.serve()
@@ -190,13 +195,18 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     deployed.wait_until(lambda: len(deployed.rows()) >= 2)
     server.send_signal(signal.SIGKILL)
     server.wait()
-    deployed.serve("--ckpt_path", "last")
+    server = deployed.serve("--ckpt_path", "last")
     deployed.wait_for("server", "Resumed from")
     before = len(deployed.rows())
     deployed.wait_until(lambda: len(deployed.rows()) >= before + 2)
     client.send_signal(signal.SIGKILL)
     client.wait()
     deployed.wait_until(lambda: deployed.rows()[-1]["failed"] > 0)
+    (superlink,) = children_of(server)
+    os.kill(superlink, signal.SIGTERM)
+    assert server.wait(timeout=60) == 2, "Flower would try again for ever"
+    assert "serve: Flower's SuperLink, which carries all messages, has ended (SIGTERM)" in deployed.log("server")
+    deployed.serve("--ckpt_path", "last")
     deployed.join(1)
     away = len(deployed.rows())
     kept = f"client 1/killed/client_1/*/{CLIENT_STATES}/FedPer/*.safetensors"

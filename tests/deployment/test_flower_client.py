@@ -1,14 +1,20 @@
 """A client's side of Flower, as far as it can be tested without a server; needs the extra `flower`."""
 
+import logging
+import re
 import socket
 import ssl
+import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
+from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.connection import Security, free_port
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
@@ -135,3 +141,130 @@ def test_a_supernode_whose_process_goes_on_after_it_has_given_up_is_left(line, t
     log.write_text(f"\x1b[92mINFO \x1b[0m:      SuperNode ID: 7\n\x1b[91mERROR \x1b[0m:     {line}\n")
     lives, server = SimpleNamespace(poll=lambda: None), SimpleNamespace(look=lambda: True)
     _Answering(pytest.fail).answer_tasks(lives, Tasks(f"127.0.0.1:{free_port()}", log), server)  # returns
+
+
+def dated(ahead):
+    """A server whose clock is behind, so that the client's is ahead of it."""
+
+    def answer(connection):
+        connection.recv(2**16)
+        date = formatdate(time.time() - ahead, usegmt=True)
+        connection.sendall(f"HTTP/1.1 404 Not Found\r\nDate: {date}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [
+        (0, ""),
+        (60, r"this machine's clock is (59|6\d) s ahead of the server's"),
+        (-400, r"this machine's clock is (39\d|40\d) s behind the server's"),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "client_0"])
+def test_a_client_compares_its_clock_with_the_servers_and_says_the_difference(ahead, said, key, caplog):
+    from fedmoe_pl.deployment.flower_client import Server
+
+    limits = ", and Flower takes signatures at most 5 s ahead and 305 s behind" if key and said else ""
+    with listening(dated(ahead)) as address, caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        server = Server(address, Security(key=key))
+        server.wait()
+        server.wait()
+    assert re.fullmatch(said + limits, server.difference_of_clocks)
+    assert len(caplog.messages) == bool(said)
+    assert all(re.fullmatch(rf"join: {said}{limits}\.", message) for message in caplog.messages)
+
+
+def test_a_client_that_is_refused_says_that_its_clock_may_be_the_reason(tmp_path, monkeypatch):
+    from fedmoe_pl.deployment import flower_client
+
+    @contextmanager
+    def refused(command, log, home):
+        log.write_text("")
+        yield SimpleNamespace(poll=lambda: 1)
+
+    monkeypatch.setattr(flower_client, "child", refused)
+    reason = r"does not take this client: it says nothing \(log: .*\); this machine's clock is \d+ s ahead of the"
+    with listening(dated(60)) as address, pytest.raises(MisconfigurationException, match=reason):
+        flower_client.answer_messages(pytest.fail, tmp_path, address, Security())
+
+
+def test_requests_are_tried_again_only_while_the_superlink_lives():
+    import httpx
+
+    from fedmoe_pl.deployment.flower_inside import retries
+
+    tried = []
+
+    def request(error):
+        tried.append(error)
+        raise error
+
+    refused, busy, denied = httpx.ConnectError("refused"), *(status_error(status) for status in (503, 401))
+    for error, lives, tries in ((refused, 2, 3), (busy, 1, 2), (refused, 0, 1), (denied, 9, 1)):
+        left, tried[:] = iter([True] * lives), []
+        invoker = retries(lambda left=left: next(left, False))
+        invoker.wait_function = lambda seconds: None
+        with pytest.raises(type(error)):
+            invoker.invoke(request, error)
+        assert len(tried) == tries
+    tried[:] = []
+    hangs = retries(lambda: True)
+    hangs.max_time = 0
+    with pytest.raises(httpx.ConnectError):
+        hangs.invoke(request, refused)
+    assert len(tried) == 1 and 60 <= retries(lambda: True).max_time <= 300
+
+
+def status_error(status):
+    import httpx
+
+    request = httpx.Request("GET", "http://a")
+    return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
+
+
+@pytest.mark.parametrize(("how", "name"), [("terminate", "SIGTERM"), ("kill", "SIGKILL")])
+def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeypatch):
+    import httpx
+
+    from fedmoe_pl.deployment import flower_server
+
+    @contextmanager
+    def grid_of_run(connection, secret, lives):
+        assert lives()
+        yield lives
+
+    sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
+    for own, replacement in (("superlink_command", lambda *_: sleeper), ("_wait_for_link", lambda *_: None)):
+        monkeypatch.setattr(flower_server, own, replacement)
+    monkeypatch.setattr(flower_server, "grid_of_run", grid_of_run)
+    children, of_flower = [], flower_server.child
+
+    @contextmanager
+    def noted(*arguments):
+        with of_flower(*arguments) as process:
+            children.append(process)
+            yield process
+
+    monkeypatch.setattr(flower_server, "child", noted)
+    sentence = rf"^serve: Flower's SuperLink, .*, has ended \({name}\); start serve again with --ckpt_path last .*\.$"
+    with (
+        pytest.raises(MisconfigurationException, match=sentence),
+        flower_server.superlink(tmp_path, f"127.0.0.1:{free_port()}", Security(), 1) as transport,
+    ):
+        getattr(children[0], how)()
+        children[0].wait()
+        assert not transport.grid()
+        raise httpx.ConnectError("connection refused")
+
+
+def test_flowers_own_commands_send_the_server_no_text_of_an_exception(capsys, monkeypatch):
+    from fedmoe_pl.cli import flower_app
+    from fedmoe_pl.deployment.flower import packed, unpacked
+
+    monkeypatch.setattr(flower_app, "FlowerMessage", lambda content, reply_to: content)
+    context = SimpleNamespace(node_config={"arguments": "--config /data/patients.yaml", "client": 0})
+    answer = unpacked(flower_app.answer(SimpleNamespace(content=packed(Message("describe"))), context))
+    assert (answer.kind, answer.values) == ("failed", {"failure": "configuration"})
+    assert "/data/patients.yaml" in capsys.readouterr().err

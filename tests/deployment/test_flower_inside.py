@@ -25,6 +25,7 @@ CALLS = {
     "HeartbeatSender": ([lambda: True], {}),
     "HttpGrid": (["a:1", True, None], {"token": "t"}),
     "ObjectPullError": (["id", "reason"], {}),
+    "RetryInvoker": ([None, (), None, 1.0], {"jitter": None, "should_giveup": None}),
     "RuntimeHttpClient.AcquireTask": ([None, None], {}),
     "RuntimeHttpClient.PullObject": ([None, None], {}),
     "RuntimeHttpClient.PullTaskInput": ([None, None], {}),
@@ -32,6 +33,7 @@ CALLS = {
     "RuntimeHttpClient.SendTaskHeartbeat": ([None, None], {}),
     "SuperExecAuthHttpInterceptor": ([], {"master_secret": b"", "protected_methods": frozenset()}),
     "build_fab_from_files": ([{}], {}),
+    "constant": ([0.5], {}),
     "pull_task_input": ([None], {}),
     "push_message": ([None, None, None], {}),
     "push_task_output": ([None, None, "status", ""], {}),
@@ -61,6 +63,8 @@ def test_what_is_called_takes_the_same_arguments():
             owner, _, method = name.partition(".")
             found = getattr(inside, owner)
             inspect.signature(getattr(found, method) if method else found).bind(*arguments, **named)
+    with contract("HttpGrid's retries"):
+        assert hasattr(inside.HttpGrid("127.0.0.1:1", True, None, token="t"), "_retry_invoker")
     with contract("the arguments of flower-superlink"):
         command = inside.superlink_command("127.0.0.1", 1, Path("state.db"), Path("secret"), TLS, True)
         parser_of("superlink").parse_args(command[3:])

@@ -13,7 +13,7 @@ from helpers.odd_messages import odd
 
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message, descriptions
-from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, UNREADABLE, answer_each
 
 SEEDS = range(11)
 ODD = 100  # messages of each seed
@@ -92,7 +92,7 @@ class OddClient(Passing):
         try:
             return Message.from_bytes(odd(answer.to_bytes(), self.rng))
         except BadMessageError as error:
-            return Message(FAILED, {"reason": str(error)})
+            return Message(UNREADABLE, {"reason": str(error)})
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_odd_descriptions_of_a_client(seed, tmp_path):
         except BadMessageError as error:
             assert len(str(error)) < 200
         else:
-            assert len(descriptions._problem_of(answer, ours, phases)) <= 1000
+            assert len(descriptions._problem_of(answer, ours, phases)) <= 4000
 
 
 def heard(method, folder):

@@ -43,7 +43,7 @@ def without_weights(tree):
 HUGE = torch.tensor(1e30, dtype=torch.float64)
 UPDATES = [  # the hostile client has 8 samples
     ("FedAvg", lambda answer: Message("kept", {"keeps": 1}), "its answer to 'train' is 'kept'"),
-    ("FedAvg", lambda answer: Message("failed"), "it gives no reason"),
+    ("FedAvg", lambda answer: Message("failed"), "its failure is None, which no 'failed' has"),
     ("FedAvg", with_values(weight=True), "its weight is True, which no 'update' has"),
     ("FedAvg", with_values(weight=1e30), r"its weight is 1e\+30, but must be 8, as its samples say"),
     ("FedAvg", with_values(weight=math.nan), "its weight is nan, but must be 8"),

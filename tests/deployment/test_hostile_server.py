@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import mixture, sparse_mixture
-from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants
+from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants, reason_of
 from helpers.methods import METHODS, Method, alone, data, everything, linear_gate, one, phase
 
 from fedmoe_pl import Select, Train
@@ -80,8 +80,7 @@ def test_no_read_gets_what_stays_with_the_client(name, tmp_path):
     for of_phase, number in files:
         for parts in (everything, ["gate"], ["experts.0", "gate"]):
             asked = {**values, "kept": [[of_phase, number, None]], "parts": parts, "needed": files}
-            answer = client.answer(Message("read", asked))
-            assert not answer.tensors and answer.values["reason"]
+            assert reason_of(client, Message("read", asked))
 
 
 def test_an_exchange_gives_what_is_declared_as_clients_have_trained_it_last(tmp_path):
@@ -89,11 +88,12 @@ def test_an_exchange_gives_what_is_declared_as_clients_have_trained_it_last(tmp_
     number = newest(tmp_path, "it")
 
     def read(number, part):
-        return client.answer(Message("read", {**values, "kept": [["it", number, None]], "parts": [part], "round": 1}))
+        return Message("read", {**values, "kept": [["it", number, None]], "parts": [part], "round": 1})
 
-    assert all(name.startswith("experts.1.") for name in read(number, "experts.1").tensors)
-    assert "must leave it with its client, because `exchanged`" in read(number, "gate").values["reason"]
-    assert "after their last training, and nothing older" in read(number - 1, "experts.1").values["reason"]
+    given = client.answer(read(number, "experts.1")).tensors
+    assert given and all(name.startswith("experts.1.") for name in given)
+    assert "must leave it with its client, because `exchanged`" in reason_of(client, read(number, "gate"))
+    assert "after their last training, and nothing older" in reason_of(client, read(number - 1, "experts.1"))
 
 
 def test_private_tensors_do_not_leave_under_other_names_or_in_other_phases(tmp_path):
@@ -106,10 +106,8 @@ def test_private_tensors_do_not_leave_under_other_names_or_in_other_phases(tmp_p
         for kind in ("train", "request", "evaluate", "finish"):
             asked = {**values, "kept": [["Local", number, names]], "needed": [["Local", number]], "keep": ["it", 1]}
             asked |= {"whole": False, "evaluation_point": "aggregation", "evaluations": [], "state": {}}
-            answer = client.answer(Message(kind, asked))
-            assert not answer.tensors
             reason = f"it refuses the message '{kind}': phase 'it' does not go on from such tensors of phase 'Local'"
-            assert answer.values["reason"] == reason
+            assert reason_of(client, Message(kind, asked)) == reason
 
 
 def test_no_message_says_what_a_client_removes(tmp_path):
@@ -226,5 +224,5 @@ def test_a_later_round_makes_no_file_old(round, tmp_path):
 def test_a_message_names_no_file_twice(tmp_path):
     client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
     kept = [["FedPer", newest(tmp_path, "FedPer"), None]] * 1000
-    answer = client.answer(Message("evaluate", {**values, "kept": kept, "evaluation_point": "aggregation"}))
-    assert answer.values["reason"] == "it refuses the message 'evaluate': it names two files of phase 'FedPer'"
+    reason = reason_of(client, Message("evaluate", {**values, "kept": kept, "evaluation_point": "aggregation"}))
+    assert reason == "it refuses the message 'evaluate': it names two files of phase 'FedPer'"

@@ -13,7 +13,7 @@ from fedmoe_pl.deployment.messages import one_line
 from fedmoe_pl.deployment.schema import DTYPES
 
 UPDATE = {"kind": "update", "values": {"weight": 3.0, "keeps": 1}, "tensors": []}
-FAILED = {"kind": "failed", "values": {}, "tensors": []}
+FAILED = {"kind": "failed", "values": {"failure": "refused"}, "tensors": []}
 
 
 def bits(tensor):
@@ -42,7 +42,7 @@ def test_a_message_weighs_what_its_tensors_weigh():
 
 
 @pytest.mark.parametrize(
-    "deep", [b'{"kind":"failed","values":{"reason":%s},"tensors":[]}', b'{"kind":"description","values":{"sizes":%s}}']
+    "deep", [b'{"kind":"failed","values":{"failure":%s},"tensors":[]}', b'{"kind":"description","values":{"sizes":%s}}']
 )
 def test_nested_lists_do_not_exhaust_the_stack(deep):
     assert Message.from_bytes(raw(FAILED)).kind == "failed"
@@ -100,7 +100,9 @@ def test_a_header_of_a_wrong_size(size):
         {**UPDATE, "tensors": [["x", "load", [0]]]},
         {**UPDATE, "tensors": [[1, "float32", [0]]]},
         {**UPDATE, "tensors": [["\ud800", "float32", [0]]]},
-        {**FAILED, "values": {"reason": "\ud800"}},
+        {**FAILED, "values": {"failure": "\ud800"}},
+        {**FAILED, "values": {"failure": "no space left on /data/patients"}},
+        {**FAILED, "values": {"failure": "refused", "reason": "no space left on /data/patients"}},
     ],
 )
 def test_a_header_that_no_message_has(header):
@@ -119,4 +121,4 @@ def test_bytes_are_missing_or_too_many(missing):
 
 def test_a_reason_is_one_short_line():
     assert one_line("a\n b\r\x1b[31mc\x00\u202ed") == "a b [31mc d"
-    assert len(one_line("word " * 10**6)) == 1000
+    assert len(one_line("word " * 10**6)) == 4000

@@ -156,9 +156,9 @@ def test_a_client_that_fails_ahead_has_failed_in_that_round(tmp_path):
 
     def fail_once(answer):
         failed.append(answer)
-        return Message(FAILED, {"reason": "no memory"}) if len(failed) == 2 else answer
+        return Message(FAILED, {"failure": "MemoryError"}) if len(failed) == 2 else answer
 
-    with pytest.warns(UserWarning, match="round 2: client 1 is left out: no memory"):
+    with pytest.warns(UserWarning, match="round 2: client 1 is left out: it raised a MemoryError"):
         deployed = with_hostile("FedAvg", tmp_path, "train", fail_once, rounds=ROUNDS, clients_per_round=1.0)
     (state,) = deployed.run.states.values()
     assert state.failed == 1 and len(failed) == ROUNDS

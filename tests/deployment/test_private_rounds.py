@@ -1,5 +1,6 @@
 """DP-SGD on clients' own machines: what their noise follows from, what they refuse, and what they count."""
 
+import logging
 import math
 import re
 import shutil
@@ -12,7 +13,17 @@ import pytest
 import torch
 from helpers import blobs, mixture
 from helpers.backends import local_training
-from helpers.deployed import Changing, Passing, deploy, federation, name_of, participant, participants, with_values
+from helpers.deployed import (
+    Changing,
+    Passing,
+    deploy,
+    federation,
+    name_of,
+    participant,
+    participants,
+    reason_of,
+    with_values,
+)
 from helpers.methods import Method, everything, one
 from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -120,7 +131,7 @@ def test_clients_that_restart_before_every_training_have_the_same_bits(deployed,
     assert_same(again.run.states["it"].server, deployed[1].run.states["it"].server)
 
 
-def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
+def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     _, transport = run(tmp_path)
     client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
     message, answer = trained(transport, 1)
@@ -128,26 +139,25 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path):
 
     changed = Message("train", message.values, {name: tensor + 1 for name, tensor in message.tensors.items()})
     later = replace(message, values={**message.values, "round": 2})
-    reasons = [client.answer(each).values["reason"] for each in (changed, later)]
+    reasons = [reason_of(client, each) for each in (changed, later)]
     assert "it has trained this round with other tensors" in reasons[0] and "round 2 is none of" in reasons[1]
 
     begin = next(each for of_client, each in transport.heard if of_client == 1 and each.kind == "begin")
     assert client.answer(replace(begin, values={**begin.values, "rounds_before": 1})).kind == "begun"
-    assert "it has trained this round with other tensors" in client.answer(message).values["reason"]
+    assert "it has trained this round with other tensors" in reason_of(client, message)
     assert client.answer(begin).kind == "begun" and client.answer(message).kind == "update"
 
     damaged = bytearray(secret_of(tmp_path, 1))
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
     restarted = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
-    assert "secret', from which the noise of this client follows, is damaged" in (
-        restarted.answer(begin).values.get("reason", "")
-    )
+    assert "secret', from which the noise of this client follows, is damaged" in reason_of(restarted, begin)
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
 
-    with pytest.raises(MisconfigurationException, match=r"has trained with sample_privacy in another run, 0{31}1"):
+    with pytest.raises(MisconfigurationException), caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
+    assert re.search(r"has trained with sample_privacy in another run, 0{31}1", caplog.text)
 
 
 @pytest.mark.few(2)
@@ -221,12 +231,12 @@ def test_a_client_that_has_lost_its_secret_or_its_count_of_epsilon_trains_no_mor
     for run_name, reason in reasons.items():
         client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
         messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
-        answers = [
-            client.answer(replace(messages[kind], values={**messages[kind].values, "run": run_name.zfill(32)}))
+        prepare, begin, train = (
+            replace(messages[kind], values={**messages[kind].values, "run": run_name.zfill(32)})
             for kind in ("prepare", "begin", "train")
-        ]
-        assert answers[0].kind == "prepared" and not answers[2].tensors
-        assert answers[1].values["is_configuration"] and re.search(reason, answers[1].values["reason"])
+        )
+        assert client.answer(prepare).kind == "prepared" and re.search(reason, reason_of(client, begin))
+        assert client.answer(begin).values["failure"] == "configuration" and not client.answer(train).tensors
 
 
 @pytest.mark.slow
@@ -242,7 +252,7 @@ def test_a_run_that_a_client_has_only_begun_keeps_it_from_no_other(tmp_path):
     run(tmp_path)
 
 
-def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path):
+def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path, caplog):
     data = blobs(SIZES)
     of_server = participant(OPEN, data, tmp_path / "open", 0, **OF_TRAINER).answer(Message("describe")).values
     passing = participants(PRIVATE, data, tmp_path, **OF_TRAINER)
@@ -252,6 +262,7 @@ def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_say
             for client, each in passing.items()
         }
     )
-    with pytest.raises(MisconfigurationException, match="sample_privacy"):
+    with pytest.raises(MisconfigurationException), caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         deploy(OPEN, data, tmp_path, transport, **OF_TRAINER)
+    assert re.search(r"this client has failed: .*sample_privacy", caplog.text)
     assert "update" not in [answer.kind for answer in transport.answers]

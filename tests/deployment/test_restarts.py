@@ -16,6 +16,7 @@ from helpers.deployed import (
     name_of,
     participant,
     participants,
+    reason_of,
 )
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -110,7 +111,7 @@ def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp
     assert deployed.run.states["FedAvg"].failed == 1
     rows = [row for row in deployed.run.rows if row["method"] == "FedAvg"]
     assert [row["failed"] for row in rows] == [1, 1]
-    assert not np.isnan(deployed.results["MF"].clients[client].reweighted_test)
+    assert not np.isnan(deployed.results["MF"].clients[client].global_test)
 
 
 @pytest.mark.slow
@@ -207,9 +208,9 @@ def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_
 
 def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
     client = participant(METHOD, data(), tmp_path, 0)
-    assert client.answer(Message("dance")).values["reason"] == "it does not know messages of the kind 'dance'"
-    answer = client.answer(Message("prepare", {"run": "../../etc", "num_clients": 5, "num_classes": 3}))
-    assert "must be 32 hexadecimal digits" in answer.values["reason"]
+    assert reason_of(client, Message("dance")) == "it does not know messages of the kind 'dance'"
+    prepare = Message("prepare", {"run": "../../etc", "num_clients": 5, "num_classes": 3})
+    assert "must be 32 hexadecimal digits" in reason_of(client, prepare)
     assert client.answer(Message("train", {"run": "0" * 32})).kind == "unprepared"
 
 
@@ -232,7 +233,7 @@ def test_a_client_makes_no_paths_of_what_is_no_file_of_the_run(values, reason, t
     values = {**run, "phase": "it", "round": 0, "kept": [], **values}
     content = Message("exchange", values, {"gate.weight": torch.zeros(1)}).to_bytes()
     try:
-        found = client.answer(Message.from_bytes(content)).values["reason"]
+        found = reason_of(client, Message.from_bytes(content))
     except BadMessageError as error:
         found = str(error)
     assert re.search(reason, found)

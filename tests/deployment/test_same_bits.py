@@ -8,17 +8,20 @@ import pytest
 from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants
 from helpers.methods import METHODS, data, ledger
 
+from fedmoe_pl import Reports
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment import Participant
-from fedmoe_pl.deployment.secure.client import KEYS, SHARES
+from fedmoe_pl.deployment.secure.client import CODES, KEYS, SHARES
+from fedmoe_pl.evaluation.evaluation import METRICS as METRICS_OF_CLIENTS
 
 REFUSED = ("PMMoE",)
 OF_ROUNDS = ("request", "train", "exchange", "train masked", "mask")
-OF_PROTOCOL = {KEYS, SHARES}  # of secure aggregation: as headers, they are in no ledger
+OF_PROTOCOL = {KEYS, SHARES, CODES}  # of secure aggregation: as headers, they are in no ledger
 WAYS = {"down": "down", "between_clients": "down", "requests": "up", "up": "up"}
 """Through the server of a deployment, by the directions of the ledger."""
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
+EVERYTHING = Reports([*METRICS_OF_CLIENTS, "validation_loss", "gate_weights"])
 
 
 def evaluated(method):
@@ -65,8 +68,9 @@ def test_every_method(name, tmp_path):
         method.phases(), tmp_path / "simulation", backend=TrainerBackend(), callbacks=[TrafficLedger()]
     )
     simulated.fit(method.model(), datamodule)
-    transport = Passing(participants(method, data(**SPLIT), tmp_path, backend=TrainerBackend()))
-    deployed = deploy(method, data(**SPLIT), tmp_path, transport, backend=TrainerBackend())
+    settings = {"backend": TrainerBackend(), "reports": EVERYTHING}
+    transport = Passing(participants(method, data(**SPLIT), tmp_path, **settings))
+    deployed = deploy(method, data(**SPLIT), tmp_path, transport, **settings)
     assert_sends_what_the_ledger_has(transport, simulated)
 
     assert_ends_as(simulated, deployed, tmp_path)

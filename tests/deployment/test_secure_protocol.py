@@ -1,6 +1,8 @@
 """The sum is exact whoever drops out, nobody else can know a summand, and what is altered is noticed."""
 
+import hashlib
 import itertools
+import re
 import secrets
 from fractions import Fraction
 
@@ -13,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from fedmoe_pl.deployment.secure import protocol
 from fedmoe_pl.deployment.secure.protocol import (
+    CODE,
     ENCRYPTED,
     ClientHalf,
     MaskingError,
@@ -24,7 +27,8 @@ from fedmoe_pl.deployment.secure.protocol import (
     split,
 )
 
-CLIENTS, STEPS = range(5), ("keys", "shares", "masked", "unmasked")
+CLIENTS, STEPS = range(5), ("keys", "shares", "masked", "confirmed", "unmasked")
+AFTER_MASKING = STEPS[3:]
 PRIME = 2**521 - 1
 
 
@@ -44,6 +48,10 @@ def without(answers, dropped):
     return {client: answer for client, answer in answers.items() if client not in dropped}
 
 
+def client_half(client, threshold, context="a round", cohort=5, num_clients=5):
+    return ClientHalf(client, threshold, context, cohort, num_clients)
+
+
 class Round:
     """A round in memory, in which clients drop out before a step, and messages may be changed on their way.
 
@@ -54,7 +62,7 @@ class Round:
     def __init__(self, threshold=4, dropped=None, change=None):
         self.dropped = {step: set() for step in STEPS} | (dropped or {})
         self.change = change or (lambda step, answers: answers)
-        self.clients = {client: ClientHalf(client, threshold, "a round") for client in CLIENTS}
+        self.clients = {client: client_half(client, threshold) for client in CLIENTS}
         self.server = ServerHalf(threshold, "a round")
         self.sent = []
 
@@ -73,7 +81,9 @@ class Round:
         self.sent.append(shares)
         masked = self.answers("masked", lambda client: clients[client].mask(shares[client], summand(client)), shares)
         survivors = server.add(masked)
-        return server.unmasked(self.answers("unmasked", lambda client: clients[client].unmask(survivors), survivors))
+        named = self.answers("confirmed", lambda client: clients[client].confirm(survivors), survivors)
+        codes = server.codes(named)
+        return server.unmasked(self.answers("unmasked", lambda client: clients[client].unmask(codes[client]), codes))
 
 
 def integer_sum(clients):
@@ -98,16 +108,16 @@ def test_the_sum_is_exact_whoever_drops_out(step, threshold):
                 with pytest.raises(MaskingError, match=f"^{sentence}$"):
                     it.run()
                 continue
-            summed = [client for client in CLIENTS if step == "unmasked" or client not in dropped]
+            summed = [client for client in CLIENTS if step in AFTER_MASKING or client not in dropped]
             total, expected = it.run(), integer_sum(summed)
             assert all(torch.equal(total[name], expected[name]) for name in expected), dropped
 
 
 def test_the_sum_is_exact_if_clients_drop_out_in_every_step():
-    for order in itertools.permutations(range(4), 2):
+    for order in itertools.permutations(range(5), 2):
         first, second = (STEPS[step] for step in order)
         total = Round(3, {first: {1}, second: {4}}).run()
-        gone = {client for step, client in ((first, 1), (second, 4)) if step != "unmasked"}
+        gone = {client for step, client in ((first, 1), (second, 4)) if step not in AFTER_MASKING}
         expected = integer_sum([client for client in CLIENTS if client not in gone])
         assert all(torch.equal(total[name], expected[name]) for name in expected), (first, second)
 
@@ -137,7 +147,7 @@ def test_what_a_client_sends_looks_random_and_differs_in_every_round():
     of_rounds = [it.sent[4][0]["b.weight"] for it in (first, second)]
     assert not torch.equal(*of_rounds) and not any(torch.equal(each, summand(0)["b.weight"]) for each in of_rounds)
     masks = []
-    for half in (ClientHalf(0, 1, "alone"), ClientHalf(0, 1, "alone")):
+    for half in (client_half(0, 1, "alone", 1), client_half(0, 1, "alone", 1)):
         half.share({0: half.keys})
         masks.append(half.mask({}, {"zeros": torch.zeros(10_000, dtype=torch.int64)})["zeros"])
     assert (masks[0] != masks[1]).all(), "its own mask follows from what nobody else knows"
@@ -178,7 +188,7 @@ def test_a_share_that_is_withheld_makes_the_client_s_masked_tensors_useless_only
 @pytest.mark.parametrize("context", ["a round", "another"])
 def test_a_share_of_another_round_is_noticed(context):
     earlier = Round()
-    earlier.clients = {client: ClientHalf(client, 4, context) for client in CLIENTS}
+    earlier.clients = {client: client_half(client, 4, context) for client in CLIENTS}
     earlier.server.context = context
     earlier.run()
     replayed = earlier.sent[2][1]
@@ -214,7 +224,7 @@ def test_a_client_gives_its_shares_once_and_never_both_of_a_client():
     it.run()
     for half in (it.clients[client] for client in range(4)):
         with pytest.raises(MaskingError, match="each step of a round is taken once"):
-            half.unmask([*CLIENTS])
+            half.unmask({})
     of_clients = {of: {giver: shares[of] for giver, shares in it.sent[-1].items()} for of in CLIENTS}
     for client, half in it.clients.items():
         secret, other = half._seed, half._mask.private_bytes_raw()
@@ -257,9 +267,11 @@ def test_a_client_unmasks_no_smaller_sum_and_none_without_itself(survivors, sent
     shares = it.server.shares({client: half.share(keys) for client, half in it.clients.items()})
     it.clients[0].mask(shares[0], summand(0))
     with pytest.raises(MaskingError, match=sentence):
-        it.clients[0].unmask(survivors)
+        it.clients[0].confirm(survivors)
     with pytest.raises(MaskingError, match="each step of a round is taken once"):
-        it.clients[0].unmask([*CLIENTS])
+        it.clients[0].confirm([*CLIENTS])
+    with pytest.raises(MaskingError, match=r"only 0 of the 4 clients .* have named the same"):
+        it.clients[0].unmask({client: bytes(CODE) for client in CLIENTS})
 
 
 def test_a_client_refuses_keys_and_steps_that_do_not_fit():
@@ -278,9 +290,11 @@ def test_a_client_refuses_keys_and_steps_that_do_not_fit():
         with pytest.raises(MaskingError, match=sentence):
             shared(change)
     with pytest.raises(MaskingError, match="in order"):
-        ClientHalf(0, 4, "a round").mask({}, {})
+        client_half(0, 4).mask({}, {})
     with pytest.raises(MaskingError, match="in order"):
-        ClientHalf(0, 4, "a round").unmask([0])
+        client_half(0, 4).confirm([0])
+    with pytest.raises(MaskingError, match="in order"):
+        client_half(0, 4).unmask({})
 
 
 def interpolated(shares):
@@ -342,3 +356,179 @@ def test_sizes_are_those_that_messages_are_checked_by():
     it.run()
     sizes = {len(content) for encrypted, _ in it.sent[2].values() for content in encrypted.values()}
     assert sizes == {ENCRYPTED}
+    assert {len(code) for codes in it.sent[5].values() for code in codes.values()} == {CODE}
+
+
+class Lying:
+    """A server that passes on genuine keys, and tells each client what it likes about the others.
+
+    Args:
+        keys: whose keys each client gets.
+        masking: whose shares each client gets.
+        survivors: whom each client is told to be the survivors.
+
+    Attributes:
+        refused: why clients refuse, by client.
+        shares: the shares that clients give, by giver and whose secret they are of.
+    """
+
+    def __init__(self, halves, keys, masking, survivors):
+        self.halves, self.survivors, self.refused = halves, survivors, {}
+        encrypted = self._each(keys, lambda half, of: half.share({each: halves[each].keys for each in of})[0])
+        self.masking, self.masked = masking, self._each(masking, lambda half, of: self._masked(half, of, encrypted))
+        codes = self._each(survivors, lambda half, of: half.confirm(of))
+        of_others = {each: {other: codes[other].get(each, b"") for other in codes} for each in halves}
+        self.shares = self._each(of_others, lambda half, of: half.unmask(of))
+
+    @staticmethod
+    def _masked(half, of, encrypted):
+        others = {each: encrypted[each][half.client] for each in of if each != half.client}
+        return half.mask(others, summand(half.client))
+
+    def _each(self, lists, answer):
+        """What clients answer that have not refused anything before, each to its own list."""
+        answers = {}
+        for client in self.halves.keys() - self.refused.keys():
+            try:
+                answers[client] = answer(self.halves[client], lists[client])
+            except (MaskingError, KeyError) as error:  # or the server has nothing to pass on
+                self.refused[client] = str(error)
+        return answers
+
+    def secret(self, client, survived):
+        """A client's seed, or the key of its masks, from the shares of those that were told so; None without enough."""
+        of_all = {giver: shares[client] for giver, shares in self.shares.items() if client in shares}
+        told = {giver: share for giver, share in of_all.items() if (client in self.survivors[giver]) == survived}
+        threshold = self.halves[client].threshold
+        return joined(dict([*told.items()][:threshold])) if len(told) >= threshold else None
+
+    def unmasked(self, client):
+        """A client's summand, from its own seed and the keys of all pairs; None if one of these is not known."""
+        seed, key = self.secret(client, True), self.secret(client, False)
+        if seed is None or client not in self.masked:
+            return None
+        tree = self.masked[client]
+        protocol._add_mask(tree, derived(seed, "own mask", "a round", client), -1)
+        for other in {*self.masking[client]} - {client}:
+            one, two = (key, other) if key else (self.secret(other, False), client)
+            if one is None:
+                return None
+            private, pair = X25519PrivateKey.from_private_bytes(one), sorted((client, other))
+            mask = agreed(private, self.halves[two].keys.mask, "mask", "a round", *pair)
+            protocol._add_pair_mask(tree, other, client, mask)
+        return tree
+
+
+def with_all_keys(num_clients, threshold):
+    """All get the keys of all; the last ones are told that client 0 has gone, and the others that all are left."""
+    everyone = [*range(num_clients)]
+    gone = dict.fromkeys(everyone[-threshold:], everyone[1:])
+    return *[dict.fromkeys(everyone, everyone)] * 2, dict.fromkeys(everyone, everyone) | gone
+
+
+def with_overlapping_keys():
+    """Each client gets the keys of five, but not of the same five: those of 1 and 2 are unmasked by 5 to 7 and 8 to 10.
+
+    Client 0 is told that it is in a sum with 1 and 2.
+    """
+    of_1, of_2 = (5, 6, 7), (8, 9, 10)
+    keys = {0: [0, 1, 2, 3, 4], 1: [0, 1, *of_1], 2: [0, 2, *of_2], 3: [0, 1, 2, 3, 4], 4: [0, 1, 2, 3, 4]}
+    keys |= {each: [1, *of_1, 11] for each in of_1} | {each: [2, *of_2, 11] for each in (*of_2, 11)}
+    masking = {0: [0, 1, 2], 1: [0, 1, 5], 2: [0, 2, 8], 3: [0, 3, 4], 4: [0, 3, 4], 11: [8, 9, 11]}
+    masking |= {each: [1, *of_1] for each in of_1} | {each: [2, *of_2] for each in of_2}
+    survivors = masking | {each: of_1 for each in of_1} | {each: of_2 for each in of_2}
+    return keys, masking, survivors
+
+
+ATTACKS = {
+    "12 clients, cohorts of 5": (12, 5, 4, with_all_keys(12, 4), "12 clients have sent keys, but .* allows 5"),
+    "threshold 3": (12, 5, 3, with_all_keys(12, 3), "12 clients have sent keys, but .* allows 5"),
+    "20 clients, cohorts of 4": (20, 4, 3, with_all_keys(20, 3), "20 clients have sent keys, but .* allows 4"),
+    "never too many keys": (12, 5, 3, with_overlapping_keys(), "are not what it has sent in this round"),
+}
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_server_that_lies_unmasks_no_single_update(name, checks, monkeypatch):
+    """With genuine keys of more clients than a cohort has; without the checks, it does, to the last bit."""
+    num_clients, cohort, threshold, lies, refusal = ATTACKS[name]
+    halves = {client: client_half(client, threshold, "a round", cohort, num_clients) for client in range(num_clients)}
+    if not checks:
+        monkeypatch.setattr(protocol, "sha256", lambda content: hashlib.sha256())
+        monkeypatch.setattr(ClientHalf, "_has_confirmed", lambda self, sender, codes: True)
+        for half in halves.values():
+            half.cohort = num_clients
+    server = Lying(halves, *lies)
+    found = server.unmasked(0)
+    if checks:
+        assert found is None and re.search(refusal, server.refused[0])
+        return
+    assert found is not None and all(torch.equal(found[each], tensor) for each, tensor in summand(0).items())
+
+
+def answers_about(half, survivors, agree):
+    """Whose seed and whose key a client gives a share of if it and some others are told these survivors."""
+    half._step, half._shares = 2, dict.fromkeys(CLIENTS, (True, False))
+    half.confirm(survivors)
+    half._has_confirmed = lambda sender, codes: sender in codes
+    try:
+        return half.unmask(dict.fromkeys(agree, b""))
+    except MaskingError:
+        return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("threshold", [3, 4])
+def test_no_lies_about_survivors_give_the_sum_of_fewer_than_the_threshold(threshold, checks):
+    """All sets of lists for five clients; without the check, sums of two are found, whose threshold is three."""
+    halves = {client: client_half(client, threshold) for client in CLIENTS}
+    keys = {client: half.keys for client, half in halves.items()}
+    for half in halves.values():
+        half.share(keys)
+    told = [each for n in range(threshold, 6) for each in itertools.combinations(CLIENTS, n)]
+    of_client = [[each for each in told if client in each] for client in CLIENTS]
+    given, smallest = {}, 5
+    for lists in itertools.product(*of_client):
+        seeds, pairs = [0] * 5, [0] * 5
+        for client, survivors in enumerate(lists):
+            agree = tuple(each for each in survivors if lists[each] == survivors) if checks else survivors
+            if (client, survivors, agree) not in given:
+                given[client, survivors, agree] = answers_about(halves[client], survivors, agree)
+            for of, is_seed in given[client, survivors, agree].items():
+                (seeds if is_seed else pairs)[of] += 1
+        known = [number >= threshold for number in seeds], [number >= threshold for number in pairs]
+        assert not any(map(all, zip(*known, strict=True))), "both masks of a client"
+        if sum(known[0]) and all(map(any, zip(*known, strict=True))):
+            smallest = min(smallest, sum(known[0]))
+    assert smallest == (2 if threshold == 3 and not checks else threshold)
+
+
+def test_a_client_refuses_a_threshold_that_two_groups_of_its_cohort_reach_and_ids_of_no_client():
+    for threshold, cohort in ((2, 4), (2, 5), (6, 12)):
+        with pytest.raises(MaskingError, match=f"is {threshold}, but must be more than half of the cohort of {cohort}"):
+            client_half(0, threshold, cohort=cohort)
+    halves = {client: client_half(client, 3, num_clients=5) for client in (0, 1, 5)}
+    with pytest.raises(MaskingError, match="client 5 is none of 5"):
+        halves[0].share({client: half.keys for client, half in halves.items()})
+
+
+def test_a_hostile_client_s_wrong_code_costs_nobody_else_anything():
+    """The server cannot check codes; a client goes by those of the others."""
+    wrong = change_of("confirmed", 1, lambda codes: {other: altered(code) for other, code in codes.items()})
+    total, expected = Round(4, change=wrong).run(), integer_sum(CLIENTS)
+    assert all(torch.equal(total[name], expected[name]) for name in expected)
+
+
+def test_clients_that_were_told_different_things_about_shares_or_survivors_give_no_share():
+    it = Round(3)
+    keys = it.server.keys({client: half.keys for client, half in it.clients.items()})
+    shares = it.server.shares({client: half.share(keys) for client, half in it.clients.items()})
+    for client, half in it.clients.items():
+        some = {other: share for other, share in shares[client].items() if client % 2 or other != 4}
+        half.mask(some, summand(client))
+    codes = {client: it.clients[client].confirm([0, 1, 2, 3]) for client in range(4)}
+    for client in range(4):
+        with pytest.raises(MaskingError, match="only 2 of the 3 clients that secure aggregation needs"):
+            it.clients[client].unmask({other: codes[other][client] for other in range(4) if other != client})

@@ -1,5 +1,6 @@
 """Rounds with secure aggregation between machines: exact sums, no update at the server, and who is at fault."""
 
+import logging
 import random
 import re
 from collections import Counter
@@ -20,6 +21,7 @@ from helpers.deployed import (
     federation,
     participant,
     participants,
+    reason_of,
     tensors,
 )
 from helpers.methods import METHODS, SIZES, data
@@ -43,7 +45,8 @@ from fedmoe_pl.phases.participation import ClientError
 from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
 
 OF_TRAINER = {"backend": TrainerBackend()}
-CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "unmask")
+CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "confirm", "unmask")
+AFTER_MASKING = STEPS[3:]
 NAME = "global_expert.extractor.1.weight"
 PRIVATE = DPSGD(0.5, 1e-3, target_epsilon=4.0)
 needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
@@ -56,14 +59,21 @@ def method(**of_phase):
 
 
 @pytest.fixture
+def own_logs(caplog):
+    """What clients say to whoever runs them."""
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        yield caplog
+
+
+@pytest.fixture
 def trained(monkeypatch):
     """What each client has trained last, as integers, by client."""
     found = {}
     of = of_client.MaskedUpdate.of
 
-    def note(client, threshold, message, sent):
+    def note(client, threshold, message, sent, *sizes):
         found[client] = {name: tensor.clone() for name, tensor in sent.items()}
-        return of(client, threshold, message, sent)
+        return of(client, threshold, message, sent, *sizes)
 
     monkeypatch.setattr(of_client.MaskedUpdate, "of", note)
     return found
@@ -104,12 +114,12 @@ def expected_after(trained, clients):
 @pytest.mark.parametrize("step", STEPS)
 def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tmp_path, trained):
     transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {2})
-    if step != "unmask":
+    if step not in AFTER_MASKING:
         with pytest.warns(UserWarning, match=r"round 1: client 2 is left out: it is not connected"):
             deployed = deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
     else:
         deployed = deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
-    clients = [client for client in CLIENTS if client != 2 or step == "unmask"]
+    clients = [client for client in CLIENTS if client != 2 or step in AFTER_MASKING]
     expected = expected_after(trained, clients)
     torch.testing.assert_close(server_after(deployed)[NAME], expected, rtol=0, atol=1e-15)
     (state,) = deployed.run.states.values()
@@ -127,7 +137,7 @@ def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
     assert sentence in str(error.value) and sum(sentence in str(each.message) for each in warned) == 3
     assert f": 3 of 5 {sentence}, also after 3 more tries; client 1: it is not connected" in str(error.value)
     kinds = Counter(message.kind for _, message in transport.heard)
-    if step != "unmask":
+    if step not in AFTER_MASKING:
         assert not kinds["unmask"]
 
 
@@ -168,10 +178,10 @@ def test_a_client_that_drops_out_after_its_training_has_spent_epsilon(step, tmp_
     """The server counts it in any case, because it cannot know whether the client has trained."""
     private = method(sample_privacy=PRIVATE)
     transport = Leaving(participants(private, data(), tmp_path, **OF_TRAINER), step, {2})
-    with pytest.warns(UserWarning, match="client 2 is left out") if step != "unmask" else nullcontext():
+    with pytest.warns(UserWarning, match="client 2 is left out") if step not in AFTER_MASKING else nullcontext():
         deployed = deploy(private, data(), tmp_path, transport, **OF_TRAINER)
     (state,) = deployed.run.states.values()
-    assert state.failed == (step != "unmask")
+    assert state.failed == (step not in AFTER_MASKING)
     by_server = epsilon_of_clients(private.phases()[0], state)
     for client, each in transport.all.items():
         (own,) = each.run.states.values()
@@ -241,9 +251,10 @@ ALTERED = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "change", "reason"), ALTERED)
-def test_what_is_altered_is_noticed_and_the_round_is_refused(kind, change, reason, tmp_path):
-    with pytest.warns(UserWarning), pytest.raises(ClientError, match=reason):
+def test_what_is_altered_is_noticed_and_the_round_is_refused(kind, change, reason, tmp_path, own_logs):
+    with pytest.warns(UserWarning), pytest.raises(ClientError) as error:
         with_changed(change, kind, tmp_path)
+    assert re.search(reason, f"{error.value} {own_logs.text}")
 
 
 def test_a_client_lets_its_update_leave_only_as_its_own_configuration_says(tmp_path):
@@ -253,14 +264,11 @@ def test_a_client_lets_its_update_leave_only_as_its_own_configuration_says(tmp_p
         deploy(METHODS[name], data(), tmp_path / name, transport, **OF_TRAINER)
         client = transport.participants[0]
         usual = next(message for _, message in transport.heard if message.kind in ("train", "train masked"))
-        answer = client.answer(replace(usual, kind=kind))
-        assert answer.kind == FAILED and not answer.tensors
-        assert re.search(
-            f"its own configuration says that updates of phase .* leave it {needs}", answer.values["reason"]
-        )
+        reason = reason_of(client, replace(usual, kind=kind))
+        assert re.search(f"its own configuration says that updates of phase .* leave it {needs}", reason)
 
 
-def test_a_client_that_is_started_again_has_lost_what_it_had_trained(tmp_path):
+def test_a_client_that_is_started_again_has_lost_what_it_had_trained(tmp_path, own_logs):
     everyone = participants(method(), data(), tmp_path, **OF_TRAINER)
 
     class Restarted(Passing):
@@ -269,8 +277,9 @@ def test_a_client_that_is_started_again_has_lost_what_it_had_trained(tmp_path):
                 self.participants[3] = participant(method(), data(), tmp_path, 3, **OF_TRAINER)
             return super().ask(messages, seconds)
 
-    with pytest.warns(UserWarning, match="client 3 is left out: .*it has trained nothing since it was started"):
+    with pytest.warns(UserWarning, match="client 3 is left out: it refuses the message"):
         deployed = deploy(method(), data(), tmp_path, Restarted(everyone), **OF_TRAINER)
+    assert "it has trained nothing since it was started" in own_logs.text
     (state,) = deployed.run.states.values()
     assert state.failed == 1
 
@@ -308,13 +317,13 @@ def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, 
     assert held([total], halves), "what it holds is looked through"
 
 
-def test_training_goes_with_the_evaluation_before_it_and_three_messages_follow(tmp_path):
+def test_training_goes_with_the_evaluation_before_it_and_four_messages_follow(tmp_path):
     of_method = method(rounds=3, evaluate=True)
     settings = {**OF_TRAINER, "evaluate_every_n_rounds": 1}
     transport = Passing(participants(of_method, data(), tmp_path, **settings))
     deploy(of_method, data(), tmp_path, transport, **settings)
     kinds = [message.kind for client, message in transport.passed if client == 0]
-    steps = ["share", "mask", "unmask"]
+    steps = [*STEPS[1:]]
     expected = ["train masked", *steps, SEVERAL, *steps, SEVERAL, *steps, "evaluate", "finish"]
     assert kinds[kinds.index("begin") + 1 :] == expected
 
@@ -334,7 +343,7 @@ class Trained:
         message = replace(message, values={**message.values, "run": self.name})
         if message.kind == "train masked":
             sent = {name: tensor.clone() for name, tensor in self.sent[client].items()}
-            self.updates[client] = of_client.MaskedUpdate.of(client, 3, message, sent)
+            self.updates[client] = of_client.MaskedUpdate.of(client, 3, message, sent, 4, 4)
             values = {"weight": self.weights[client], "keeps": 10 + client}
             return Message("trained", values, self.updates[client].keys)
         gone = message.kind == "mask" and client in self.gone
@@ -370,7 +379,9 @@ def test_tensors_that_are_not_those_of_most_clients_are_left_out_whoever_is_firs
 @pytest.mark.parametrize("other", [{"run": "another"}, {"phase": "another"}, {"round": 1}])
 def test_a_message_about_another_round_is_refused(other):
     values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
-    update = of_client.MaskedUpdate.of(0, 1, Message("train masked", values), {"a": torch.zeros(2, dtype=torch.int64)})
+    update = of_client.MaskedUpdate.of(
+        0, 1, Message("train masked", values), {"a": torch.zeros(2, dtype=torch.int64)}, 1, 1
+    )
     with pytest.raises(protocol.MaskingError, match="it has trained in another round"):
         update.answer(Message("share", values | other, update.keys))
     assert update.answer(Message("share", values, update.keys)).kind == "shared"
@@ -379,7 +390,7 @@ def test_a_message_about_another_round_is_refused(other):
 def test_a_client_that_was_asked_for_its_tensors_no_longer_has_them_whatever_it_was_sent():
     values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
     sent = {"a": torch.arange(8)}
-    update = of_client.MaskedUpdate.of(0, 2, Message("train masked", values), {"a": sent["a"].clone()})
+    update = of_client.MaskedUpdate.of(0, 2, Message("train masked", values), {"a": sent["a"].clone()}, 3, 3)
     content = [sent["a"].numpy().tobytes()]
     assert held(content, update) == content
     with pytest.raises(protocol.MaskingError, match="in order"):

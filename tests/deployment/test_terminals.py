@@ -2,9 +2,11 @@
 
 import logging
 import os
+import re
 import socket
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +45,7 @@ def test_a_client_shows_what_the_server_says(tmp_path, lines):
 
 def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
     client = participant(METHOD, data(), tmp_path, 1)
-    client._answer = lambda message: Message("failed", {"reason": "no memory"})
+    client._answer = lambda message: client._failed("MemoryError", "no memory")
     for phase in ("A", "A", "B"):
         assert client.answer(Message("train", {"phase": phase})).kind == "failed"
     failed = "join: this client has failed: no memory."
@@ -124,3 +126,18 @@ def test_the_server_draws_nothing_that_it_would_compute_from_clients_data():
     assert (files.partition, files.gate_weights) == (False, True)
     assert isinstance(clusters, ClusterMonitor) and not clusters.by_client
     assert other is gates
+
+
+def test_the_server_says_how_many_clients_secure_aggregation_can_miss(lines):
+    (phase,) = METHODS["SecureAggregation"].phases()
+    phases = [replace(phase, clients_per_round=share) for share in (1.0, 4)] + METHOD.phases()
+    serve_and_join.say_thresholds(phases, 3, 0)
+    serve_and_join.say_thresholds(phases, 8, 0)
+    needs = [re.search(r"needs (\d) of the (\d) clients of a round, so (.*) may be away", line) for line in lines()]
+    assert [each and each.groups() for each in needs] == [
+        ("3", "3", "none"),
+        ("3", "4", "at most 1"),
+        ("6", "8", "at most 2"),
+        ("3", "4", "at most 1"),
+    ]
+    assert lines()[0].endswith("secure_aggregation.threshold may be 2 to 3.")

@@ -137,3 +137,18 @@ def test_a_client_with_another_ones_key_is_told_so_and_does_not_take_its_place()
     assert network.sent == [(10, "describe"), (10, "note")]
     network.clients[20] = 0
     assert ask(network) and network.sent[-1] == (20, "train")
+
+
+def test_clients_that_would_get_no_message_are_away():
+    network = Network({10: 0})
+    assert network.away() == [1]
+    network.clients[20] = 1
+    assert network.away() == []
+    network.silent = {20}
+    ask(network, 1)
+    assert network.away() == [1], "it owes an answer"
+    network.silent = set()
+    network.late["2"] = "Message expired"
+    assert network.away() == []
+    del network.clients[10]
+    assert network.away() == [0]

@@ -12,7 +12,16 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES
 from fedmoe_pl.checkpoints.files import read_json
 from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
-from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each, answers_in
+from fedmoe_pl.deployment.messages import (
+    ANSWERS,
+    FAILED,
+    NOT_BEGUN,
+    SEVERAL,
+    UNPREPARED,
+    UNREADABLE,
+    answer_each,
+    answers_in,
+)
 from fedmoe_pl.deployment.own_files import read_own
 from helpers import TensorData, blobs
 from helpers.methods import METHODS, SIZES
@@ -58,7 +67,7 @@ class Passing(Transport):
                 try:
                     answers[client] = Message.from_bytes(answer)
                 except BadMessageError as error:
-                    answers[client] = Message(FAILED, {"reason": str(error)})
+                    answers[client] = Message(UNREADABLE, {"reason": str(error)})
                 self.heard += [(client, part) for part in parts]
                 self.answers += answers_in(answers[client]) if answers[client].kind == ANSWERS else [answers[client]]
                 self.answers += [answers[client]] * (len(self.heard) - len(self.answers))
@@ -73,6 +82,16 @@ class Passing(Transport):
                 for way, tensors in (("down", message.tensors), ("up", answer.tensors)):
                     found.update((*where, way, client, name, tensor.nbytes) for name, tensor in tensors.items())
         return found
+
+
+def reason_of(client: Participant, message: Message) -> str:
+    """Why a client fails at a message, which it says in its own log, and only what kind of failure it is to others."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_say", said.append)
+        answer = client.answer(message)
+    assert answer.kind == FAILED and not answer.tensors and {*answer.values} == {"failure"}
+    return said[-1].removeprefix("this client has failed: ")
 
 
 def parts_of(message) -> list[Message]:

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from fedmoe_pl.deployment.messages import Message
-from fedmoe_pl.deployment.secure.protocol import ENCRYPTED, KEY, SHARE, ClientHalf, MaskingError, PublicKeys
+from fedmoe_pl.deployment.secure.protocol import (
+    CODE,
+    ENCRYPTED,
+    KEY,
+    SHARE,
+    ClientHalf,
+    MaskingError,
+    PublicKeys,
+)
 from fedmoe_pl.trees import Tree
 
-KEYS, SHARES, COMMITMENT = "keys", "shares", "commitment"
-"""Names of tensors of bytes: a client's or all clients' public keys, shares, a commitment."""
+KEYS, SHARES, COMMITMENT, CODES = "keys", "shares", "commitment", "codes"
+"""Names of tensors of bytes: a client's or all clients' public keys, shares, a commitment, codes about survivors."""
 
 
 def context_of(run: str, phase: str, round: int) -> str:
@@ -53,10 +61,13 @@ class MaskedUpdate:
         self._clients: list[int] = []  # those that have sent shares
 
     @classmethod
-    def of(cls, client: int, threshold: int, message: Message, sent: Tree) -> MaskedUpdate:
-        """That of a client which was just trained as a message says."""
+    def of(
+        cls, client: int, threshold: int, message: Message, sent: Tree, cohort: int, num_clients: int
+    ) -> MaskedUpdate:
+        """That of a client which was just trained as a message says; other arguments as in ``ClientHalf``."""
         values = message.values
-        return cls(ClientHalf(client, threshold, context_of(values["run"], values["phase"], values["round"])), sent)
+        context = context_of(values["run"], values["phase"], values["round"])
+        return cls(ClientHalf(client, threshold, context, cohort, num_clients), sent)
 
     @property
     def keys(self) -> Tree:
@@ -66,7 +77,7 @@ class MaskedUpdate:
     def answer(self, message: Message) -> Message:
         """The answer to the message about the next step."""
         steps: dict[str, Callable[[Message, list[int]], Message]]
-        steps = {"share": self._share, "mask": self._mask, "unmask": self._unmask}
+        steps = {"share": self._share, "mask": self._mask, "confirm": self._confirm, "unmask": self._unmask}
         values, clients = message.values, message.values["clients"]
         if context_of(values["run"], values["phase"], values["round"]) != self._half.context:
             raise MaskingError("it has trained in another round")
@@ -87,6 +98,12 @@ class MaskedUpdate:
         sent, self._sent, self._clients = self._sent, {}, clients
         return Message("masked", tensors=self._half.mask(dict(zip(others, rows, strict=True)), sent))
 
+    def _confirm(self, message: Message, clients: list[int]) -> Message:
+        codes = self._half.confirm(clients)
+        return Message("confirmed", tensors={CODES: as_rows([*codes.values()], CODE)})
+
     def _unmask(self, message: Message, clients: list[int]) -> Message:
-        shares: Mapping[int, bytes] = self._half.unmask(clients)
+        others = [client for client in clients if client != self._half.client]
+        codes = rows_of(message, CODES, len(others), CODE)
+        shares: Mapping[int, bytes] = self._half.unmask(dict(zip(others, codes, strict=True)))
         return Message("unmasked", tensors={SHARES: as_rows([shares[each] for each in self._clients], SHARE)})

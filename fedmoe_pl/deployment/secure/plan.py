@@ -16,8 +16,9 @@ from fedmoe_pl.deployment.answers import cannot_be_used, problem_of_weight, upda
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
 from fedmoe_pl.deployment.remote_clients import AtClient
-from fedmoe_pl.deployment.secure.client import COMMITMENT, KEYS, SHARES, as_rows, context_of, keys_in, rows_of
+from fedmoe_pl.deployment.secure.client import CODES, COMMITMENT, KEYS, SHARES, as_rows, context_of, keys_in, rows_of
 from fedmoe_pl.deployment.secure.protocol import (
+    CODE,
     ENCRYPTED,
     KEY,
     SHARE,
@@ -34,9 +35,9 @@ Found = TypeVar("Found")
 class MaskedPlan(ClientsPlan):
     """Asks clients to train, and learns the sum of their updates alone.
 
-    A client that has trained answers with its public keys. Three more messages to each client follow: the keys of all,
-    the shares of all, and who has sent masked tensors. One that fails before it has sent them is left out of the sum;
-    later, its update counts.
+    A client that has trained answers with its public keys. Four more messages to each client follow: the keys of all,
+    the shares of all, who has sent masked tensors, and the codes of all that were told the same about this. One that
+    fails before it has sent its tensors is left out of the sum; later, its update counts.
     """
 
     trains = "train masked"
@@ -80,12 +81,16 @@ class MaskedPlan(ClientsPlan):
         weights = {client: weight for client, (_, weight, _) in trained.items()}
         survivors = half.add(_same_layout(_found(answers, partial(self._masked, weights), failed), failed))
 
-        answers = self._step("unmask", {client: {} for client in survivors}, survivors, round)
         late = dict[int, Failure]()
-        given = _found(answers, partial(_given, [*shares]), late)
-        if len(given) < secure.threshold:  # otherwise, the updates of those that are gone now count, too
+        try:  # the updates of those that are gone now count, too, unless too few are left
+            answers = self._step("confirm", {client: {} for client in survivors}, survivors, round)
+            codes = half.codes(_found(answers, partial(_codes, survivors), late))
+            of_others = {client: {CODES: as_rows([*each.values()], CODE)} for client, each in codes.items()}
+            answers = self._step("unmask", of_others, [*codes], round)
+            sent = half.unmasked(_found(answers, partial(_given, [*shares]), late))
+        except TooFewError:
             failed |= late
-        sent = half.unmasked(given)
+            raise
         keeps: dict[int, Tree] = {client: AtClient(trained[client][2]) for client in survivors}
         return Update(sent, sum(weights[client] for client in survivors)), keeps
 
@@ -140,6 +145,12 @@ def _shares(clients: Sequence[int], client: int, answer: Message) -> tuple[dict[
     others = [other for other in clients if other != client]
     rows = rows_of(answer, SHARES, len(others), ENCRYPTED)
     return dict(zip(others, rows, strict=True)), rows_of(answer, COMMITMENT, 1, KEY)[0]
+
+
+def _codes(survivors: Sequence[int], client: int, answer: Message) -> dict[int, bytes]:
+    """A client's codes for the other survivors."""
+    others = [other for other in survivors if other != client]
+    return dict(zip(others, rows_of(answer, CODES, len(others), CODE), strict=True))
 
 
 def _given(clients: Sequence[int], client: int, answer: Message) -> dict[int, bytes]:

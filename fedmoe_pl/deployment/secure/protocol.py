@@ -1,9 +1,13 @@
 """Secure aggregation: the server learns the sum of what clients send, and no single summand.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017
-(https://eprint.iacr.org/2017/281): the protocol with double masking, Figure 4, against a server that is honest but
-curious. Every pair of clients agrees on a mask that one of them adds and the other subtracts; each client also adds a
-mask of its own. What takes both away again, or the masks of a client that has dropped out, is shared among all clients.
+(https://eprint.iacr.org/2017/281): the protocol with double masking, Figure 4, with its consistency check. Every pair
+of clients agrees on a mask that one of them adds and the other subtracts; each client also adds a mask of its own. What
+takes both away again, or the masks of a client that has dropped out, is shared among all clients.
+
+A server that lies to clients about each other, but passes on their genuine keys, unmasks no sum of fewer than the
+threshold: shares can be decrypted only among clients that were given the same keys, at most a cohort of them, and are
+given away only after as many as the threshold, which is more than half of it, have named the same survivors.
 
 =============  ============================================  ==========================================================
 topic          paper                                         here
@@ -13,7 +17,9 @@ agreement      Diffie-Hellman on NIST P-256, SHA-256         X25519, HKDF with S
 encryption     AES-GCM                                       the same, with a key for each message
 mask           AES in counter mode                           ChaCha20
 shares         Shamir's, modulo a prime                      the same, modulo 2^521 - 1
-signatures     against a server that is not honest           none
+consistency    signatures, with keys that a public key       codes with the keys of each pair, which the server
+               infrastructure vouches for                    passes on: one that makes up clients or their keys is
+                                                             not noticed
 own mask       its shares are taken as they are              a client also commits itself to it, so that a wrong share
                                                              does not give a wrong sum
 =============  ============================================  ==========================================================
@@ -23,9 +29,11 @@ from __future__ import annotations
 
 # pyright: reportMissingImports=false
 # cryptography comes with Flower, which is not installed where types are checked.
+import hmac
 import json
 import secrets
 from collections.abc import Collection, Iterable, Mapping
+from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +54,8 @@ SHARE = 66
 """Bytes of a share."""
 ENCRYPTED = 2 * SHARE + 16
 """Bytes of a client's two shares for another one, encrypted."""
+CODE = 32
+"""Bytes of the code by which a client tells another one whom it takes for survivors."""
 _PRIME = 2**521 - 1
 _CHUNK = 2**17  # integers of a mask that are in memory at once
 
@@ -136,20 +146,27 @@ class ClientHalf:
 
     Args:
         client: its id.
-        threshold: how many clients must give their shares to unmask the sum.
+        threshold: how many clients must give their shares to unmask the sum, more than half of the cohort.
         context: names the round; what belongs to another one is refused.
+        cohort: the number of clients in a round, by this client's own configuration.
+        num_clients: the number of all clients, whose ids count from 0.
 
     Attributes:
         keys: its public keys of this round.
     """
 
-    def __init__(self, client: int, threshold: int, context: str) -> None:
+    def __init__(self, client: int, threshold: int, context: str, cohort: int, num_clients: int) -> None:
+        if 2 * threshold <= cohort:
+            raise MaskingError(f"the threshold is {threshold}, but must be more than half of the cohort of {cohort}")
         self.client, self.threshold, self.context = client, threshold, context
+        self.cohort, self.num_clients = cohort, num_clients
         self._encryption, self._mask = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._seed = secrets.token_bytes(KEY)
         self.keys = PublicKeys(*(key.public_key().public_bytes_raw() for key in (self._encryption, self._mask)))
         self._others: dict[int, PublicKeys] = {}
+        self._group = ""  # what all that decrypt each other's shares agree on
         self._shares: dict[int, tuple[bytes, bytes]] = {}  # of the own seed and the mask's key of each client
+        self._survivors: list[int] = []
         self._step = 0
 
     def share(self, keys: Mapping[int, PublicKeys]) -> tuple[dict[int, bytes], bytes]:
@@ -162,8 +179,14 @@ class ClientHalf:
         if keys.get(self.client) != self.keys:
             raise MaskingError("its own public keys are not those that it has sent")
         _check_enough(keys, self.threshold)
+        if len(keys) > self.cohort:
+            raise MaskingError(f"{len(keys)} clients have sent keys, but its own configuration allows {self.cohort}")
+        if strangers := [client for client in keys if not 0 <= client < self.num_clients]:
+            raise MaskingError(f"{_ids(strangers)} is none of {self.num_clients}")
         if len({key for each in keys.values() for key in each}) < 2 * len(keys):
             raise MaskingError("two clients have the same public key")
+        of_all = [[client, *(key.hex() for key in keys[client])] for client in sorted(keys)]
+        self._group = sha256(json.dumps([self.threshold, self.cohort, of_all]).encode()).hexdigest()
         self._others = {client: each for client, each in keys.items() if client != self.client}
         secrets_of_both = (self._seed, self._mask.private_bytes_raw())
         of_seed, of_key = (split(secret, self.threshold, keys) for secret in secrets_of_both)
@@ -197,10 +220,8 @@ class ClientHalf:
         _add_mask(tensors, derived(self._seed, "own mask", self.context, self.client), 1)
         return tensors
 
-    def unmask(self, survivors: Collection[int]) -> dict[int, bytes]:
-        """A share for each client: of the own seed of survivors, of the mask's key of those that have dropped out.
-
-        Never both of the same client: they would unmask what it has sent.
+    def confirm(self, survivors: Collection[int]) -> dict[int, bytes]:
+        """Takes these clients for the survivors; a code for each other one of them says so.
 
         Args:
             survivors: the clients whose masked tensors the server has.
@@ -211,8 +232,25 @@ class ClientHalf:
         if self.client not in survivors:
             raise MaskingError("it has sent its tensors, but is not among the survivors")
         _check_enough(survivors, self.threshold)
+        self._survivors = sorted({*survivors})
+        return {other: self._code(self.client, other) for other in self._survivors if other != self.client}
+
+    def unmask(self, codes: Mapping[int, bytes]) -> dict[int, bytes]:
+        """A share for each client: of the own seed of survivors, of the mask's key of those that have dropped out.
+
+        Never both of the same client: they would unmask what it has sent. Nor anything unless enough clients have named
+        the same survivors: different ones could be combined to a sum of fewer.
+
+        Args:
+            codes: those that other survivors have sent this one.
+        """
+        self._take_step(4)
+        agree = {sender for sender in self._survivors if sender == self.client or self._has_confirmed(sender, codes)}
+        if len(agree) < self.threshold:
+            needed = f"{self.threshold} clients that secure aggregation needs"
+            raise MaskingError(f"only {len(agree)} of the {needed} have named the same survivors")
         shares, self._shares = self._shares, {}
-        return {client: both[client not in survivors] for client, both in shares.items()}
+        return {client: both[client not in self._survivors] for client, both in shares.items()}
 
     def _take_step(self, step: int) -> None:
         if step != self._step + 1:
@@ -221,8 +259,21 @@ class ClientHalf:
 
     def _cipher(self, sender: int, receiver: int) -> AESGCM:
         """Encrypts one message, so that the nonce may be 0: both directions have different keys, and so has a round."""
+        return AESGCM(self._key("shares", sender, receiver))
+
+    def _has_confirmed(self, sender: int, codes: Mapping[int, bytes]) -> bool:
+        """Whether a client has named the same survivors, and had the same shares before."""
+        return hmac.compare_digest(codes.get(sender, b""), self._code(sender, self.client))
+
+    def _code(self, sender: int, receiver: int) -> bytes:
+        """What a client that takes the same clients for the survivors tells another one."""
+        named = json.dumps([sorted(self._shares), self._survivors]).encode()
+        return hmac.digest(self._key("survivors", sender, receiver), named, "sha256")
+
+    def _key(self, purpose: str, sender: int, receiver: int) -> bytes:
+        """A key that two clients have in common if both were given the same keys of all."""
         other = self._others[receiver if sender == self.client else sender]
-        return AESGCM(agreed(self._encryption, other.encryption, "shares", self.context, sender, receiver))
+        return agreed(self._encryption, other.encryption, purpose, self.context, self._group, sender, receiver)
 
 
 class ServerHalf:
@@ -258,13 +309,18 @@ class ServerHalf:
         }
 
     def add(self, masked: Mapping[int, Tree]) -> list[int]:
-        """Adds masked tensors; returns the survivors, about whom clients are asked next."""
+        """Adds masked tensors; returns the survivors, whom clients are told next."""
         _check_enough(masked, self.threshold)
         self._survivors = sorted(masked)
         for client in self._survivors:
             tree = masked[client]
             self._sum = {name: tensor + self._sum[name] for name, tensor in tree.items()} if self._sum else dict(tree)
         return self._survivors
+
+    def codes(self, codes: Mapping[int, Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
+        """The codes for each client, by sender, from those that each has sent."""
+        _check_enough(codes, self.threshold)
+        return {client: {sender: codes[sender][client] for sender in codes if sender != client} for client in codes}
 
     def unmasked(self, shares: Mapping[int, Mapping[int, bytes]]) -> Tree:
         """The sum of the survivors' tensors, from the shares that each client has given for every client."""
