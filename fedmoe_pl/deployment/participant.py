@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import Algorithm, needs_server_state, request_of
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, needs_server_state, request_of
 from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, load_federation
@@ -282,16 +282,14 @@ class Participant:
 
     def _evaluate(self, message: Message) -> Message:
         """What the client's own configuration reports of an evaluation, of one model in a round."""
-        values, kept = message.values, self._own.read(message)
-        phase, round, point = _phase(self.run, self._phase), values["round"], values["evaluation_point"]
-        if not (phase.evaluate and point in phase.evaluation_points):
-            raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
+        round, point, kept = message.values["round"], message.values["evaluation_point"], self._own.read(message)
+        phase = self._evaluated(point)
         is_scheduled = round > 0 and is_evaluated_after(self.run, phase, round)
         asked = phase.name, round, point, digest_of(message.tensors, kept), is_scheduled
         self._reported.check(*asked)
         said = without_values(self._plan.training, self.client)
         if names := self.federation.reports.names(self.run.phases, self.run.metrics):
-            evaluation = self._evaluation(phase, message, kept)
+            evaluation = self._evaluation(message, round, point)
             said = self.federation.reports.reported(evaluation, names, self._numbers_of_samples())
         self._reported.add(*asked, said)
         tensors = {} if said.gate_weights is None else {"gate_weights": said.gate_weights}
@@ -306,26 +304,31 @@ class Participant:
         numbers = {split: len(samples[self.client]) for split, samples in own.items()}
         return {**numbers, **dict.fromkeys(("reweighted_test", "global_test"), len(data.global_test))}
 
-    def _evaluation(self, phase: Phase, message: Message, kept: Tree) -> ClientEvaluation:
-        receives = self._plan.training.algorithm
+    def _evaluated(self, point: EvaluationPoint) -> Phase:
+        """The phase; refuses one that is not evaluated at this point."""
+        phase = _phase(self.run, self._phase)
+        if not (phase.evaluate and point in phase.evaluation_points):
+            raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
+        return phase
+
+    def _evaluation(self, message: Message, round: int, point: EvaluationPoint) -> ClientEvaluation:
+        """The evaluation of the model that a message gives the client after so many rounds; all of it, for itself."""
+        phase, receives, kept = self._evaluated(point), self._plan.training.algorithm, self._own.read(message)
         training = replace(self._plan.training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
-        (evaluation,) = evaluate_clients(
-            training,
-            self._server(message),
-            of_client,
-            message.values["round"],
-            message.values["evaluation_point"],
-            [self.client],
-        )
-        return evaluation
+        (found,) = evaluate_clients(training, self._server(message), of_client, round, point, [self.client])
+        return found
 
     def _finish(self, message: Message) -> Message:
-        """Keeps a finished phase's result as a checkpoint, with which this machine works alone."""
-        evaluations = [
-            Evaluation(**{**values, "clients": [ClientEvaluation(**client) for client in values["clients"]]})
-            for values in message.values["evaluations"]
-        ]
+        """Keeps a finished phase's result as a checkpoint, with which this machine works alone.
+
+        The client evaluates it itself: the server knows only what was reported.
+        """
+        evaluations = []
+        for values in message.values["evaluations"]:
+            point = values["evaluation_point"].removeprefix("after ").replace(" ", "_")
+            own = replace(self._evaluation(message, values["round"], point), gate_weights=None, gate_labels=None)
+            evaluations.append(Evaluation(**{**values, "clients": [own]}))
         state = PhaseState(
             initial=self._plan.training.initial,
             server=self._server(message),

@@ -166,6 +166,7 @@ def test_a_client_evaluates_after_rounds_of_its_own_configuration_and_a_last_one
     }
 
 
+@pytest.mark.slow
 def test_a_client_keeps_a_record_of_what_it_has_reported(tmp_path):
     settings = {**OF_TRAINER, "evaluate_every_n_rounds": 1}
     transport = Passing(participants(method("PFLMoE", rounds=1), data(**SPLIT), tmp_path, **settings))
