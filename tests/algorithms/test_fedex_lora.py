@@ -10,6 +10,7 @@ from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, FedExLoRA
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared.low_rank import mean_of_products, product
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import AdapterMoE, GlobalOnly, LoRA
