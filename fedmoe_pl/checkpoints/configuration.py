@@ -20,16 +20,22 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
+from pydoc import locate
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.data import FederatedDataModule
 
+RECORD = "record.json"
+"""The file, in a run's folder, of what a report compares."""
+PARTS = "parts"
+"""The key, in that file, of what a module has made from its arguments."""
 _HARMLESS = re.compile(
     r"seed_everything|seed|"  # compared by itself
     r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend)|"
@@ -63,6 +69,34 @@ def configuration(federation: Any, model: LightningModule, datamodule: Federated
     objects = {**_arguments(federation), "model": _described(model), "datamodule": _described(datamodule)}
     texts = {"hparams": federation.hparams, "objects": objects}
     return {name: json.dumps(relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
+
+
+def recorded(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, Any]:
+    """What a report compares of runs from the command line and from Python alike, under the command line's keys."""
+    of_federation = _arguments(federation)
+    defaults = {name: parameter.default for name, parameter in parameters_of(Trainer).items()}
+    trainer = defaults | LEAN_TRAINER | of_federation.pop("trainer")
+    groups = {"model": _described(model), "data": _described(datamodule), "trainer": trainer}
+    tree = {**groups, "federation": {name: value for name, value in of_federation.items() if name != "seed"}}
+    return {"seed_everything": federation.seed, **relevant(_brief(tree), of_two_runs=True)}
+
+
+def _brief(tree: Any) -> Any:
+    """The tree with patterns as text, and a checksum of what modules have made from their arguments."""
+    if isinstance(tree, list):
+        return [_brief(item) for item in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    if tree.keys() == {"class_path", "patterns", "excluded", "within"} and not tree["excluded"] and not tree["within"]:
+        return ", ".join(tree["patterns"])
+    brief = {key: _brief(item) for key, item in tree.items()}
+    kind = locate(str(tree.get("class_path")))
+    named = parameters_of(kind) if isinstance(kind, type) and issubclass(kind, nn.Module) else {}
+    parts = {key: item for key, item in brief.items() if key not in {*named, "class_path"}}
+    if not parts or not named.keys() & brief.keys():
+        return brief
+    checksum = f"{zlib.crc32(json.dumps(parts, default=str).encode()):08x}"
+    return {key: item for key, item in brief.items() if key not in parts} | {PARTS: checksum}
 
 
 def changes(
