@@ -117,7 +117,7 @@ def _caption(condition: Condition) -> str:
                 "sign in every seed"
             )
     sentences = ". ".join(fact[0].upper() + fact[1:] for fact in facts)
-    return _escaped(f"{sentences}.")
+    return in_latex(f"{sentences}.")
 
 
 def _left_out(metrics: Sequence[str]) -> str:
@@ -126,13 +126,13 @@ def _left_out(metrics: Sequence[str]) -> str:
 
 def _heading(metric: str, columns: int) -> str:
     """The name of a metric, which would make its columns wider than their numbers, in several lines."""
-    lines = [_escaped(line) for line in textwrap.wrap(words(metric), _WIDTH * columns)]
+    lines = [in_latex(line) for line in textwrap.wrap(words(metric), _WIDTH * columns)]
     return lines[0] if len(lines) == 1 else r"\shortstack{" + r"\\".join(lines) + "}"
 
 
 def _unbroken(label: str) -> str:
     """A name that is broken at its spaces only."""
-    return " ".join(rf"\mbox{{{_escaped(word)}}}" if "-" in word else _escaped(word) for word in label.split(" "))
+    return " ".join(rf"\mbox{{{in_latex(word)}}}" if "-" in word else in_latex(word) for word in label.split(" "))
 
 
 def _rules(blocks: Iterable[dict[str, list[str]]]) -> Iterator[str]:
@@ -147,6 +147,6 @@ def _row(cells: Sequence[str]) -> str:
     return " & ".join(cells) + r" \\"
 
 
-def _escaped(text: str) -> str:
+def in_latex(text: str) -> str:
     """A text as LaTeX that shows it as it is."""
     return one_line(text).translate(str.maketrans(_ESCAPES))

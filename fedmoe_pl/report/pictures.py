@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from fedmoe_pl.report.tables import Method, one_line
 _MOST_POINTS = 120  # points of a method that are drawn beside its box
 _LEGEND = 22  # characters of a line in the legend
 _NAMES = 18  # and beside a box
-_LONGEST = 60  # of a file's name, of characters that may have several bytes each
+_LONGEST = 50  # of a file's name, of characters that may have several bytes each
 AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
 
 
@@ -188,7 +189,8 @@ class Picture(NamedTuple):
 @styled
 def picture(name: str, caption: str, figure: Figure) -> Picture:
     """Renders a figure as SVG for the page, and as PDF."""
-    name = re.sub(r"[^\w.-]+", "_", name).strip("_")[:_LONGEST]
+    name = re.sub(r"[^\w.-]+", "_", name).strip("_")
+    name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}_{zlib.crc32(name.encode()):08x}"
     figure.draw_without_rendering()  # the layout, once for both files
     figure.set_layout_engine("none")
     return Picture(name, caption, _svg(name, caption, figure), _saved(figure, "pdf", {"CreationDate": None}))
@@ -200,8 +202,8 @@ def _svg(name: str, caption: str, figure: Figure) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    head, box, text = re.split(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', text, maxsplit=1)
-    text = f'{head}<svg viewBox="{box}" role="img" aria-label="{escape(one_line(caption))}">{text}'
+    _, box, text = re.split(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', text, maxsplit=1)
+    text = f'<svg viewBox="{box}" role="img" aria-label="{escape(one_line(caption))}">{text}'
     return text.replace(INK, "currentColor").replace("xlink:href", "href")
 
 

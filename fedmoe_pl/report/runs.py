@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 # Anyone may have made the folder of a run: its files are read with these bounds.
 _MOST_BYTES, _MOST_BYTES_OF_YAML = 2**28, 2**22  # YAML's parser needs a second for some hundred kilobytes
-_MOST_VALUES, _DEEPEST, _MOST_DIGITS = 2_000_000, 50, 9
+_MOST_REPEATED, _DEEPEST, _MOST_DIGITS = 100_000, 50, 9
 _NO = type(None)
 _PHASE = {"name": str, "algorithm": (_NO, {"class_path": str}), "start": (_NO, str, {...: str})}
 _CONFIG = {
@@ -218,8 +218,8 @@ def _read_tree(path: Path, shape: Any) -> dict[str, Any]:
         is_json = path.suffix == ".json"
         text = _read(path, _MOST_BYTES if is_json else _MOST_BYTES_OF_YAML) or "{}"
         tree = json.loads(text) if is_json else yaml.load(text, _Loader)
-        # YAML may repeat a value by a name, and again what repeats it
-        if sum(1 for _ in islice(_values(tree), _MOST_VALUES)) == _MOST_VALUES or not _fits(tree, shape):
+        most = len(text) + _MOST_REPEATED  # YAML may repeat a value by a name, and again what repeats it
+        if sum(1 for _ in islice(_values(tree), most)) == most or not _fits(tree, shape):
             raise ValueError("it is not what a run writes")
         return tree
 

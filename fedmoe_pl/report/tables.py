@@ -57,7 +57,7 @@ def in_markdown(text: str) -> str:
         \[a](javascript:b) &lt;i> \*c* \$x\$ top_p +1.23* 1 2
     """
     text = re.sub(r"<(?=\S)", "&lt;", re.sub(r"&(?=[#\w])", "&amp;", one_line(text)))
-    return re.sub(r"([\\`\[|~$]|\*(?=[^\s:])|(?<![^\W_])_(?=\S)|(?<!\S)[#>+-](?=[#\s]))", r"\\\1", text)
+    return re.sub(r"([\\`\[|~$]|\*(?=[^\s:])|(?<![^\W_])_(?=\S)|(?<!\S)(?:>|[#+*-](?=[#\s])))", r"\\\1", text)
 
 
 def one_line(text: str) -> str:
@@ -195,7 +195,7 @@ def condition_of(name: str, settings: Sequence[Setting], choices: Choices) -> Co
         having, _ = settings_of((run.of(method) for run in runs if method in run.methods), method)
         for label, setting in zip(labels(method, having), having, strict=True):
             done = [run for run in setting.runs if run.summary]
-            rows.append(Method(label, method, done or setting.runs, bool(done)))
+            rows.append(Method(one_line(label), method, done or setting.runs, bool(done)))
     return Condition(name, [*settings], rows, choices)
 
 
