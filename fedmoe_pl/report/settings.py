@@ -180,11 +180,12 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
     if len(settings) == 1:
         return [method]
     rows = differences([setting.values for setting in settings])
-    named = [[f"{key.rpartition('/')[2]} {value}" for value in row] for key, row in rows.items()]
+    # the same of two experts, of which one is a copy of the other, is said once
+    named = {tuple(f"{key.rpartition('/')[2]} {value}" for value in row): None for key, row in rows.items()}
     by_values = [", ".join(texts) for texts in zip(*named, strict=True)]
     by_name = [setting.name for setting in settings]
     by_folder = [str(setting.runs[0].folder) for setting in settings]
-    few = [by_values] if len(rows) <= _FEW else []
+    few = [by_values] if len(named) <= _FEW else []
     texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
     return [f"{method} ({text})" for text in texts]
 

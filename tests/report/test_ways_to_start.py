@@ -25,9 +25,9 @@ def from_yaml(seed, folder="runs", **changes):
         {"name": "FedAvg", "algorithm": {"class_path": "FedAvg", "init_args": {"shared": "global_expert.*"}}},
         {
             "name": "PFL-FT",
-            "algorithm": "PFLMoE",
+            "algorithm": "FineTuning",
             "gate": "LocalOnly",
-            "train": {"max_epochs": 1, "optimizer": ADAM},
+            "train": {"optimizer": ADAM},
         },
     ]
     configuration = {
