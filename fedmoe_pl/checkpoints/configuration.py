@@ -20,7 +20,6 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
-from pydoc import locate
 from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -89,14 +88,26 @@ def _brief(tree: Any) -> Any:
         return tree
     if tree.keys() == {"class_path", "patterns", "excluded", "within"} and not tree["excluded"] and not tree["within"]:
         return ", ".join(tree["patterns"])
-    brief = {key: _brief(item) for key, item in tree.items()}
-    kind = locate(str(tree.get("class_path")))
-    named = parameters_of(kind) if isinstance(kind, type) and issubclass(kind, nn.Module) else {}
-    parts = {key: item for key, item in brief.items() if key not in {*named, "class_path"}}
+    module, _, name = str(tree.get("class_path")).rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)  # torch.optim hides its modules from pydoc.locate
+    named = parameters_of(kind) if isinstance(kind, type) else {}
+    brief = {key: _as_annotated(_brief(item), named.get(key)) for key, item in tree.items()}
+    is_module = isinstance(kind, type) and issubclass(kind, nn.Module)
+    parts = {key: item for key, item in brief.items() if is_module and key not in {*named, "class_path"}}
     if not parts or not named.keys() & brief.keys():
         return brief
     checksum = f"{zlib.crc32(json.dumps(parts, default=str).encode()):08x}"
     return {key: item for key, item in brief.items() if key not in parts} | {PARTS: checksum}
+
+
+def _as_annotated(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """An integer as a float if the argument is one, as on the command line; not where both have a meaning."""
+    kinds = re.findall(r"\b(?:int|float)\b", str(parameter and parameter.annotation))
+    if "float" not in kinds or "int" in kinds:
+        return value
+    if isinstance(value, list):
+        return [_as_annotated(item, parameter) for item in value]
+    return float(value) if type(value) is int else value
 
 
 def changes(
