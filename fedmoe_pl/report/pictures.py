@@ -171,7 +171,7 @@ def _columns(methods: Sequence[Method]) -> int:
 def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
     axes.grid(axis="y")
     # matplotlib's own search leaves out names that begin with "_"
-    drawn = {artist.get_label(): artist for artist in (*axes.get_lines(), *axes.containers)}
+    drawn: dict[Any, Any] = {artist.get_label(): artist for artist in (*axes.get_lines(), *axes.containers)}
     names = {method.label: wrapped(method.label, _LEGEND) for method in methods if method.label in drawn}
     look = {"loc": "outside lower center", "ncols": _columns(methods), "columnspacing": 1.2}
     figure.legend([drawn[label] for label in names], [*names.values()], **look)

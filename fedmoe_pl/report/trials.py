@@ -45,7 +45,9 @@ def divided(folders: Iterable[Path]) -> tuple[list[Trials], list[Path]]:
 def _trials(folder: Path) -> Trials:
     with reading(folder / TRIALS):
         rows = read_texts(folder / TRIALS, _FIRST)
-        metric, *keys = [*rows[0]][len(_FIRST) :] if rows else ()
+        if not rows or len(rows[0]) == len(_FIRST):
+            raise ValueError("it has no trials of a metric")
+        metric, *keys = [*rows[0]][len(_FIRST) :]
         names = short_names(tuple(key.split(".")) for key in keys).values()
         best = next((row["trial"] for row in rows if row["best"]), "")
         if best and not is_file_name(best):
