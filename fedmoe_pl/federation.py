@@ -16,7 +16,7 @@ from fedmoe_pl.callbacks import FederationCallback, with_defaults
 from fedmoe_pl.callbacks.partition_monitor import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint, locked
 from fedmoe_pl.checkpoints.client_state import Store
-from fedmoe_pl.checkpoints.configuration import configuration
+from fedmoe_pl.checkpoints.configuration import configuration, recorded
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
@@ -368,6 +368,7 @@ class Federation:
         settings |= {"folder": self.runs, **changes}
         set_up(datamodule, settings["phases"], self.seed)
         settings["configuration"] = configuration(self, model, datamodule)
+        settings["record"] = recorded(self, model, datamodule)
         devices = check_trainer(settings["trainer"])
         self._run = make_run(model, datamodule, devices=devices, **settings)
         return self._run

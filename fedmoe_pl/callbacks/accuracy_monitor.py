@@ -102,6 +102,6 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
         axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel=label)
         axes.grid()
     panels[-1].set_xlabel("share of clients with at most this value")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    lines = panels[0].get_lines()
+    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside lower center", ncols=3)
     return figure

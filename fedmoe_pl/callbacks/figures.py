@@ -58,6 +58,7 @@ RC: Any = {
     "pdf.fonttype": 42,  # journals refuse matplotlib's default, type 3
     "svg.fonttype": "path",
     "svg.hashsalt": "fedmoe",  # the same picture has the same bytes
+    **dict.fromkeys(("text.parse_math", "text.usetex"), False),  # names of phases, classes and clients are plain text
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
 }
 styled = matplotlib.rc_context(RC)

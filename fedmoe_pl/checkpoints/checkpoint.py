@@ -9,8 +9,8 @@ import shutil
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -179,7 +179,10 @@ def _state(files: ClientFiles, content: dict[str, Any]) -> PhaseState:
     for name in ("clients", "best_clients"):
         kept = content[name]
         if "versions" in kept:
-            content[name] = StatesOnDisk(files, [(phase, names) for phase, names in kept["phases"]], kept["versions"])
+            of_phases = [(str(phase), None if names is None else dict(names)) for phase, names in kept["phases"]]
+            if kept["versions"].shape[1:] != (len(of_phases),):
+                raise ValueError
+            content[name] = StatesOnDisk(files, of_phases, kept["versions"])
         elif "files" in kept:
             of_clients = {int(client): [*map(tuple, of_client)] for client, of_client in kept["files"].items()}
             content[name] = RemoteStates(of_clients)
@@ -188,6 +191,10 @@ def _state(files: ClientFiles, content: dict[str, Any]) -> PhaseState:
     for index, evaluation in enumerate(content["evaluations"]):
         clients = [ClientEvaluation(**client) for client in evaluation.pop("clients")]
         content["evaluations"][index] = Evaluation(**evaluation, clients=clients)
+    for name, default in vars(PhaseState({}, {})).items():
+        kind = Mapping if isinstance(default, dict) else list if isinstance(default, list) else int | float
+        if not isinstance(content[name], kind) and (default is not None or content[name] is not None):
+            raise TypeError
     return PhaseState(**content)
 
 
@@ -217,12 +224,14 @@ def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
         content = json.loads(data, object_hook=writer.tensors.read)
         del content["crc32"]
         writer.saved_rows, writer.files = SavedRows(**content["rows"]), {*content.pop("files")}
+        if not all(isinstance(number, int) for number in (*vars(writer.saved_rows).values(), *writer.files)):
+            raise TypeError
         files = ClientFiles(path.parent / Path(CLIENT_STATES).name)
         for name, state in content["phases"].items():
             if isinstance(state, list):
                 writer.finished[name], state = state, _load_finished(path, name, writer)
             content["phases"][name] = _state(files, state)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DamagedFileError(_OF_ANOTHER_VERSION) from error
     return content
 
@@ -232,8 +241,10 @@ def _load_lightning(path: Path) -> dict[str, Any]:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise DamagedFileError(f"its '{damaged}' is")
+                # torch compresses nothing; what is, may take forever to unpack
+                is_compressed = sum(part.file_size for part in archive.infolist()) > path.stat().st_size
+                if is_compressed or archive.testzip():
+                    raise ValueError
         content = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # of other bytes, torch.load may raise anything, such as a KeyError
         raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
@@ -279,15 +290,15 @@ def load_federation(path: Path, writer: CheckpointWriter | None = None) -> dict[
 def rows_of(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of ``rounds.csv`` that belong to a checkpoint in the folder of its run."""
     saved, rows, data = SavedRows(**content["rows"]), path.parents[1] / ROWS, b""
-    if saved.size and rows.is_file():
+    if rows.is_file() and 0 < saved.size <= rows.stat().st_size:
         with rows.open("rb") as file:
             data = file.read(saved.size)
-    if len(data) != saved.size or zlib.crc32(data) != saved.checksum:
-        raise MisconfigurationException(
-            f"ckpt_path is '{path}', whose rows of rounds.csv are in '{rows}', which is missing or "
-            f"damaged{_offer(path)}."
-        )
-    return [json.loads(line) for line in data.splitlines()]
+    if len(data) == saved.size and zlib.crc32(data) == saved.checksum:
+        with suppress(ValueError, RecursionError):
+            return [json.loads(line) for line in data.splitlines()]
+    raise MisconfigurationException(
+        f"ckpt_path is '{path}', whose rows of rounds.csv are in '{rows}', which is missing or damaged{_offer(path)}."
+    )
 
 
 def is_of_run(path: Path) -> bool:

@@ -25,11 +25,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.data import FederatedDataModule
 
+RECORD = "record.json"
+"""The file, in a run's folder, of what a report compares."""
+PARTS = "parts"
+"""The key, in that file, of what a module has made from its arguments."""
 _HARMLESS = re.compile(
     r"seed_everything|seed|"  # compared by itself
     r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend)|"
@@ -63,6 +68,46 @@ def configuration(federation: Any, model: LightningModule, datamodule: Federated
     objects = {**_arguments(federation), "model": _described(model), "datamodule": _described(datamodule)}
     texts = {"hparams": federation.hparams, "objects": objects}
     return {name: json.dumps(relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
+
+
+def recorded(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, Any]:
+    """What a report compares of runs from the command line and from Python alike, under the command line's keys."""
+    of_federation = _arguments(federation)
+    defaults = {name: parameter.default for name, parameter in parameters_of(Trainer).items()}
+    trainer = defaults | LEAN_TRAINER | of_federation.pop("trainer")
+    groups = {"model": _described(model), "data": _described(datamodule), "trainer": trainer}
+    tree = {**groups, "federation": {name: value for name, value in of_federation.items() if name != "seed"}}
+    return {"seed_everything": federation.seed, **relevant(_brief(tree), of_two_runs=True)}
+
+
+def _brief(tree: Any) -> Any:
+    """The tree with patterns as text, and a checksum of what modules have made from their arguments."""
+    if isinstance(tree, list):
+        return [_brief(item) for item in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    if tree.keys() == {"class_path", "patterns", "excluded", "within"} and not tree["excluded"] and not tree["within"]:
+        return ", ".join(tree["patterns"])
+    module, _, name = str(tree.get("class_path")).rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)  # torch.optim hides its modules from pydoc.locate
+    named = parameters_of(kind) if isinstance(kind, type) else {}
+    brief = {key: _as_annotated(_brief(item), named.get(key)) for key, item in tree.items()}
+    is_module = isinstance(kind, type) and issubclass(kind, nn.Module)
+    parts = {key: item for key, item in brief.items() if is_module and key not in {*named, "class_path"}}
+    if not parts or not named.keys() & brief.keys():
+        return brief
+    checksum = f"{zlib.crc32(json.dumps(parts, default=str).encode()):08x}"
+    return {key: item for key, item in brief.items() if key not in parts} | {PARTS: checksum}
+
+
+def _as_annotated(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """An integer as a float if the argument is one, as on the command line; not where both have a meaning."""
+    kinds = re.findall(r"\b(?:int|float)\b", str(parameter and parameter.annotation))
+    if "float" not in kinds or "int" in kinds:
+        return value
+    if isinstance(value, list):
+        return [_as_annotated(item, parameter) for item in value]
+    return float(value) if type(value) is int else value
 
 
 def changes(

@@ -105,6 +105,7 @@ def cannot_be_made(folder: Path, error: Exception) -> MisconfigurationException:
 
 def read_sealed(path: Path) -> bytes:
     """The content of a file, if it is as it was written."""
+    _check_ordinary(path)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -118,6 +119,12 @@ def read_sealed(path: Path) -> bytes:
     return data
 
 
+def _check_ordinary(path: Path) -> None:
+    """Refuses what is no file, such as a pipe, for which reading would wait."""
+    if path.exists() and not path.is_file():
+        raise DamagedFileError(f"'{path}' is no ordinary file.")
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes plain values as JSON, with a checksum of the whole file; floats keep all their digits, also nan."""
     _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode())
@@ -125,8 +132,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads what :func:`write_json` wrote."""
-    content = json.loads(read_sealed(path))
-    del content["crc32"]
+    data = read_sealed(path)
+    try:
+        content = json.loads(data)
+        del content["crc32"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last of one that is too deep
+        raise DamagedFileError(f"'{path}' is not as it was written.") from error
     return content
 
 
@@ -152,6 +163,7 @@ def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
 def read_tensors(path: Path, **owner: object) -> Tree:
     """Reads what :func:`write_tensors` wrote for the same owner, each tensor into memory of its own."""
     tensors, damaged = Tree(), DamagedFileError(f"'{path}' is not as it was written.")
+    _check_ordinary(path)
     try:
         with path.open("rb") as file:
             head, header = _head(file)
@@ -177,8 +189,10 @@ def read_tensors(path: Path, **owner: object) -> Tree:
 
 def names_in(path: Path) -> Collection[str]:
     """The names of the tensors in a file, of which damage is not noticed; none if it cannot be read."""
-    with suppress(OSError, ValueError, TypeError), path.open("rb") as file:
-        return _head(file)[1].keys() - {"__metadata__"}
+    with suppress(DamagedFileError, OSError, ValueError, AttributeError, RecursionError):
+        _check_ordinary(path)
+        with path.open("rb") as file:
+            return _head(file)[1].keys() - {"__metadata__"}
     return ()
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, value_text
 from fedmoe_pl.report.statistics import SIGNIFICANCE, Spread
-from fedmoe_pl.report.tables import Condition, Method, difference, meaning, words
+from fedmoe_pl.report.tables import Condition, Method, difference, meaning, one_line, words
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
-_ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}
+_ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "Δ": r"$\Delta$"}
+# after the end of a row, brackets and stars are arguments; a quotation mark is a command of some languages
+_ESCAPES |= {"[": "{[}", "]": "{]}", "*": "{*}", '"': r"\symbol{34}"}
 _MOST_COLUMNS = 4  # of numbers, which fit beside the methods' names
+_WIDTH = 10  # characters that fit above one of them
 
 
 def latex(condition: Condition) -> str:
@@ -30,7 +34,7 @@ def latex(condition: Condition) -> str:
             blocks[metric] = block
         else:
             left_out.append(metric)
-    groups = [rf"\multicolumn{{{len(block)}}}{{c}}{{{_escaped(words(name))}}}" for name, block in blocks.items()]
+    groups = [rf"\multicolumn{{{len(block)}}}{{c}}{{{_heading(name, len(block))}}}" for name, block in blocks.items()]
     columns = [cells for block in blocks.values() for cells in block.values()]
     lines = [
         rf"% needs \usepackage{{booktabs,tabularx}}{_left_out(left_out)}",
@@ -43,7 +47,7 @@ def latex(condition: Condition) -> str:
         " ".join(_rules(blocks.values())),
         _row(["method", *(title for block in blocks.values() for title in block)]),
         r"\midrule",
-        *(_row([_escaped(m.label), *cells]) for m, *cells in zip(condition.methods, *columns, strict=True)),
+        *(_row([_unbroken(m.label), *cells]) for m, *cells in zip(condition.methods, *columns, strict=True)),
         r"\bottomrule",
         r"\end{tabularx}",
         r"\end{table}",
@@ -106,16 +110,29 @@ def _caption(condition: Condition) -> str:
     facts = [fact for fact in (condition.name, condition.data, condition.seeds_text, meaning(condition)) if fact]
     baseline = condition.baseline
     if baseline is not None:
-        facts.append(
-            f"Δ: difference to {baseline.label} in {words(condition.metric)}; *: p < {SIGNIFICANCE} in a Wilcoxon "
-            "signed-rank test over the clients of all seeds, and the same sign in every seed"
-        )
+        facts.append(f"Δ: difference to {baseline.label} in {words(condition.metric)}")
+        if any(difference(m, baseline, condition.metric).is_more_than_noise for m in condition.methods):
+            facts[-1] += (
+                f"; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the clients of all seeds, and the same "
+                "sign in every seed"
+            )
     sentences = ". ".join(fact[0].upper() + fact[1:] for fact in facts)
-    return _escaped(f"{sentences}.").replace("Δ", r"$\Delta$")
+    return in_latex(f"{sentences}.")
 
 
 def _left_out(metrics: Sequence[str]) -> str:
     return f"; left out, because they do not fit: {', '.join(metrics)}" if metrics else ""
+
+
+def _heading(metric: str, columns: int) -> str:
+    """The name of a metric, which would make its columns wider than their numbers, in several lines."""
+    lines = [in_latex(line) for line in textwrap.wrap(words(metric), _WIDTH * columns)]
+    return lines[0] if len(lines) == 1 else r"\shortstack{" + r"\\".join(lines) + "}"
+
+
+def _unbroken(label: str) -> str:
+    """A name that is broken at its spaces only."""
+    return " ".join(rf"\mbox{{{in_latex(word)}}}" if "-" in word else in_latex(word) for word in label.split(" "))
 
 
 def _rules(blocks: Iterable[dict[str, list[str]]]) -> Iterator[str]:
@@ -130,5 +147,6 @@ def _row(cells: Sequence[str]) -> str:
     return " & ".join(cells) + r" \\"
 
 
-def _escaped(text: str) -> str:
-    return text.translate(str.maketrans(_ESCAPES))
+def in_latex(text: str) -> str:
+    """A text as LaTeX that shows it as it is."""
+    return one_line(text).translate(str.maketrans(_ESCAPES))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.logs.summary import axis_label
-from fedmoe_pl.report.tables import Condition, curve_table, evaluated, explanation, methods_table
+from fedmoe_pl.report.tables import Condition, curve_table, evaluated, explanation, in_markdown, methods_table
 
 
 def markdown(conditions: Sequence[Condition]) -> str:
@@ -19,8 +19,8 @@ def markdown(conditions: Sequence[Condition]) -> str:
     parts, explained = list[str](), list[str]()
     for condition, lines in zip(conditions, of_models, strict=True):
         facts = [f"{fact}." for fact in (condition.data, condition.seeds_text) if fact]
-        parts += [f"### {condition.name}"] if condition.name else []
-        parts += [" ".join(facts), methods_table(condition).markdown()]
+        parts += [f"### {in_markdown(condition.name)}"] if condition.name else []
+        parts += [in_markdown(" ".join(facts)), methods_table(condition).markdown()]
         if condition.choices.rounds and (curves := curve_table(condition)).rows:
             parts += [f"{axis_label(condition.metric).capitalize()}, after some rounds:", curves.markdown()]
         parts += _bullets([line for line in lines if line not in common])
@@ -29,7 +29,9 @@ def markdown(conditions: Sequence[Condition]) -> str:
 
 
 def _bullets(lines: Sequence[str]) -> list[str]:
-    wrapped = [textwrap.fill(f"* {line}.", 120, subsequent_indent="  ", break_long_words=False) for line in lines]
+    wrapped = [
+        textwrap.fill(f"* {in_markdown(line)}.", 120, subsequent_indent="  ", break_long_words=False) for line in lines
+    ]
     return ["\n".join(wrapped)] if wrapped else []
 
 

@@ -137,9 +137,11 @@ def _every(condition: Condition) -> Table:
 
 
 def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
-    caption = "Mean of the clients over rounds; several seeds as mean and a band of one standard deviation."
+    caption = "Mean of the clients over rounds"
+    if any(len(method.runs) > 1 for method in condition.methods):
+        caption += "; several seeds as mean and a band of one standard deviation"
     pictures = [
-        picture(f"curves {metric} {condition.name}", caption, figure)
+        picture(f"curves {metric} {condition.name}", f"{caption}.", figure)
         for metric in condition.metrics
         if (figure := curves_figure(condition.methods, metric, styles))
     ]
@@ -188,12 +190,13 @@ def _gate_block(condition: Condition) -> Block:
     for method in condition.methods:
         run = next((run for run in method.runs if run.gates), None)
         if run is not None:
-            means = {int(row["client"]): row["mean_gate_weight"] for row in run.clients}
-            counts = by_class(run.partition) if run.partition else None
+            means = {int(row["client"]): row.get("mean_gate_weight", math.nan) for row in run.clients}
+            is_known = all(row["client"] < len(run.partition) for row in run.gates)
+            counts = by_class(run.partition) if is_known else None
             caption = f"{method.label}: mean gate weight on each client's own samples of a class ({run.text})."
             drawn = gate_figure(run.gates, means, counts)
             pictures.append(picture(f"gate {method.label} {condition.name}", caption, drawn))
-        elif any(not math.isnan(row["mean_gate_weight"]) for run in method.runs for row in run.clients):
+        elif any(not math.isnan(row.get("mean_gate_weight", math.nan)) for run in method.runs for row in run.clients):
             without.append(method.label)
     text = f"No gate_weights.csv in the runs of {', '.join(without)}: no picture." if without else ""
     return Block("Gate weights by client and class", text, pictures=pictures)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import escape
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -17,11 +19,12 @@ from fedmoe_pl.callbacks.cost_to_target import spent
 from fedmoe_pl.callbacks.figures import INK, Style, new_figure, styled, wrapped
 from fedmoe_pl.logs.summary import axis_label, scale
 from fedmoe_pl.report.runs import Row
-from fedmoe_pl.report.tables import Method
+from fedmoe_pl.report.tables import Method, one_line
 
 _MOST_POINTS = 120  # points of a method that are drawn beside its box
 _LEGEND = 22  # characters of a line in the legend
 _NAMES = 18  # and beside a box
+_LONGEST = 50  # of a file's name, of characters that may have several bytes each
 AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
 
 
@@ -167,8 +170,8 @@ def _columns(methods: Sequence[Method]) -> int:
 
 def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
     axes.grid(axis="y")
-    handles, labels = axes.get_legend_handles_labels()
-    drawn = dict(zip(labels, handles, strict=True))
+    # matplotlib's own search leaves out names that begin with "_"
+    drawn: dict[Any, Any] = {artist.get_label(): artist for artist in (*axes.get_lines(), *axes.containers)}
     names = {method.label: wrapped(method.label, _LEGEND) for method in methods if method.label in drawn}
     look = {"loc": "outside lower center", "ncols": _columns(methods), "columnspacing": 1.2}
     figure.legend([drawn[label] for label in names], [*names.values()], **look)
@@ -187,6 +190,7 @@ class Picture(NamedTuple):
 def picture(name: str, caption: str, figure: Figure) -> Picture:
     """Renders a figure as SVG for the page, and as PDF."""
     name = re.sub(r"[^\w.-]+", "_", name).strip("_")
+    name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}_{zlib.crc32(name.encode()):08x}"
     figure.draw_without_rendering()  # the layout, once for both files
     figure.set_layout_engine("none")
     return Picture(name, caption, _svg(name, caption, figure), _saved(figure, "pdf", {"CreationDate": None}))
@@ -194,12 +198,12 @@ def picture(name: str, caption: str, figure: Figure) -> Picture:
 
 def _svg(name: str, caption: str, figure: Figure) -> str:
     """The ``svg`` element, whose ids are no other picture's, as all of them are in the same page."""
-    plain = caption.translate(str.maketrans({"&": "and", '"': "'", "<": "(", ">": ")"}))
     text = _saved(figure, "svg", {"Date": None, "Creator": None, "Type": None, "Format": None}).decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{plain}">', text)
+    _, box, text = re.split(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', text, maxsplit=1)
+    text = f'<svg viewBox="{box}" role="img" aria-label="{escape(one_line(caption))}">{text}'
     return text.replace(INK, "currentColor").replace("xlink:href", "href")
 
 

@@ -20,7 +20,7 @@ from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of
 from fedmoe_pl.report.runs import RunFiles, find_runs
 from fedmoe_pl.report.settings import conditions, flat_name, left_out_notes, settings_of
-from fedmoe_pl.report.tables import Choices, condition_of
+from fedmoe_pl.report.tables import Choices, condition_of, in_markdown
 from fedmoe_pl.report.trials import divided
 
 
@@ -81,7 +81,7 @@ def report(arguments: Sequence[str]) -> list[Path]:
         for drawn in (drawn for section in sections for block in section.blocks for drawn in block.pictures):
             (pictures / f"{drawn.name}.pdf").write_bytes(drawn.pdf)
     files.append(Path(options.markdown or files[0].with_suffix(".md")))
-    of_trials = "".join(f"### {table.title}\n\n{table.markdown()}\n\n" for table in tuned)
+    of_trials = "".join(f"### {in_markdown(each.title)}\n\n{each.table.markdown(each.best)}\n\n" for each in tuned)
     text = f"{of_trials}{markdown(grouped)}\n\n{origin(runs)}\n\n```bash\n{command}\n```\n"
     if options.section:
         before = files[-1].read_text(encoding="utf-8") if files[-1].is_file() else ""

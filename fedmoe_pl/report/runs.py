@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 import csv
+import io
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checkpoints.configuration import RECORD
+from fedmoe_pl.checks import InvalidArgumentError, reason_of
+from fedmoe_pl.evaluation.evaluation import METRICS
 
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
 
+# Anyone may have made the folder of a run: its files are read with these bounds.
+_MOST_BYTES, _MOST_BYTES_OF_YAML = 2**28, 2**22  # YAML's parser needs a second for some hundred kilobytes
+_MOST_REPEATED, _DEEPEST, _MOST_DIGITS = 100_000, 50, 9
+_NO = type(None)
+_PHASE = {"name": str, "algorithm": (_NO, {"class_path": str}), "start": (_NO, str, {...: str})}
+_CONFIG = {
+    "seed_everything": (_NO, int),
+    "data": (_NO, {"partition_seed": (_NO, int), "init_args": (_NO, {"partition_seed": (_NO, int)})}),
+    "federation": (_NO, {"phases": (_NO, [_PHASE])}),
+}
+_NUMBERS = (_NO, [(int, float), (_NO, int, float)])
+_CELL = {
+    **{"values": (_NO, {}), "baseline": (_NO, str)},
+    "paper": (_NO, [{"metric": str, "table": str, "cells": {...: _NUMBERS}}]),
+}
+_EVALUATED = ("method", "round", "evaluation_point")
+_COLUMNS = {
+    "rounds": _EVALUATED,
+    "clients": ("method", "client"),
+    "summary": _EVALUATED,
+    "partition": ("client", "train", "validation", "test"),
+    "gate_weights": ("method", "client", "expert"),
+}
+_COUNTED = {"round", "client"}
 _TEXTS = {"method", "model", "clients", "evaluation_point", "selection", "expert", "name", "lower_is_better"}
 _ALLOWED = "the folder of a run (runs/<name>/version_<n>) or of several"
 _WORST = "_worst_tenth"
+_OTHER_METRICS = ("local_test_", "global_test_", "validation_")  # what their names begin with
 NEW_CLIENTS = "new_clients"
 
 
@@ -35,7 +66,7 @@ class RunFiles:
     summary: list[Row]
     partition: list[Row]
     gates: list[Row]
-    config: dict[str, Any]  # config.yaml
+    config: dict[str, Any]  # record.json, or config.yaml of a run of an earlier version
     cell: dict[str, Any]  # cell.yaml, which `fedmoe benchmark` writes into the folder above
 
     @property
@@ -50,13 +81,14 @@ class RunFiles:
 
     @property
     def seed(self) -> int | None:
-        """The run's seed; None if it has no ``config.yaml``."""
+        """The run's seed; None if it has no file with its configuration."""
         return self.config.get("seed_everything")
 
     @property
     def seeds(self) -> tuple[Any, Any]:
         """The run's seed and that of its partition, None where there is none."""
-        return self.seed, self.config.get("data", {}).get("init_args", {}).get("partition_seed")
+        data = self.config.get("data") or {}
+        return self.seed, (data.get("init_args") or data).get("partition_seed")
 
     def of(self, method: str) -> RunFiles:
         """The same run with the rows of one method."""
@@ -86,13 +118,21 @@ class RunFiles:
     def is_finished(self) -> bool:
         """Whether all phases that are evaluated have a result."""
         done = {row["method"] for row in self.summary}
-        phases = self.config.get("federation", {}).get("phases", [])
+        phases = phases_of(self.config)
         return bool(done) and done.issuperset(phase["name"] for phase in phases if phase.get("evaluate", True))
+
+
+def phases_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The phases of a configuration."""
+    return (config.get("federation") or {}).get("phases") or []
 
 
 def metrics_of(row: Row) -> list[str]:
     """The accuracies and other metrics with columns in a row of ``rounds.csv`` or ``summary.csv``."""
-    return [column.removesuffix(_WORST) for column in row if column.endswith(_WORST)]
+    names = [column.removesuffix(_WORST) for column in row if column.endswith(_WORST)]
+    return [
+        name for name in names if name in METRICS or name.startswith(("local_test_", "global_test_", "validation_"))
+    ]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
@@ -112,12 +152,16 @@ def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
 
 def read_run(folder: Path) -> RunFiles:
     """Reads a run's files; those that are missing give no rows."""
-    names = ("rounds", "clients", "summary", "partition", "gate_weights")
-    rounds, clients, summary, partition, gates = (read_rows(folder / f"{name}.csv") for name in names)
+    rounds, clients, summary, partition, gates = (
+        read_rows(folder / f"{name}.csv", columns) for name, columns in _COLUMNS.items()
+    )
     if (path := folder / "rounds.csv").is_file():
         _check_rounds(path, rounds, summary)
-    config, cell = _mapping(folder / "config.yaml"), _mapping(folder.parent / "cell.yaml")
-    return RunFiles(folder, rounds, clients, summary, partition, gates, config, cell)
+    record = folder / RECORD
+    config = _read_tree(record if record.is_file() else folder / "config.yaml", _CONFIG)
+    return RunFiles(
+        folder, rounds, clients, summary, partition, gates, config, _read_tree(folder.parent / "cell.yaml", _CELL)
+    )
 
 
 def _check_rounds(path: Path, rounds: Iterable[Row], summary: Iterable[Row]) -> None:
@@ -144,27 +188,100 @@ def _natural(folder: Path) -> list[tuple[str, int]]:
     return [(head, int(number)) if number.isdigit() else (part, -1) for part, head, _, number in parts]
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
-
-
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, needed: Collection[str] = ()) -> list[Row]:
     """The rows of a run's file, of which there are none if it is missing."""
-    if not path.is_file():
-        return []
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = file.readlines()
-        reader = csv.DictReader(lines)
-        if not lines or not lines[-1].endswith("\n"):
+    with reading(path):
+        return [{name: _value(name, text) for name, text in row.items()} for row in read_texts(path, needed)]
+
+
+def read_texts(path: Path, needed: Collection[str] = ()) -> list[dict[str, str]]:
+    """The rows of a CSV file as texts; ``needed`` are columns that it must have."""
+    with reading(path):
+        text = _read(path, _MOST_BYTES)
+        if text is None:
+            return []
+        if not text.endswith("\n"):
             raise ValueError("its last line has no end")
-        rows: list[Row] = [{column: _value(column, text) for column, text in row.items()} for row in reader]
-    except ValueError as error:
-        raise MisconfigurationException(f"report: RUN has the file '{path}', which is damaged: {error}.") from error
-    return rows
+        columns, *lines = filter(None, csv.reader(io.StringIO(text, newline="")))
+        if (
+            len({*columns}) < len(columns)
+            or not {*columns}.issuperset(needed)
+            or not all(map(str.isprintable, columns))
+        ):
+            raise ValueError("its first line has not the names of its columns")
+        return [dict(zip(columns, line, strict=True)) for line in lines]
 
 
-def _value(column: str, text: str | None) -> str | float:
+def _read_tree(path: Path, shape: Any) -> dict[str, Any]:
+    """The mapping in a file of JSON or YAML, which has a shape (:func:`_fits`); empty if the file is missing."""
+    with reading(path):
+        is_json = path.suffix == ".json"
+        text = _read(path, _MOST_BYTES if is_json else _MOST_BYTES_OF_YAML) or "{}"
+        tree = json.loads(text) if is_json else yaml.load(text, _Loader)
+        most = len(text) + _MOST_REPEATED  # YAML may repeat a value by a name, and again what repeats it
+        if sum(1 for _ in islice(_values(tree), most)) == most or not _fits(tree, shape):
+            raise ValueError("it is not what a run writes")
+        return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without merged mappings, which no run writes; repeated, they would take any memory."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Leaves a mapping as it is."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """In this context, a file is read: what is wrong with it ends in a sentence."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, csv.Error, yaml.YAMLError) as error:
+        raise MisconfigurationException(
+            f"report: RUN has the file '{path}', which is damaged: {reason_of(error)}."
+        ) from error
+
+
+def _read(path: Path, most: int) -> str | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    with path.open(newline="", encoding="utf-8") as file:
+        return file.read()
+
+
+def _values(value: Any, depth: int = 0) -> Iterator[None]:
+    """Yields for each value in a tree, of which none may be deep, or of a kind that no configuration has."""
+    children = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if depth > _DEEPEST or not isinstance(value, dict | list | str | int | float | _NO):
+        raise ValueError("it is deep, or has other values than numbers and texts")
+    if not isinstance(value, dict | list):
+        str(value).encode()  # refuses halves of a character, and numbers of thousands of digits
+    yield
+    for child in children:
+        yield from _values(child, depth + 1)
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    """Whether a value has a shape: one of several, a mapping with these keys (or any, ``...``), a list, or a class."""
+    if isinstance(shape, tuple):
+        return any(_fits(value, each) for each in shape)
+    if isinstance(shape, dict):
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            return False
+        return all(_fits(of_key, shape.get(key, shape.get(..., object))) for key, of_key in value.items()) and all(
+            key in value or _fits(None, of_key) for key, of_key in shape.items() if key is not ...
+        )
+    if isinstance(shape, list):
+        shapes: Sequence[Any] = shape * len(value) if len(shape) == 1 and isinstance(value, list) else shape
+        return isinstance(value, list) and len(value) == len(shapes) and all(map(_fits, value, shapes))
+    return isinstance(value, shape)
+
+
+def _value(column: str, text: str) -> str | float:
     if column in _TEXTS:
-        return text or ""
+        return text
+    if column in _COUNTED and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
+        raise ValueError(f"a {column} is '{text[:_MOST_DIGITS]}'")
     return float(text) if text else math.nan

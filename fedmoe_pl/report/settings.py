@@ -7,13 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.checkpoints.configuration import relevant
+from fedmoe_pl.checkpoints.configuration import PARTS, relevant
 from fedmoe_pl.phases.phase import INITIAL
-from fedmoe_pl.report.runs import RunFiles
+from fedmoe_pl.report.runs import RunFiles, phases_of
 
 _NOT_COMPARED = re.compile(r"data/(partition_seed|download)|(.*/)?evaluate(/every_n_epochs)?")
 _MOMENT = "/evaluate/after"  # of training at which a phase is evaluated
@@ -173,7 +171,8 @@ def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         having = [mapping for mapping, its in zip(values, phases, strict=True) if phase is None or phase in its]
         if len({repr(mapping.get(key)) for mapping in having}) > 1:
             rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
-    return rows
+    named = {key: row for key, row in rows.items() if not key.endswith(f"/{PARTS}")}
+    return named if len({*zip(*named.values(), strict=True)}) == len({*zip(*rows.values(), strict=True)}) else rows
 
 
 def labels(method: str, settings: Sequence[Setting]) -> list[str]:
@@ -181,11 +180,12 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
     if len(settings) == 1:
         return [method]
     rows = differences([setting.values for setting in settings])
-    named = [[f"{key.rpartition('/')[2]} {value}" for value in row] for key, row in rows.items()]
+    # the same of two experts, of which one is a copy of the other, is said once
+    named = {tuple(f"{key.rpartition('/')[2]} {value}" for value in row): None for key, row in rows.items()}
     by_values = [", ".join(texts) for texts in zip(*named, strict=True)]
     by_name = [setting.name for setting in settings]
     by_folder = [str(setting.runs[0].folder) for setting in settings]
-    few = [by_values] if len(rows) <= _FEW else []
+    few = [by_values] if len(named) <= _FEW else []
     texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
     return [f"{method} ({text})" for text in texts]
 
@@ -210,7 +210,7 @@ def _phase_of(key: str) -> str | None:
 
 def phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
     """The phase of a method, and those that it starts from: all before it if the configuration does not say which."""
-    phases = {phase["name"]: phase for phase in config.get("federation", {}).get("phases", [])}
+    phases = {phase["name"]: phase for phase in phases_of(config)}
     names = [*phases]
     own = [name for name in names if method == name or method.startswith(f"{name} ")]  # "... after aggregation"
     todo, found = [max(own, key=len)] if own else [*names], set[str]()
@@ -242,11 +242,11 @@ def _starts(phase: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> l
 
 def _algorithm(phase: Mapping[str, Any]) -> Algorithm | None:
     """A phase's algorithm, if it is one of the package that can be made from its configuration alone."""
-    given = phase.get("algorithm", {})
-    module, _, name = given.get("class_path", "").rpartition(".")
-    if module != algorithms.__name__ or name not in algorithms.__all__:
+    given = dict(phase.get("algorithm") or {})
+    module, _, name = given.pop("class_path", "").rpartition(".")
+    if not module.startswith(algorithms.__name__) or name not in algorithms.__all__:
         return None
     try:
-        return getattr(algorithms, name)(**(given.get("init_args") or {}))
-    except (TypeError, MisconfigurationException):
+        return getattr(algorithms, name)(**(given.pop("init_args", None) or given))
+    except Exception:  # of arguments of any kind
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,8 +27,8 @@ class Table(NamedTuple):
     header: list[str]
     rows: list[list[str]]
 
-    def markdown(self) -> str:
-        r"""The table in Markdown, with aligned columns.
+    def markdown(self, best: str = "") -> str:
+        r"""The table in Markdown, with aligned columns; the row with the name ``best`` is bold.
 
         Example:
             >>> print(Table(["method", "local test"], [["a|b", "90.00"]]).markdown())
@@ -35,11 +36,33 @@ class Table(NamedTuple):
             | ------ | ---------- |
             | a\|b   | 90.00      |
         """
-        lines = [[cell.replace("|", "\\|") for cell in line] for line in (self.header, *self.rows)]
+        lines = [[*map(in_markdown, line)] for line in (self.header, *self.rows)]
+        lines[1:] = [
+            [f"**{cell}**" for cell in line] if best and row[0] == best else line
+            for row, line in zip(self.rows, lines[1:], strict=True)
+        ]
         widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
         padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
         return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def in_markdown(text: str) -> str:
+    r"""A text as Markdown that shows it as it is, whatever it has of links, HTML, mathematics or emphasis.
+
+    Signs that mean nothing where they stand are left, such as the star behind a number.
+
+    Example:
+        >>> print(in_markdown("[a](javascript:b) <i> *c* $x$ top_p +1.23* 1\n2"))
+        \[a](javascript:b) &lt;i> \*c* \$x\$ top_p +1.23* 1 2
+    """
+    text = re.sub(r"<(?=\S)", "&lt;", re.sub(r"&(?=[#\w])", "&amp;", one_line(text)))
+    return re.sub(r"([\\`\[|~$]|\*(?=[^\s:])|(?<![^\W_])_(?=\S)|(?<!\S)(?:>|[#+*-](?=[#\s])))", r"\\\1", text)
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and other characters that cannot be seen."""
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 class Column(NamedTuple):
@@ -172,7 +195,7 @@ def condition_of(name: str, settings: Sequence[Setting], choices: Choices) -> Co
         having, _ = settings_of((run.of(method) for run in runs if method in run.methods), method)
         for label, setting in zip(labels(method, having), having, strict=True):
             done = [run for run in setting.runs if run.summary]
-            rows.append(Method(label, method, done or setting.runs, bool(done)))
+            rows.append(Method(one_line(label), method, done or setting.runs, bool(done)))
     return Condition(name, [*settings], rows, choices)
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedmoe_pl.callbacks.hparams import short_names
+from fedmoe_pl.checks import is_file_name
 from fedmoe_pl.logs.summary import value_text
+from fedmoe_pl.report.runs import read_texts, reading
 from fedmoe_pl.report.tables import Table
 
 TRIALS = "trials.csv"
 """The file of all trials: their names, states, whether it is the best, last rounds, metric, and values of each key."""
-_BEFORE_KEYS = 5  # columns, the last of them the metric
+_FIRST = ("trial", "state", "best", "round")  # the columns before the metric
 
 
 class Trials(NamedTuple):
@@ -29,11 +30,6 @@ class Trials(NamedTuple):
         """What the tables below are of."""
         return f"Ordered as they were run. All that follows is of the best one, {self.best}." if self.best else ""
 
-    def markdown(self) -> str:
-        """The table in Markdown; the best trial is bold."""
-        rows = [[f"**{cell}**" for cell in row] if row[0] == self.best else row for row in self.table.rows]
-        return self.table._replace(rows=rows).markdown()
-
 
 def divided(folders: Iterable[Path]) -> tuple[list[Trials], list[Path]]:
     """The trials of those folders that have some, and the folders, of which the best trial's takes the place."""
@@ -47,20 +43,23 @@ def divided(folders: Iterable[Path]) -> tuple[list[Trials], list[Path]]:
 
 
 def _trials(folder: Path) -> Trials:
-    with (folder / TRIALS).open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        rows, columns = [*reader], [*(reader.fieldnames or [])]
-    metric, keys = columns[_BEFORE_KEYS - 1], columns[_BEFORE_KEYS:]
-    names = short_names(tuple(key.split(".")) for key in keys).values()
-    cells = [
-        [
-            *(row["trial"], row["state"], row["round"] or "-"),
-            value_text(metric, float(row[metric] or math.nan)),
-            *(brief_number(row[key]) for key in keys),
+    with reading(folder / TRIALS):
+        rows = read_texts(folder / TRIALS, _FIRST)
+        if not rows or len(rows[0]) == len(_FIRST):
+            raise ValueError("it has no trials of a metric")
+        metric, *keys = [*rows[0]][len(_FIRST) :]
+        names = short_names(tuple(key.split(".")) for key in keys).values()
+        best = next((row["trial"] for row in rows if row["best"]), "")
+        if best and not is_file_name(best):
+            raise ValueError("the best trial has no name of a folder")
+        cells = [
+            [
+                *(row["trial"], row["state"], row["round"] or "-"),
+                value_text(metric, float(row[metric] or math.nan)),
+                *(brief_number(row[key]) for key in keys),
+            ]
+            for row in rows
         ]
-        for row in rows
-    ]
-    best = next((row["trial"] for row in rows if row["best"]), "")
     header = ["trial", "state", "round", metric.replace("_", " "), *names]
     return Trials(f"{len(rows)} trials of {folder.name.removesuffix('_tune')}", Table(header, cells), best)
 

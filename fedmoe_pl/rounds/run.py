@@ -88,6 +88,7 @@ class Run:
         training_data: the same, with the samples on the device that clients train on.
         identity: the run's seed and data (``resume.identify``).
         configuration: what the result depends on (``configuration.configuration``).
+        record: the same for reports, which compare it with that of other runs (``configuration.recorded``).
         folder: the run's folder, ``default_root_dir/name/version_N``.
         loggers: the run's loggers, as callbacks use them.
         store: holds the tensors that clients keep between rounds.
@@ -118,6 +119,7 @@ class Run:
     training_data: FederatedDataModule
     identity: dict[str, Any]
     configuration: dict[str, str]
+    record: dict[str, Any]
     folder: Path
     loggers: RunLoggers = field(default_factory=RunLoggers)
     store: Store = field(default_factory=MemoryStore)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,6 +30,7 @@ from fedmoe_pl.backends import (
 from fedmoe_pl.backends.workers.fork_server import end_fork
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
+from fedmoe_pl.checkpoints.configuration import RECORD
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
 from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried
@@ -240,6 +242,8 @@ def _open_files(
     run: Run, ckpt_path: Path | None, make_store: Callable[[Run], Store], logger: bool | Logger | list[Logger]
 ) -> None:
     """Writes the run's configuration and first checkpoint, and makes its store and its loggers."""
+    with replacing(run.folder / RECORD) as temporary:
+        temporary.write_text(json.dumps(run.record, default=str), encoding="utf-8")
     if run.hparams:
         _write_configuration(run)
     if ckpt_path is None:

@@ -1,15 +1,29 @@
 """Pictures of evaluations."""
 
+import matplotlib
 import numpy as np
+import pytest
 import torch
 from helpers.evaluations import evaluation, mixture
+from helpers.runs import data, federation, model
+from lightning.pytorch.loggers import TensorBoardLogger
+from matplotlib.text import Text
 
+from fedmoe_pl.algorithms import Local
 from fedmoe_pl.callbacks.accuracy_monitor import sorted_accuracy_figure
-from fedmoe_pl.callbacks.cluster_monitor import cluster_figure
+from fedmoe_pl.callbacks.cluster_monitor import _picks_figure, cluster_figure
 from fedmoe_pl.callbacks.expert_monitor import aggregation_figure, expert_usage_figure
-from fedmoe_pl.callbacks.figures import gate_figure
+from fedmoe_pl.callbacks.figures import gate_figure, partition_figure, styled
 from fedmoe_pl.callbacks.representation_monitor import representation_figure
+from fedmoe_pl.callbacks.sample_monitor import (
+    GatedSamples,
+    certainty_figure,
+    image_samples_figure,
+    text_samples_figure,
+)
+from fedmoe_pl.callbacks.token_gate_monitor import layer_figure, token_figure
 from fedmoe_pl.evaluation.evaluation import gate_rows
+from fedmoe_pl.phases.phase import Phase
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
 
@@ -92,3 +106,42 @@ def test_the_colours_of_classes_and_the_markers_of_clients_are_explained():
     assert (clients, classes) == (["client 0", "client 1"], ["0", "3", "7"])
     without_classes = representation_figure("m", points, np.zeros(6, dtype=int), np.zeros(6, dtype=int))
     assert len(without_classes.legends) == 1
+
+
+NAME = r"_A $x_$ \frac{ %s"  # of a method, a client, a class: no mathematics
+POINTS = {NAME: np.arange(6.0).reshape(3, 2)}
+SAMPLES = GatedSamples(torch.rand(1, 1, 4, 4), *torch.tensor([[0], [1]]), torch.ones(1, 2) / 2)
+ROW = {"client": 0, "name": NAME, "train": 2.0, "validation": 0.0, "test": 1.0, "class_0": 2.0, "class_1": 0.0}
+ONE_CLIENT = {"gates": [(torch.eye(2), torch.arange(2))], "reweighted": [0.5]}
+DRAWN = {
+    "representations": lambda: representation_figure(NAME, POINTS, np.arange(3), np.arange(3)),
+    "accuracies": lambda: sorted_accuracy_figure([evaluation(NAME)]),
+    "clusters": lambda: cluster_figure(NAME, {0: 1}, 2, np.ones((1, 2))),
+    "picks": lambda: _picks_figure(NAME, torch.ones(2, 2)),
+    "averaged experts": lambda: aggregation_figure(torch.eye(2), torch.arange(2), NAME, np.eye(2)),
+    "used experts": lambda: expert_usage_figure(evaluation(NAME, **ONE_CLIENT), np.ones((1, 2))),
+    "partition": lambda: partition_figure([ROW]),
+    "gates": lambda: gate_figure([ROW | {"expert": "global"}], {0: 0.5}, None, NAME),
+    "images": lambda: image_samples_figure({NAME: SAMPLES}, NAME, [NAME, "$b$"]),
+    "texts": lambda: text_samples_figure({NAME: SAMPLES}, {NAME: [[NAME]]}, NAME, [NAME, "$b$"]),
+    "certainty": lambda: certainty_figure(np.ones(3), np.ones(3, dtype=bool), NAME),
+    "layers": lambda: layer_figure([0], [{NAME: 0.5}], NAME),
+    "tokens": lambda: token_figure(np.ones((1, 2)), [[NAME, "b"]], NAME),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_no_name_is_parsed_as_mathematics(drawn):
+    with matplotlib.rc_context({"text.usetex": True}):  # as a user may have set it
+        figure = DRAWN[drawn]()
+        styled(figure.draw_without_rendering)()
+    texts = figure.findobj(Text)
+    assert any(NAME[:12] in text.get_text() for text in texts)
+    assert not any(text.get_parse_math() or text.get_usetex() for text in texts if text.get_text())
+
+
+@pytest.mark.slow
+def test_a_run_of_a_phase_whose_name_has_dollars_ends(tmp_path):
+    """Its figure of all methods is drawn after the phase, with the phase's name in the legend."""
+    it = federation(tmp_path, [Phase("A $x_$", Local())], logger=TensorBoardLogger(tmp_path))
+    assert [*it.fit(model(), data())] == ["A $x_$"]

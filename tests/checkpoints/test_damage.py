@@ -1,11 +1,14 @@
 """Files of a run that are damaged, exchanged or crafted: each is noticed in one sentence, and nothing is lost."""
 
+import itertools
 import json
+import math
 import os
 import random
 import resource
 import shutil
 import signal
+import zipfile
 from contextlib import contextmanager
 
 import pytest
@@ -18,7 +21,15 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.checkpoints import checkpoint
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, copy_checkpoint, load_checkpoint, rows_of
-from fedmoe_pl.checkpoints.files import DamagedFileError, read_tensors, replacing, write_json, write_tensors
+from fedmoe_pl.checkpoints.files import (
+    DamagedFileError,
+    _write,
+    names_in,
+    read_tensors,
+    replacing,
+    write_json,
+    write_tensors,
+)
 from fedmoe_pl.models import ConstantGate
 
 CHECKPOINT, PREVIOUS = "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
@@ -142,6 +153,70 @@ def test_a_checkpoint_without_a_part_ends_in_one_sentence(copy, keys):
 
     rewritten(copy / CHECKPOINT, change)
     assert "which another version of this package wrote; this one reads format" in refusal(copy)
+
+
+def places_in(node, keys=()):
+    """The keys to every value in a file of JSON, of a list only to its first one."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node[:1]):
+        yield (*keys, key)
+        if isinstance(value, dict | list):
+            yield from places_in(value, (*keys, key))
+
+
+ODD = [None, "x", -1, 10**30, math.inf, [], [1], {}, True]
+
+
+@pytest.mark.parametrize("name", [CHECKPOINT, FINISHED])
+def test_whatever_stands_in_place_of_a_value_a_checkpoint_is_read_or_refused_in_one_sentence(copy, name):
+    """A stranger can give a file a right checksum."""
+    content = json.loads((copy / name).read_bytes())
+    start = {CHECKPOINT: ("phases", "rows", "files"), FINISHED: ("state",)}[name]
+    places = [keys for keys in places_in(content) if keys[0] in start and "initial" not in keys]
+    for keys, odd in zip(places, itertools.cycle(ODD)):
+
+        def change(content, keys=keys, odd=odd):
+            *path, last = keys
+            for key in path:
+                content = content[key]
+            content[last] = odd
+
+        rewritten(copy / name, change)
+        try:
+            loaded = load_checkpoint(copy / CHECKPOINT)
+            rows_of(copy / CHECKPOINT, loaded)
+            assert all(dict(state.clients) is not None for state in loaded["phases"].values())
+        except MisconfigurationException as error:
+            assert "\n" not in str(error)
+        write_json(copy / name, {key: value for key, value in content.items() if key != "crc32"})
+
+
+@pytest.mark.parametrize("name", [CHECKPOINT, FINISHED])
+def test_a_checkpoint_that_is_too_deep_is_refused_in_one_sentence(copy, name):
+    content = json.loads((copy / name).read_bytes())
+    (copy / PREVIOUS).unlink()
+    text = json.dumps({**content, "crc32": "00000000"}).removesuffix("}") + ', "deep": ' + "[" * 10**5 + "]" * 10**5
+    with replacing(copy / name) as temporary:
+        _write(temporary, text.replace('"crc32": ', '"crc32":', 1).encode() + b"}")
+    assert "another version" in refusal(copy)
+
+
+@pytest.mark.parametrize("name", [FINISHED, TENSORS])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(copy, name):
+    path = one_of(copy, name)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(MisconfigurationException, match=f"which needs '{path}'"):
+        load_checkpoint(copy / CHECKPOINT)
+    assert names_in(path) == ()
+
+
+def test_a_checkpoint_of_lightning_that_is_compressed_is_refused_and_not_unpacked(tmp_path, monkeypatch):
+    """Of zeros, a megabyte in a file of a kilobyte; a file of megabytes would take hours."""
+    with zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(2**20))
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: pytest.fail("it is unpacked"))
+    with pytest.raises(MisconfigurationException, match="is damaged or not a checkpoint"):
+        load_checkpoint(tmp_path / "bomb.ckpt")
 
 
 class Touch:

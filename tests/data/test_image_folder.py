@@ -1,5 +1,6 @@
 """A user's own images in folders."""
 
+import os
 import struct
 import zlib
 
@@ -9,10 +10,11 @@ import torch
 from helpers.data import pixels, set_up
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from PIL import Image
+from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import ImageFolder
-from fedmoe_pl.data.datasets.images import VisibleImages, read_images
+from fedmoe_pl.data.datasets.images import VisibleImages, read_images, resize
 
 
 def write_images(folder, sizes):
@@ -106,3 +108,50 @@ def test_files_that_are_left_out_are_counted(tmp_path):
     left_out = r"9 files in train_dir '.*' are left out \(8 \.gif, 1 without an ending\), beside 2 images, .* \.jpg, "
     with pytest.warns(UserWarning, match=left_out):
         assert len(VisibleImages("data", "train_dir", str(tmp_path))) == 2
+
+
+HEADER = b"\x89PNG\r\n\x1a\n"
+BROKEN = {
+    "empty.png": b"",
+    "header.png": HEADER,
+    "chunk.png": HEADER + b"\0\0\0\rIHDR" + bytes(17),
+    "type.png": HEADER + b"\xff\xff\xff\xff\0\0\0\0",
+    "header.ppm": b"P6",
+    "word.ppm": b"P6 x y 255\n",
+    "negative.ppm": b"P6 -1 5 255\n",
+    "long.ppm": b"P6 99999999999999 1 255\n",
+    "text.jpg": b"no image",
+    "cut.gif": b"GIF89a",
+    "cut.bmp": b"BM" + bytes(20),
+    "cut.tif": b"II*\0\x08\0\0\0",
+    "pipe.png": None,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_in_one_sentence_that_names_it(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(BROKEN[name]) if BROKEN[name] is not None else os.mkfifo(path)
+    with pytest.raises(MisconfigurationException, match=rf"^NoneType: '{path}' cannot be read: [^\n]*\.$"):
+        read_images(None, [str(path)], None)
+
+
+@pytest.mark.parametrize("size", [(1, 200_000), (200_000, 1), (4, 401)])
+def test_a_very_long_image_is_refused_before_it_is_resized(size, tmp_path, monkeypatch):
+    """One of 467 bytes took 2.6 GB: its shorter side of a pixel became 32, and its longer side 6.4 million."""
+    Image.new("1", size).save(tmp_path / "long.png")
+    assert read_images(None, [str(tmp_path / "long.png")], None).shape == (1, 3, *size[::-1])
+    monkeypatch.setattr(functional, "resize", lambda *arguments: pytest.fail("it is resized"))
+    with pytest.raises(MisconfigurationException, match=rf"long\.png' has {size[0]} x {size[1]} pixels, .* 100 times"):
+        read_images(None, [str(tmp_path / "long.png")], 32)
+
+
+def test_images_are_resized_in_parts_of_some_pixels(monkeypatch):
+    """As torchvision resizes all at once."""
+    images, parts = torch.from_numpy(pixels(5, 40, 6, 3)).permute(0, 3, 1, 2), []
+    expected = functional.center_crop(functional.resize(images.contiguous(), [8]), [8])
+    monkeypatch.setattr("fedmoe_pl.data.datasets.images._PIXELS_AT_ONCE", 2 * 8 * 54)
+    monkeypatch.setattr(
+        functional, "resize", lambda x, size, own=functional.resize: parts.append(len(x)) or own(x, size)
+    )
+    assert torch.equal(resize(None, images, 8), expected) and parts == [2, 2, 1]

@@ -1,5 +1,8 @@
 """A user's own arrays in a file."""
 
+import os
+import zipfile
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +116,22 @@ def test_a_file_that_is_not_of_numpy_s_savez_is_refused(tmp_path):
     np.savez(tmp_path / "objects.npz", **dict.fromkeys(("x_train", "y_train", "x_test", "y_test"), np.array([None])))
     with pytest.raises(MisconfigurationException, match=r"objects\.npz' cannot be read: Object arrays"):
         NpzFile(str(tmp_path / "objects.npz")).setup()
+
+
+@pytest.mark.parametrize("name", ["x_train", "y_test", "client_train"])
+def test_a_member_that_is_no_array_is_named(name, tmp_path):
+    arrays = dict.fromkeys(("x_train", "y_train", "x_test", "y_test"), np.ones(2))
+    np.savez(tmp_path / "own.npz", **{each: array for each, array in arrays.items() if each != name})
+    with zipfile.ZipFile(tmp_path / "own.npz", "a") as archive:
+        archive.writestr(name, b"no array")
+    with pytest.raises(InvalidArgumentError, match=rf"a file of arrays, because {name} of '.*own\.npz' is none"):
+        NpzFile(str(tmp_path / "own.npz")).setup()
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "own.npz")
+    with pytest.raises(InvalidArgumentError, match="is of another kind"):
+        NpzFile(str(tmp_path / "own.npz")).setup()
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.int64, np.uint32])

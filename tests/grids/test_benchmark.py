@@ -107,9 +107,9 @@ def test_the_files_have_the_table(pretend, tmp_path):
     latex = (tmp_path / "runs/table.tex").read_text()
     assert r"method & ours & paper & $\Delta$ & accuracy \\" in latex
     assert r"FedAvg & $64.55_{\pm 0.07}$ & $60.00_{\pm 0.50}$ & \textemdash & $60.05_{\pm 0.07}$ \\" in latex
-    assert r"PFL-FT & $\mathbf{74.55}_{\pm 0.07}$ & -- & $+10.00^{*}$ & $\mathbf{70.05}_{\pm 0.07}$ \\" in latex
+    assert r"\mbox{PFL-FT} & $\mathbf{74.55}_{\pm 0.07}$ & -- & $+10.00^{*}$ & $\mathbf{70.05}_{\pm 0.07}$ \\" in latex
     assert r"Local & $54.55_{\pm 0.07}$ & -- & $-10.00^{*}$ & $50.05_{\pm 0.07}$ \\" in latex
-    assert r" & \multicolumn{3}{c}{reweighted test} & \multicolumn{1}{c}{global test} \\" in latex
+    assert r" & \multicolumn{3}{c}{reweighted test} & \multicolumn{1}{c}{\shortstack{global\\test}} \\" in latex
     assert r"\cmidrule(lr){2-4} \cmidrule(lr){5-5}" in latex and "X" + 4 * "r" + "}" in latex
 
 

@@ -2,10 +2,12 @@ import shutil
 
 import pytest
 import yaml
-from helpers.reports import csv_rows
+from helpers.reports import Page, csv_rows
 from helpers.runs import data, federation, model
 
 from fedmoe_pl.logs.summary import write_csv
+from fedmoe_pl.report.pictures import Picture
+from fedmoe_pl.report.report import report
 
 CONFIG = {
     "seed_everything": 0,
@@ -36,6 +38,7 @@ def finished(tmp_path_factory):
     fed = federation(tmp_path_factory.mktemp("runs"), name="tiny", enable_checkpointing=False)
     fed.hparams = CONFIG
     fed.fit(model(), data())
+    (fed.run_dir / "record.json").unlink()  # as a run of an earlier version, whose configuration is in config.yaml
     return fed.run_dir
 
 
@@ -64,3 +67,17 @@ def raise_accuracies(folder, by):
         path = folder / f"{name}.csv"
         rows = csv_rows(path)
         write_csv(path, [row | {column: float(row[column]) + by} for row in rows])
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a report without pictures, which takes less time."""
+    for name in ("curves_figure", "cost_figure", "distribution_figure", "gate_figure", "partition_figure"):
+        monkeypatch.setattr(f"fedmoe_pl.report.page.{name}", lambda *arguments: None)
+    monkeypatch.setattr("fedmoe_pl.report.page.picture", lambda name, caption, figure: Picture("a", caption, "", b""))
+
+    def write(*arguments):
+        output, markdown, *_ = report([*map(str, arguments), "--output", str(tmp_path / "page.html")])
+        return Page(output.read_text()), markdown.read_text()
+
+    return write

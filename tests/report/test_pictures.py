@@ -75,6 +75,19 @@ def test_curves_and_boxes_have_room_for_the_names(labels):
     assert not names_overlap(boxes.axes[0])
 
 
+@pytest.mark.parametrize("name", ["_A $x_$", r"\frac{"])
+def test_a_method_is_named_in_each_picture_as_it_is_called(name):
+    """Matplotlib would leave out a name that begins with an underscore, and read mathematics between dollars."""
+    of_method = styles([name])
+    curves = curves_figure([method(name)], METRIC, of_method)
+    costs = cost_figure([method(name)], METRIC, "bytes", of_method)
+    once = curves_figure([method("many"), method(name, accuracies=[0.5])], METRIC, styles(["many", name]))
+    boxes = distribution_figure([method(name)], METRIC, of_method)
+    for figure in (curves, costs, once, boxes):
+        assert_legible(figure)
+        assert name in [text.get_text() for text in figure.findobj(matplotlib.text.Text)]
+
+
 def test_the_band_is_one_standard_deviation_over_the_seeds():
     figure = curves_figure([method("FedAvg", seeds=3)], METRIC, styles(["FedAvg"]))
     (line,), (band,) = figure.axes[0].lines, figure.axes[0].collections

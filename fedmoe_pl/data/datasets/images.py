@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +21,8 @@ from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of
 
-_IMAGES_AT_ONCE = 4096
+_MOST_ELONGATED = 100  # times as long as wide; of a longer image, the square centre shows nearly nothing
+_PIXELS_AT_ONCE = 2**24
 
 
 def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Tensor:
@@ -86,19 +88,22 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
 
     Raises:
         MisconfigurationException: if a file cannot be read, has several images, or more than 8 bits per channel, of
-            which Pillow would keep the first image, and make black and white or drop the other bits.
+            which Pillow would keep the first image, and make black and white or drop the other bits; or if an image to
+            be resized is more than 100 times as long as wide.
     """
     images: list[Tensor] = []
     for path in paths:
         try:
+            if os.path.exists(path) and not os.path.isfile(path):
+                raise OSError(0, "it is no ordinary file")  # on a pipe, reading would wait
             with Image.open(path) as opened:
                 frames = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1)  # a photograph and its preview
                 is_deep = opened.mode.startswith(("I", "F")) or any(map(_is_deep, opened.tile))  # loading empties it
                 with suppress(SyntaxError):  # EXIF data that are none, of an image that is one
                     ImageOps.exif_transpose(opened, in_place=True)  # phones store how they were held
                 mode, image = opened.mode, functional.pil_to_tensor(opened.convert("RGB"))
-        except (OSError, Image.DecompressionBombError) as error:
-            reason = getattr(error, "strerror", str(error)) or "its content is not that of an image"
+        except Exception as error:  # of a broken file, Pillow raises anything, such as a SyntaxError
+            reason = getattr(error, "strerror", reason_of(error)) or "its content is not that of an image"
             raise MisconfigurationException(f"{type(owner).__name__}: '{path}' cannot be read: {reason}.") from error
         if frames > 1:
             raise MisconfigurationException(
@@ -109,7 +114,7 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
                 f"{type(owner).__name__}: '{path}' has more than 8 bits per channel (Pillow's mode '{mode}'); "
                 "scale its values to 0 to 255 and save it again."
             )
-        images.append(resize(owner, image.unsqueeze(0), image_size)[0])
+        images.append(resize(owner, image.unsqueeze(0), image_size, f"'{path}'")[0])
         if image_size is None and image.shape != images[0].shape:
             own, first = ("{1} x {2} pixels".format(*shape) for shape in (image.shape, images[0].shape))
             because = f"'{path}' has {own}, and '{paths[0]}' {first}"
@@ -122,15 +127,26 @@ def _is_deep(tile: Any) -> bool:
     return ";16" in str(tile.args) or (tile.codec_name == "ppm" and tile.args[1] > 255)
 
 
-def resize(owner: object, images: Tensor, image_size: int | None) -> Tensor:
-    """Resizes the shorter side (bilinear, with antialiasing) and cuts out the square centre; None changes nothing."""
+def resize(owner: object, images: Tensor, image_size: int | None, name: str = "an image") -> Tensor:
+    """Resizes the shorter side (bilinear, with antialiasing) and cuts out the square centre; None changes nothing.
+
+    The refusal of one that is too long, which could take any memory, begins with ``name``.
+    """
     if image_size is None:
         return images
     if images.dim() != 4:
         raise InvalidArgumentError(owner, "image_size", image_size, "None for samples that are not images")
     check_at_least(owner, "image_size", image_size, 1)
+    height, width = images.shape[2:]
+    shorter, longer = sorted((height, width))
+    if not 0 < longer <= _MOST_ELONGATED * shorter:
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: {name} has {width} x {height} pixels, but to be resized to image_size "
+            f"{image_size}, it must have a longer side of at most {_MOST_ELONGATED} times the shorter one."
+        )
+    at_once = max(1, _PIXELS_AT_ONCE * shorter // (longer * image_size**2))
     resized = images.new_empty(*images.shape[:2], image_size, image_size)
-    for out, chunk in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
+    for out, chunk in zip(resized.split(at_once), images.split(at_once), strict=True):
         # contiguous, because torchvision's fast path for uint8 needs it
         out.copy_(functional.center_crop(functional.resize(chunk.contiguous(), [image_size]), [image_size]))
     return resized

@@ -92,7 +92,7 @@ class NpzFile(FederatedDataModule):
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The arrays of a file: samples and targets as tensors, ids as they are."""
-        if not zipfile.is_zipfile(path):
+        if not path.is_file() or not zipfile.is_zipfile(path):  # the latter would wait for a pipe
             because = f"'{path}' {'is of another kind' if path.exists() else 'does not exist'}"
             raise InvalidArgumentError(self, "path", self.path, "an .npz file", because)
         with tried(f"NpzFile: '{path}' cannot be read"), np.load(path) as file:
@@ -100,6 +100,10 @@ class NpzFile(FederatedDataModule):
                 allowed, because = f"a file with {', '.join(_NEEDED)}", f"'{path}' has no {missing[0]}"
                 raise InvalidArgumentError(self, "path", self.path, allowed, because)
             arrays: dict[str, Any] = {name: file[name] for name in (*_NEEDED, *_OPTIONAL) if name in file}
+            for name, array in arrays.items():
+                if not isinstance(array, np.ndarray):  # of a file in the archive that is not NumPy's, its bytes
+                    allowed, because = "a file of arrays", f"{name} of '{path}' is none"
+                    raise InvalidArgumentError(self, "path", self.path, allowed, because)
         for part in ("train", "test"):
             x, y = f"x_{part}", f"y_{part}"
             arrays[y] = self._to_targets(y, arrays[y])

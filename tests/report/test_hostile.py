@@ -1,0 +1,174 @@
+"""A run's folder that a stranger made: whatever its files say, a report is written that shows it, or refused."""
+
+import re
+
+import pytest
+from helpers.reports import csv_rows
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from markdown_it import MarkdownIt
+
+from fedmoe_pl.logs.summary import write_csv
+from fedmoe_pl.report.latex import in_latex
+from fedmoe_pl.report.report import report
+from fedmoe_pl.report.runs import find_runs
+from fedmoe_pl.report.tables import Table, in_markdown
+from fedmoe_pl.report.trials import divided
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 25))
+MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 25))
+CONFIGURATIONS = {
+    "an alias bomb": BOMB,
+    "a bomb of merged mappings": MERGED,
+    "no YAML": "a: [",
+    "a list": "[1]",
+    "a text": "text",
+    "one that is deep": "[" * 1000,
+    "one that has itself": "a: &a [*a]",
+    "a number of many digits": f"seed_everything: 0x{'f' * 5000}",
+    "half of a character": 'a: "\\ud800"',
+    "a date": "a: 2020-01-01",
+    "a set": "a: !!set {b}",
+    "an object": "a: !!python/object/apply:os.getcwd []",
+    "keys of other kinds": "1: 2",
+    "phases that are none": "federation: {phases: [1]}",
+    "a phase without a name": "federation: {phases: [{rounds: 1}]}",
+    "an algorithm that is none": "federation: {phases: [{name: a, algorithm: b}]}",
+    "a seed that is a list": "seed_everything: [1]",
+    "data that are none": "data: 3",
+    "bytes": "\xff\xfe\0",
+    "too much": f"a: {'b' * 2**22}",
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_a_configuration_that_no_run_writes_is_refused_in_one_sentence(kind, copied):
+    path = copied("run") / "config.yaml"
+    path.write_text(CONFIGURATIONS[kind], encoding="latin-1")
+    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is damaged: .+"):
+        find_runs([path.parent])
+
+
+@pytest.mark.parametrize("text", ["[", "[]", "[" * 10**5, '{"a": NaN, "seed_everything": "x"}', '{"federation": 1}'])
+def test_so_is_a_record(text, copied):
+    path = copied("run") / "record.json"
+    path.write_text(text)
+    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is damaged: .+"):
+        find_runs([path.parent])
+
+
+@pytest.mark.parametrize("text", ["paper: [1]", "values: 3", "paper: [{metric: a, table: b, cells: {c: [1, x]}}]"])
+def test_so_is_the_file_of_a_cell(text, copied):
+    folder = copied("run")
+    (folder.parent / "cell.yaml").write_text(text)
+    with pytest.raises(MisconfigurationException, match=r"cell\.yaml', which is damaged"):
+        find_runs([folder])
+
+
+FIELDS = {
+    "a round that is infinite": ("summary", "round", "inf"),
+    "a client that is no integer": ("clients", "client", "1e9"),
+    "a negative client": ("partition", "client", "-1"),
+    "a client of many digits": ("gate_weights", "client", "9" * 20),
+    "a word in place of a number": ("rounds", "global_test_mean", "high"),
+    "a field that is very long": ("clients", "method", "a" * 200_000),
+}
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_a_field_that_no_run_writes_is_refused_in_one_sentence(kind, copied):
+    name, column, value = FIELDS[kind]
+    path = copied("run") / f"{name}.csv"
+    header, line, *lines = path.read_text().splitlines()
+    fields = line.split(",")
+    fields[header.split(",").index(column)] = value
+    path.write_text("\n".join([header, ",".join(fields), *lines, ""]))
+    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is damaged: .+"):
+        find_runs([path.parent])
+
+
+@pytest.mark.parametrize("column", ["method", "a\nb_worst_tenth", "a\u2028b"])
+def test_columns_that_are_there_twice_or_not_printable_are_refused(column, copied):
+    path = copied("run") / "summary.csv"
+    header, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([f'{header},"{column}"', *(f"{line}," for line in lines), ""]))
+    with pytest.raises(MisconfigurationException, match=r"damaged: its first line has not the names of its columns\.$"):
+        find_runs([path.parent])
+
+
+@pytest.mark.parametrize(
+    "text", ["trial\n", "trial,state,best,round,m\n../..,x,best,1,0.5\n", "trial,state,best,round,m\na,b,c,d,e\n"]
+)
+def test_trials_that_no_search_writes_are_refused(text, tmp_path):
+    (tmp_path / "trials.csv").write_text(text)
+    with pytest.raises(MisconfigurationException, match=r"trials\.csv', which is damaged: .+\.$"):
+        divided([tmp_path])
+
+
+NAMES = [
+    "[a](javascript:alert(1))",
+    "<script>alert(1)</script>",
+    "<!-- end of tiny -->",
+    "![a](b) `c` **d** _e_ ~~f~~ $g$ &lt;",
+    "a|b\\|c\\",
+    "# a\n\n## b",
+    "> a",
+    "\\input{/etc/passwd}",
+    "[2cm] a",
+    "* a % b",
+    "a\r\nb\u2028c\x00",
+    r"\1 \g<0>",
+]
+
+
+def shown(text):
+    """As a reader sees a text, of which line breaks are spaces."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_markdown_shows_a_name_as_it_is(name):
+    """Read by a parser of another library."""
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    for page in (Table(["method"], [[name]]).markdown(), in_markdown(name), f"* {in_markdown(name)}"):
+        tokens = parser.parse(page)
+        inlines = [child for token in tokens for child in token.children or ()]
+        assert {child.type for child in inlines} <= {"text", "text_special"}
+        assert not {token.type for token in tokens} & {"html_block", "heading_open", "blockquote_open", "code_block"}
+        assert shown("".join(child.content for child in inlines)).removeprefix("method") == shown(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_latex_has_no_command_of_a_name(name):
+    """Nothing is left of a name but escaped signs: no line break, no command, no argument of the row before."""
+    text = in_latex(name)
+    assert text.isprintable() and "%" not in text.replace(r"\%", "")
+    known = r"\\(textbackslash|textasciitilde|textasciicircum|symbol\{34\})(\{\})?|\\[&%$#_{}]|\$[<>]\$|\{[][*]\}"
+    assert not re.search(r"[\\&%$#_^~*\[\]]", re.sub(known, "", text))
+
+
+def test_a_report_of_hostile_names_shows_them(copied, written, tmp_path):
+    """Each is the name of a method, the first also that of a client and of the baseline."""
+    folder = copied("run", change=lambda config: config["federation"].pop("phases"))
+    for file in ("rounds", "summary", "clients", "gate_weights"):
+        rows = csv_rows(folder / f"{file}.csv")
+        own = [row for row in rows if row["method"] == "PFL-MF"]
+        named = {"name": NAMES[0]} if file == "clients" else {}
+        write_csv(folder / f"{file}.csv", [row | named | {"method": name} for name in NAMES for row in own])
+    parsed, markdown = written(folder, "--latex", tmp_path / "a.tex", "--baseline", NAMES[0])
+    assert [shown(row[0]) for row in parsed.tables["methods"][2:]] == [*map(shown, NAMES)]
+    assert not parsed.unclosed and not any(address.startswith("javascript:") for address in parsed.addresses)
+    table = re.sub(r"\\mbox\{(.*?)\}", r"\1", (tmp_path / "a.tex").read_text())
+    for name in NAMES:
+        assert f"\n{in_latex(name)} & " in table and in_markdown(name) in markdown
+
+
+@pytest.mark.slow
+def test_pictures_of_hostile_names_are_drawn(copied, tmp_path):
+    name = "_A $x_$ \\frac{ <script>*" * 20
+    folder = copied("run", change=lambda config: config["federation"]["phases"][3].update(name=name))
+    for file in ("rounds", "summary", "clients", "gate_weights"):
+        text = (folder / f"{file}.csv").read_text()
+        (folder / f"{file}.csv").write_text(text.replace("\nPFL-MF,", f"\n{name},"))
+    report([str(folder), "--output", str(tmp_path / "report.html")])
+    assert "<script" not in (tmp_path / "report.html").read_text()
+    assert [path for path in (tmp_path / "report_pictures").glob("gate_*.pdf")]
