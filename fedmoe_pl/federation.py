@@ -17,7 +17,7 @@ from fedmoe_pl.callbacks.partition_monitor import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint, locked
 from fedmoe_pl.checkpoints.client_state import Store
 from fedmoe_pl.checkpoints.configuration import configuration, recorded
-from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run
+from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run, name_of_test_set
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.commands.export import export_clients
@@ -33,7 +33,7 @@ from fedmoe_pl.logs.summary import format_table, format_validation
 from fedmoe_pl.phases.participation import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import find_starts
-from fedmoe_pl.rounds.begin import read_result_for_new_clients
+from fedmoe_pl.rounds.begin import read_result_for_new_clients, with_gate_of
 from fedmoe_pl.rounds.fit import fit
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run
@@ -221,8 +221,13 @@ class Federation:
         print(format_validation(evaluate_all(self._resume(model, datamodule, ckpt_path))))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
-        """Prints the table of test accuracies of every client's model, from a checkpoint."""
-        print(format_table(evaluate_all(self._resume(model, datamodule, ckpt_path))))
+        """Prints the table of test accuracies of every client's model, from a checkpoint.
+
+        The training samples must be those of the run. The test samples may be others, and a phase may have another
+        gate without tensors, or evaluation point: what differs is named.
+        """
+        evaluations = evaluate_all(run := self._resume(model, datamodule, ckpt_path))
+        print(format_table(evaluations) + run.other_test_set)
 
     def predict(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Writes predictions of every client's model to ``predictions.csv``, on its own or the global test samples."""
@@ -355,11 +360,19 @@ class Federation:
         """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         own_client = set_up_as_saved(datamodule, checkpoint, self.phases, self.seed)
-        content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
+        identity = identify(self.seed, datamodule)
+        test_set = None if allowed is not None else identity.pop("test_set")
+        content = load_run(checkpoint, self.phases, identity)
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         saved = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
         saved |= {"writer": content["writer"], "only_client": own_client, "folder": checkpoint.parent.parent}
-        return self._make_run(model, datamodule, **(saved | attributes))
+        run = self._make_run(model, datamodule, **(saved | attributes))
+        if test_set not in (None, content["test_set"]):
+            run.other_test_set = name_of_test_set(datamodule, test_set)
+        if allowed is None:
+            for phase in (each for each in run.phases if each.name in run.states):
+                run.states[phase.name] = with_gate_of(phase, run.module(phase), run.states[phase.name])
+        return run
 
     def _make_run(self, model: LightningModule, datamodule: FederatedDataModule, **changes: Any) -> Run:
         """Makes a run with these settings, except for some ``changes``, and all its checks."""

@@ -37,5 +37,5 @@ class AutoBackend(Backend):
         except NotStackable as reason:
             return TrainerPlan(training, f"a Trainer per client ({reason})")
         most = trial.clients_per_stack
-        why = "no convolution is left to compute" if on_cpu else "they share the launches of kernels"
+        why = "faster, because nothing convolves" if on_cpu else "they share the launches of kernels"
         return StackedPlan(training, f"up to {most} clients stacked in one Trainer ({why})", most)

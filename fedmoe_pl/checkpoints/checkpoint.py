@@ -40,12 +40,12 @@ CLIENT_STATES = "checkpoints/clients"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
 LOCK = "lock"
-_FORMAT = 9  # the version of the checkpoint format
+_FORMAT = 10  # the version of the checkpoint format
 _OF_ANOTHER_VERSION = f"which another version of this package wrote; this one reads format {_FORMAT}"
 _TENSORS = "tensors"  # the folder of their files, beside the checkpoints
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
-_IDENTITY = {"seed", "partition", "client_names", "classes", "columns", "normalization", "vocabulary"}
+_IDENTITY = {"seed", "partition", "test_set", "client_names", "classes", "columns", "normalization", "vocabulary"}
 _KEYS = _IDENTITY | {"configuration", "versions", "models", "phases", "rows"}
 
 

@@ -193,6 +193,12 @@ def only(kept: Mapping[int, Tree], names: Names) -> Mapping[int, Tree]:
     return {client: selected(tree, names) for client, tree in kept.items()}
 
 
+def without(kept: Mapping[int, Tree], prefixes: tuple[str, ...]) -> Mapping[int, Tree]:
+    """What clients keep, without the tensors whose names begin so."""
+    of_clients = (kept.names(client) if isinstance(kept, StatesOnDisk) else kept[client] for client in kept)
+    return only(kept, {name: name for names in of_clients for name in names if not name.startswith(prefixes)})
+
+
 def selected(tree: Tree, names: Names) -> Tree:
     """These tensors, by their new names."""
     return {name: tree[old] for name, old in names.items() if old in tree}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from fedmoe_pl.checkpoints.checkpoint import (
     FILE,
@@ -23,6 +24,7 @@ from fedmoe_pl.checkpoints.client_state import check_states
 from fedmoe_pl.checkpoints.configuration import changes, is_listed
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.phase import Phase
 
 _SAMPLES = 10_000
@@ -39,7 +41,7 @@ def keys_of(allow_changes: str | list[str] | None) -> list[str]:
 def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints.
 
-    It must have the phases so far, and the seed and data of ``identity`` (:func:`identify`).
+    It must have the phases so far, and what is in ``identity`` of its seed and data (:func:`identify`).
     """
     rounds = {phase.name: phase.rounds for phase in phases}
     writer = CheckpointWriter(path.with_name(Path(FILE).name))
@@ -72,8 +74,8 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
 def _difference(name: str, before: Any, now: Any) -> str:
     """How the data or the seed of two runs differ, such as ``other clients (now with hospital_I)``."""
     if name not in ("client_names", "classes", "columns"):
-        values = f" ({before}, now {now})" if name in ("seed", "partition") else ""
-        return f"another {name}{values}"
+        values = f" ({before}, now {now})" if name in ("seed", "partition", "test_set") else ""
+        return f"another {name.replace('_', ' ')}{values}"
     what, before, now = "clients" if name == "client_names" else name, before or [], now or []
     changed = {"now with": sorted({*now} - {*before}), "without": sorted({*before} - {*now})}
     texts = [f"{word} {', '.join(names[:_NAMED])}{', ...' * (len(names) > _NAMED)}" for word, names in changed.items()]
@@ -127,22 +129,38 @@ def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
     names = [*datamodule.client_names] if datamodule.client_names.given else None
     read = {"client_names": names, "classes": datamodule.classes, "columns": datamodule.columns}
     read |= {"normalization": normalization, "vocabulary": datamodule.vocabulary}
-    return {"seed": seed, **read, "partition": fingerprint(datamodule)}
+    return {"seed": seed, **read, **fingerprints(datamodule)}
 
 
-def fingerprint(datamodule: FederatedDataModule) -> str:
-    """Identifies a partition by the number of clients and a checksum of each client's samples, their labels and values.
+def fingerprints(datamodule: FederatedDataModule) -> dict[str, str]:
+    """Identifies who holds which samples to learn from, and apart from it what the models are tested on.
 
-    Of many samples, the values of some are looked at: every n-th, at least ten thousand; a few if they are read one by
-    one.
+    Each has a checksum of the samples' indices, labels and values. Of many samples, the values of some are looked at:
+    every n-th, at least ten thousand; a few if they are read one by one.
     """
-    parts = datamodule.train_samples, datamodule.test_samples
-    checksum, owned = 0, [part.indices for part in parts]
-    for tensor in (*(datamodule.y[samples] for samples in owned), *owned, *(part.sizes for part in parts)):
+    tested = [datamodule.test_samples, datamodule.global_test]
+    held = _checksum(datamodule, datamodule.train_samples, datamodule.validation_samples)
+    return {
+        "partition": f"{datamodule.num_clients} clients, partition {held:08x}",
+        "test_set": f"{len(datamodule.global_test)} samples for all, checksum {_checksum(datamodule, *tested):08x}",
+    }
+
+
+def _checksum(datamodule: FederatedDataModule, *parts: ClientSamples | Tensor) -> int:
+    sizes = [part.sizes for part in parts if isinstance(part, ClientSamples)]
+    samples = torch.cat([part.indices if isinstance(part, ClientSamples) else part for part in parts])
+    checksum = 0
+    for tensor in (datamodule.y[samples], samples, *sizes):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
-    if datamodule.reader is None:
-        some = datamodule.x[:: max(len(datamodule.x) // _SAMPLES, 1)]
-        checksum = zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, checksum)
-    else:
-        checksum = zlib.crc32(repr(datamodule.reader.checksums()).encode(), checksum)
-    return f"{datamodule.num_clients} clients, partition {checksum:08x}"
+    if datamodule.reader is not None:
+        return zlib.crc32(repr(datamodule.reader.checksums(samples)).encode(), checksum)
+    some = datamodule.x[samples[:: max(len(samples) // _SAMPLES, 1)]]
+    return zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, checksum)
+
+
+def name_of_test_set(datamodule: FederatedDataModule, fingerprint: str) -> str:
+    """The line below a table of another test set than the run's."""
+    given = {name: getattr(datamodule, name, None) for name in ("root", "path", "test_dir")}
+    places = ", ".join(f"{name} {value}" for name, value in given.items() if isinstance(value, str | PurePath))
+    kind = f"{type(datamodule).__name__}{' with ' * bool(places)}{places}"
+    return f"\nThe test set is not the one of the run, but that of {kind} ({fingerprint})."

@@ -36,7 +36,7 @@ def write_predictions(run: Run) -> str:
             because = "predictions are one class or a few values for each sample"
             raise InvalidArgumentError(module, "task", "causal_lm", "another for fedmoe predict", because)
     path = run.folder / "predictions.csv"
-    return f"{write_csv(path, _predictions(run))} predictions: {path}"
+    return f"{write_csv(path, _predictions(run))} predictions: {path}{run.other_test_set}"
 
 
 def _predictions(run: Run) -> Iterator[dict[str, object]]:

@@ -256,6 +256,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         samples = np.concatenate(parts).astype(np.int64, copy=False)
         of_class = labels.numpy() if self.stratify else None
         self.train_samples, self.validation_samples, self.test_samples = self.split_clients(samples, sizes, of_class)
+        for name, part in (("test_fraction", self.test_samples), ("validation_fraction", self.validation_samples)):
+            if (fraction := getattr(self, name)) and not part.sizes.any() and not isinstance(partitioner, AllToOne):
+                because = f"it rounds to no sample for any client; the largest one has {sizes.max()}"
+                raise InvalidArgumentError(self, name, fraction, "larger, or 0", because)
         if isinstance(partitioner, NaturalIds) and data.client_test is not None and not self.pool:
             self.test_samples = natural_test_samples(self, data, self.test_fraction)
 

@@ -91,6 +91,10 @@ def log_partition(datamodule: FederatedDataModule) -> None:
 def _oddities(datamodule: FederatedDataModule) -> Iterator[str]:
     if datamodule.partitioner is None and isinstance(datamodule.dealt_by, IID) and datamodule.num_clients > 1:
         yield "No partitioner is given, so all clients have samples of the same distribution."
+    for name, part in (("test", datamodule.test_samples), ("validation", datamodule.validation_samples)):
+        fraction, lacking = getattr(datamodule, f"{name}_fraction"), int((part.sizes == 0).sum())
+        if fraction and lacking:
+            yield f"{name}_fraction {fraction} rounds to no sample for {lacking} of {len(part)} clients."
     if not datamodule.num_classes:
         return
     of_classes = datamodule.y.bincount(minlength=datamodule.num_classes)

@@ -9,15 +9,31 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
-from jsonargparse.typing import Path_fr, PositiveInt
+from jsonargparse.typing import Path_fr, PositiveInt, register_type
 
 from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.cli.catalogue import with_files
 
 SEED = "seed_everything"
 PARTITION_SEED = "data.init_args.partition_seed"
 VARIANT = "variant"
 _OF_CLASS = {"class_path", "init_args", "dict_kwargs"}
+
+
+class ConfigPath(Path_fr):  # pyright: ignore[reportGeneralTypeIssues]
+    """A configuration file, or the name of one of the package's."""
+
+    def __init__(self, path: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(path, **kwargs)
+        except TypeError:
+            if (named := with_files(["--config", str(path)])[1]) == str(path):
+                raise
+            super().__init__(named, **kwargs)
+
+
+register_type(ConfigPath, str, type_check=lambda value, kind: isinstance(value, Path_fr))
 
 
 @dataclass
@@ -51,7 +67,7 @@ class Variant:
         overrides: keys that these cells have in place of those of the files.
     """
 
-    configs: list[Path_fr] = field(default_factory=list)  # pyright: ignore[reportInvalidTypeForm]
+    configs: list[ConfigPath] = field(default_factory=list)  # pyright: ignore[reportInvalidTypeForm]
     overrides: dict = field(default_factory=dict)  # of Any, jsonargparse would fill in the arguments of classes in it
 
 
@@ -60,7 +76,8 @@ class Grid:
     """A grid of runs: one cell for every combination of a variant and one value of each key.
 
     Args:
-        configs: configuration files of all cells, each over those before it; relative to the file that names them.
+        configs: configuration files of all cells, each over those before it; relative to the file that names them,
+            or names of the package's, such as ``quickstart``.
         values: the values of each key, as a list. Over those of ``seed_everything``, the table has mean and standard
             deviation.
         folder: where the cells' runs and the table are written.
@@ -74,7 +91,7 @@ class Grid:
         paper: published numbers, which the table puts beside its own.
     """
 
-    configs: list[Path_fr]  # pyright: ignore[reportInvalidTypeForm]
+    configs: list[ConfigPath]  # pyright: ignore[reportInvalidTypeForm]
     values: dict
     folder: str
     variants: dict[str, Variant] = field(default_factory=dict)

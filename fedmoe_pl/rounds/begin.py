@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends import LocalTraining, begin_client, client_of, trains_by_loss
+from fedmoe_pl.backends import TRAINED, LocalTraining, begin_client, client_of, trains_by_loss
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checkpoints.client_state import check_states, joined, only
+from fedmoe_pl.checkpoints.client_state import check_states, joined, only, without
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming, with_article
 from fedmoe_pl.data import FederatedDataModule
@@ -243,6 +243,21 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
     if _evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"
         raise InvalidArgumentError(str(phase), "evaluate.after", phase.evaluation.after, "aggregation", because)
+
+
+def with_gate_of(phase: Phase, module: LightningModule, state: PhaseState) -> PhaseState:
+    """The result of a phase without the gate that it was trained with, where the module has one without tensors."""
+    if _same_gate(state.initial, tree := module.state_dict()):
+        return state
+    if any(name.startswith("gate.") for name in tree):
+        allowed = "the gate of the checkpoint, or one that has no tensors, such as EqualWeights"
+        raise InvalidArgumentError(str(phase), "gate", getattr(module, "gate", None), allowed, "no gate is trained now")
+    prefixes = "gate.", f"{TRAINED}gate."
+    initial, server = (
+        {name: tensor for name, tensor in given.items() if not name.startswith(prefixes)}
+        for given in (state.initial, state.server)
+    )
+    return replace(state, initial=initial, server=server, clients=without(state.clients, prefixes))
 
 
 def _evaluates_trained(phase: Phase) -> bool:

@@ -102,6 +102,7 @@ class Run:
         noise_multipliers: by phase and client, where noise follows from a target (``sample_privacy.set_noise``).
         evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
         only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
+        other_test_set: names the test set that is not the run's, below what is printed; empty if it is.
     """
 
     phases: Sequence[Phase]
@@ -134,6 +135,7 @@ class Run:
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
     evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
     only_client: int | None = None
+    other_test_set: str = ""
 
     @cached_property
     def evaluated(self) -> list[int]:

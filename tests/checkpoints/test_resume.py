@@ -13,11 +13,14 @@ import torch
 from helpers.runs import Kill, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Federation
+from fedmoe_pl import Evaluate, Federation
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.cli import main
+from fedmoe_pl.commands.predict import evaluate_all
+from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate
 
+OTHER = pytest.mark.filterwarnings("ignore:ckpt_path is .*, a run with another configuration")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -115,6 +118,74 @@ def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(whole, tmp_path)
     moved.write_bytes((whole.run_dir / "checkpoints/last.ckpt").read_bytes())
     with pytest.raises(MisconfigurationException, match=r"needs .*; a checkpoint must stay in its run's folder"):
         federation(tmp_path).fit(model(), data(), ckpt_path=str(moved))
+
+
+def noisy():
+    """The same training data with other test samples."""
+    other = data()
+    other.x = other.x.clone()
+    other.x[other.global_test] += torch.randn(30, 5, generator=torch.Generator().manual_seed(5))
+    return other
+
+
+def accuracies(run, method, samples, gate=None):
+    for client in range(3):
+        module = run.client_module(method, client)
+        module.gate = gate or module.gate
+        predictions = module(samples.x[samples.global_test]).argmax(1)
+        yield (predictions == samples.y[samples.global_test]).double().mean().item()
+
+
+@OTHER
+def test_a_finished_run_is_tested_on_another_test_set_which_the_table_names(whole, capsys):
+    tested = federation(whole.runs.parent)
+    tested.test(model(), data())
+    assert "test set is not" not in capsys.readouterr().out
+    tested.test(model(), noisy())
+    named = "The test set is not the one of the run, but that of TensorData (30 samples for all, checksum"
+    assert named in capsys.readouterr().out.splitlines()[-1]
+    changed = 0
+    for evaluation in evaluate_all(tested.run):
+        of_clients = [client.global_test for client in evaluation.clients]
+        assert of_clients == pytest.approx([*accuracies(whole, evaluation.method, noisy())])
+        changed += of_clients != [*accuracies(whole, evaluation.method, data())]
+    assert changed
+    with pytest.raises(MisconfigurationException, match=r"a run with another test set \(30 .* start a new run"):
+        federation(whole.runs.parent).fit(model(), noisy(), ckpt_path="last")
+
+
+@OTHER
+def test_a_finished_run_is_tested_with_another_gate_that_nothing_must_train(whole):
+    changed = phases()
+    changed[3].gate = ConstantGate(0.25)
+    tested = federation(whole.runs.parent, changed)
+    tested.test(model(), data())
+    of_clients = [client.global_test for client in evaluate_all(tested.run)[3].clients]
+    assert of_clients == pytest.approx([*accuracies(whole, "PFL-MF", data(), ConstantGate(0.25))])
+    for gate in (NetworkGate(torch.nn.Linear(5, 1)), LinearGate(5)):
+        changed = phases()
+        changed[1].gate = gate
+        with pytest.raises(MisconfigurationException, match=r"'FedAvg': gate is .*, or one that has no tensors"):
+            federation(whole.runs.parent, changed).test(model(), data())
+
+
+@OTHER
+@pytest.mark.parametrize("trained", ["both", "local_training"])
+def test_a_finished_run_is_tested_at_another_evaluation_point_that_its_checkpoint_has(trained, tmp_path):
+    def of(after):
+        phase = phases()[1]
+        phase.evaluate, phase.select = Evaluate(after=after), None
+        return federation(tmp_path, [phase])
+
+    run = of(trained)
+    run.fit(model(), data())
+    for after in ("aggregation", "local_training"):
+        tested = of(after)
+        tested.test(model(), data())
+        (now,) = evaluate_all(tested.run)
+        if trained == "both" or after == trained:
+            (expected,) = (each for each in run.results.values() if each.evaluation_point == now.evaluation_point)
+            assert now.values("global_test") == expected.values("global_test")
 
 
 def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from helpers.data import Own, set_up, vectors
 from helpers.models import trainer
 
-from fedmoe_pl.checkpoints.resume import fingerprint
+from fedmoe_pl.checkpoints.resume import fingerprints
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, Arrays, Digits, Dirichlet, RandomCrop
 from fedmoe_pl.models import PersonalizedMoE, SmallMLP
@@ -32,15 +32,23 @@ def test_every_client_splits_its_samples_by_a_seed_of_its_own(fractions):
             assert own.tolist() == expected.tolist()
 
 
-def test_the_fingerprint_is_a_checksum_of_who_holds_which_samples():
+def test_fingerprints_are_checksums_of_who_holds_which_samples_and_of_the_test_set():
     data = set_up(Own(vectors(50), num_clients=4, partitioner=Dirichlet(0.9), test_fraction=0.3))
-    owned = torch.cat([*data.train_samples, *data.test_samples])
-    sizes = torch.tensor([len(part) for parts in (data.train_samples, data.test_samples) for part in parts])
-    held = b"".join(tensor.numpy().tobytes() for tensor in (data.y[owned], owned, sizes))
+    held, sizes = torch.cat([*data.train_samples]), torch.tensor([len(part) for part in data.train_samples])
+    tested = torch.cat([*data.test_samples, data.global_test])
+    local = torch.tensor([len(part) for part in data.test_samples])
+
+    def checksum(samples, *sizes):
+        nothing = torch.zeros(4, dtype=torch.int64)
+        tensors = data.y[samples], samples, *sizes, *[nothing] * (samples is held), data.x[samples]
+        return f"{zlib.crc32(b''.join(tensor.numpy().tobytes() for tensor in tensors)):08x}"
+
     for x in (data.x, data.x + 1):
         data.x = x
-        checksum = zlib.crc32(held + x.numpy().tobytes())
-        assert fingerprint(data) == f"4 clients, partition {checksum:08x}"
+        assert fingerprints(data) == {
+            "partition": f"4 clients, partition {checksum(held, sizes)}",
+            "test_set": f"{len(data.global_test)} samples for all, checksum {checksum(tested, local)}",
+        }
 
 
 def test_the_partition_depends_on_its_seed_alone():

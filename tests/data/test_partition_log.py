@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.data import Own, numbered, vectors
 
-from fedmoe_pl.data import Digits, Dirichlet, NaturalIds, Shards
+from fedmoe_pl.data import IID, Digits, Dirichlet, NaturalIds, Shards
 from fedmoe_pl.setup.data import set_up
 
 
@@ -37,6 +37,11 @@ ZEROS, FROM_ONE = numbered([0] * 8, [0, 0]), numbered([*range(1, 5)] * 2, range(
     ("arrays", "arguments", "warning"),
     [
         (vectors(8), {"num_clients": 2}, "No partitioner is given, so all clients have samples of the same distrib"),
+        (
+            vectors(11),
+            {"num_clients": 2, "partitioner": IID(), "test_fraction": 0.1},
+            "test_fraction 0.1 .* for 1 of 2 clients",
+        ),
         (ZEROS, {"num_clients": 2, "partitioner": Shards()}, "All samples have class 0, so accuracies say nothing."),
         (FROM_ONE, {"num_clients": 2, "partitioner": Shards()}, "No sample has class 0, for .* Labels begin with 0."),
         (numbered([0, 9] * 4), {"num_clients": 1}, r"No sample has class 2, 3, 4, 5, 6, \.\.\., for which models"),

@@ -87,6 +87,13 @@ IDS = np.array([*"aab"])
         ("partitioner", vectors(6), {"partitioner": NaturalIds()}),
         ("test_fraction", vectors(3, client_train=IDS, client_test=np.array([*"aabb"])), {"test_fraction": 0.1}),
         ("test_fraction", numbered([0, 1]), {"num_clients": 2, "pool": True}),
+        ("test_fraction", vectors(40), {"num_clients": 8, "test_fraction": 0.1}),
+        ("validation_fraction", vectors(40), {"num_clients": 8, "test_fraction": 0.2, "validation_fraction": 0.1}),
+        (
+            "validation_fraction",
+            numbered([0, 1, 2] * 2),
+            {"num_clients": 1, "validation_fraction": 0.2, "stratify": True},
+        ),
         ("pool", numbered([0, 1, 2], [0], client_train=IDS), {"pool": True, "test_fraction": 0.5}),
         ("global_test_size", numbered([0, 1, 2], [0, 0, 0, 1, 1, 2]), {"num_clients": 1, "global_test_size": 6}),
         ("num_clients", random_images(), {"num_clients": 26, "rotations": [0, 180]}),

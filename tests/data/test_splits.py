@@ -8,6 +8,7 @@ from helpers.data import Own, counts, numbered, set_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, Pathological, partition_table
 
 
@@ -34,7 +35,11 @@ def test_every_sample_is_held_once_and_every_client_can_train(stratify, num_clie
         return
     labels = np.random.default_rng(seed).integers(0, 3, 40)
     arguments = {"num_clients": num_clients, "test_fraction": test, "validation_fraction": validation}
-    data = set_up(Own(numbered(labels), stratify=stratify, partition_seed=seed, **arguments))
+    try:
+        data = set_up(Own(numbered(labels), stratify=stratify, partition_seed=seed, **arguments))
+    except InvalidArgumentError as error:
+        assert "rounds to no sample" in str(error)
+        return
     assert data.global_test.tolist() == [40, 41]
     dealt = IID()(labels, num_clients, np.random.default_rng(np.random.SeedSequence(seed)))
     for client, part in enumerate(dealt):

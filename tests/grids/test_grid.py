@@ -13,6 +13,7 @@ from helpers.grids import write_grid
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli import main
+from fedmoe_pl.cli.catalogue import folder
 from fedmoe_pl.grids.grid import read_grid
 
 ALPHA = "data.init_args.partitioner.init_args.alpha"
@@ -27,6 +28,16 @@ def test_files_are_relative_to_the_grid(tmp_path, monkeypatch):
     assert Path(path.absolute).samefile(tmp_path / "tiny.yaml")
     assert Path(grid.variants["A"].configs[0].absolute).samefile(tmp_path / "tiny.yaml")
     assert grid.keys == ["variant", "seed_everything"]
+
+
+def test_configurations_of_the_package_are_named_as_for_fit(tmp_path):
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("{configs: [quickstart], values: {seed_everything: [0]}, folder: runs}")
+    (config,) = read_grid(["--config", str(grid), "--variants.a.configs", "[papers/pfl_moe]"]).configs
+    assert Path(config.absolute) == folder() / "quickstart.yaml"
+    (tmp_path / "quickstart").touch()  # the user's own file goes first
+    (config,) = read_grid(["--config", str(grid)]).configs
+    assert config.absolute == str(tmp_path / "quickstart")
 
 
 def test_overlays_and_arguments_change_single_keys(tmp_path):

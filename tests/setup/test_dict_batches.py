@@ -93,14 +93,14 @@ def test_a_batch_of_another_mapping_has_its_size() -> None:
     batches = data(partial(dicts, kind=UserDict))
     batches.setup()
     assert batches.evaluated_at_once == 1000 and batches.reader is not None
-    assert batches.reader.checksums() == [*data_checksums()]
+    assert batches.reader.checksums(torch.arange(3)) == [*data_checksums()]
 
 
 def data_checksums() -> list:
     batches = data(dicts)
     batches.setup()
     assert batches.reader is not None
-    return batches.reader.checksums()
+    return batches.reader.checksums(torch.arange(3))
 
 
 def test_classes_count_that_the_data_know_and_not_those_in_batches() -> None:
