@@ -34,7 +34,7 @@ def test_the_help_of_a_command_has_the_arguments_of_the_trainer_on_request(capsy
         assert not exit.value.code
         shown[option] = capsys.readouterr().out
     sections = [line for line in shown["--help"].splitlines() if line.endswith(":") and line[0] != " "]
-    assert sections[:2] == ["options:", "arguments of fit:"] and len(sections) == 6
+    assert sections[:2] == ["options:", "arguments of fit:"] and len(sections) == 7
     assert "--ckpt_path" in shown["--help"] and "--federation.failures.dropout" in shown["--help"]
     assert "StandIn" not in shown["--help"], "no data of a user's"
     for argument in ("accelerator", "limit_train_batches"):
