@@ -72,7 +72,7 @@ class AccuracyMonitor(FederationCallback):
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
             hparams = {"method": final.method, **of_phases.get(phase.name, {})}
             run.loggers.log_result(final.method, hparams, means, final.step, [*of_phases.values()])
-        if evaluation is not None:
+        if present_metrics(run.results.values()):  # clients of a deployed federation may report none
             log_figure(run, "sorted_accuracies", lambda: sorted_accuracy_figure(run.results.values()), run.step)
 
     def on_fit_end(self, run: Run) -> None:

@@ -146,7 +146,10 @@ def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
         found = {folder.resolve(): read_run(folder) for folder in folders}
         if not any(run.methods for run in found.values()):
             raise InvalidArgumentError("report", "RUN", str(path), "that of a run with results", "it has none yet")
-        runs |= {folder: run for folder, run in found.items() if run.methods}
+        if not any(run.metrics for run in found.values()):
+            because = "no client reports any, as federation.reports.metrics says"
+            raise InvalidArgumentError("report", "RUN", str(path), "that of a run with accuracies", because)
+        runs |= {folder: run for folder, run in found.items() if run.metrics}
     return list(runs.values())
 
 

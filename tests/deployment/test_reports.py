@@ -1,6 +1,7 @@
 """What a client reports of evaluations: what its own configuration says, and by default nothing of its class shares."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from fedmoe_pl.deployment.messages import FAILED
 from fedmoe_pl.deployment.reports import is_private
 from fedmoe_pl.evaluation.evaluation import METRICS as ACCURACIES
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
+from fedmoe_pl.report.report import report
 
 OF_TRAINER = {"backend": TrainerBackend()}
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
@@ -108,12 +110,15 @@ def test_nothing_is_reported_in_any_phase_of_a_federation_with_privacy_unless_it
 @pytest.mark.parametrize("reports", [Reports(), Reports(["global_test"])])
 def test_a_deployed_federation_with_privacy_has_the_values_that_are_named(reports, tmp_path, caplog):
     transport = Passing(participants(method("SecureAggregation"), data(), tmp_path, **OF_TRAINER, reports=reports))
-    deployed = deploy(method("SecureAggregation"), data(), tmp_path, transport, **OF_TRAINER, reports=reports)
+    settings = {**OF_TRAINER, "reports": reports, "logger": True}
+    deployed = deploy(method("SecureAggregation"), data(), tmp_path, transport, **settings)
     (evaluation,) = deployed.results.values()
     assert len(evaluation.values("global_test")) == (5 if reports.metrics else 0)
     assert not evaluation.values("local_test") and not evaluation.values("reweighted_test")
     of_clients = [answer for answer in transport.answers if answer.kind == "evaluation"]
     assert of_clients and not any(answer.tensors for answer in of_clients)
+    with nullcontext() if reports.metrics else pytest.raises(InvalidArgumentError, match="a run with accuracies"):
+        report([str(deployed.run_dir), "--output", str(tmp_path / "report.html")])
 
 
 @pytest.mark.parametrize(
