@@ -98,8 +98,8 @@ def tried(what: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an exception's text without its full stop, or its class, as part of a sentence."""
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    """The first line of an exception's text without its last mark, or its class, as part of a sentence."""
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".!")
 
 
 def shown(value: Any) -> str:

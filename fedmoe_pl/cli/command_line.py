@@ -133,6 +133,8 @@ class FederationCLI(LightningCLI):
         for action in parser._actions:
             if type(action) is ActionTypeHint and action._supports_append:
                 action.__class__ = ListAction
+            if action.dest == "seed_everything":
+                action._typehint = int  # every client's generators follow from it, so that it cannot be drawn
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands and, unless one of them is run, lists the others; Lightning's signature."""
@@ -192,7 +194,7 @@ class FederationCLI(LightningCLI):
     def _set_seed(self) -> None:
         """Refuses what is no seed, and seeds all generators with 32 bits, which is what NumPy takes."""
         seed = self._get(self.config, "seed_everything")
-        if type(seed) is not int or seed < 0:
+        if seed < 0:
             raise InvalidArgumentError(str(self.subcommand), "seed_everything", seed, "an integer of at least 0")
         seed_everything(seed % 2**32, workers=True)
 

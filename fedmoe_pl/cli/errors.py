@@ -12,6 +12,7 @@ from inspect import signature
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 import lightning.pytorch.callbacks
+import lightning.pytorch.loggers
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,7 +20,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from fedmoe_pl.checks import InvalidArgumentError, shown, with_article
-from fedmoe_pl.cli.catalogue import did_you_mean
+from fedmoe_pl.cli.catalogue import COMMANDS, did_you_mean
 from fedmoe_pl.cli.kinds import KINDS
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase
@@ -29,6 +30,18 @@ _LONGEST = 80  # of a value
 _BESIDE = ("init_args", "dict_kwargs")  # keys beside class_path
 _OVERLAY = "An overlay needs the --config that it changes before it."
 PHASES = "federation.phases"
+_OPTIMIZER = "an optimizer (model.init_args.optimizer or train.optimizer of a phase)"
+_PLACES = {
+    "data": "data",
+    "partitioners": "data.init_args.partitioner",
+    "augmentations": "data.init_args.augmentation",
+    "models": "model",
+    "experts": "model.init_args.global_expert",
+    "gates": f"{PHASES}.NAME.gate",
+    "algorithms": f"{PHASES}.NAME.algorithm",
+    "aggregations": f"{PHASES}.NAME.aggregation",
+    "callbacks": "federation.callbacks",
+}
 
 
 def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:
@@ -69,7 +82,11 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         names = [re.sub(r"^(?!federation|trainer)\w+\.", "", name) for name in match[1].split(", ")]
         end = f", as in a file after --config. {_OVERLAY}" if {*names} & {"model", "data", PHASES} else "."
         listed = " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
-        return f"{place}{listed} must be given{end}"
+        kind = words_of(_type_of(names[0], class_type)) if len(names) == 1 else ""
+        of_class = f" for {class_type.__name__}" if isinstance(class_type, type) else ""
+        return f"{place}{listed} must be given{of_class}{kind and ': '}{kind}{end}"
+    if class_type is not None and "has no attribute 'keys'" in text:
+        return f"{key} must have arguments, as in {{name: value}}."
     if match := re.search(r"not accepted before subcommand '(\w+)'", text):
         return f"options must come after the command, as in fedmoe {match[1]} --config quickstart."
     if text.startswith('expected "subcommand"'):
@@ -90,7 +107,11 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
     found = value or (given and given[given.lastindex or 0]) or ""
-    of_library = {"optimizer": torch.optim, "callbacks": lightning.pytorch.callbacks}
+    of_library = {
+        "optimizer": torch.optim,
+        "callbacks": lightning.pytorch.callbacks,
+        "logger": lightning.pytorch.loggers,
+    }
     libraries = (dir(of_library[name]) for name in re.split(r"[.\[]", place) if name in of_library)
     known = [*next(libraries, []), *_KNOWN]
     nested = re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found)  # --data.class_path
@@ -106,16 +127,23 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed = allowed.removesuffix(" or null")
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
+    if allowed == "Phase":
+        allowed += ", such as {name: FedAvg, algorithm: FedAvg}"
     is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in known
-    end = did_you_mean(found, known) if is_name and (nested or not expected) else "."
-    return f"{place} is {quoted}, but must be {allowed}{end}"
+    takes_class = nested or not expected or re.search(r"\b[A-Z]\w+", allowed)
+    return f"{place} is {quoted}, but must be {allowed}{did_you_mean(found, known) if is_name and takes_class else '.'}"
 
 
 def _type_of(argument: str, class_type: Any) -> str:
     """The type of a class's argument, as far as it is known."""
-    with contextlib.suppress(NameError, AttributeError, KeyError):  # imported for type checks only, no class, of a base
-        return repr(get_type_hints(class_type.__init__)[argument])
-    return ""
+    actions = _parser_of(class_type)._actions if isinstance(class_type, type) else []
+    return next((repr(getattr(each, "_typehint", each.type)) for each in actions if each.dest == argument), "")
+
+
+def _parser_of(class_type: type) -> ArgumentParser:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(class_type, fail_untyped=False)
+    return parser
 
 
 def _beside_class_path(value: str) -> list[str]:
@@ -157,9 +185,7 @@ def _no_attribute(module: str, name: str) -> str:
 def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
     """What is said of an unknown argument of a class, or of a command."""
     class_type = class_type if isinstance(class_type, type) else None  # not a union of several
-    if class_type is not None:
-        parser = ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(class_type, fail_untyped=False)
+    parser = parser if class_type is None else _parser_of(class_type)
     names = [*parser.get_defaults().keys(), "class_path", "init_args"] if parser else []
     if PHASES in names:
         names += [f"{PHASES}.NAME.{each}" for each in signature(Phase).parameters]
@@ -173,7 +199,20 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         end = f"; did you mean {' or '.join(inside)}?"
     if class_type in (LightningModule, FederatedDataModule, Optimizer):
         end = f"; a class_path must be given. {_OVERLAY}"
+    elif section in COMMANDS:
+        end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
+    elif end == "." and (owners := _owners(name.rpartition(".")[2])):
+        end = f"; it belongs to {' or '.join(owners)}."
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
+
+
+def _owners(argument: str) -> list[str]:
+    """What has an argument of this name: some classes of each kind, with their place in a configuration."""
+    found = [_OPTIMIZER] if argument in signature(torch.optim.SGD).parameters else []
+    for kind, place in _PLACES.items():
+        having = [each.__name__ for each in KINDS[kind] if argument in signature(each).parameters]
+        found += [f"{', '.join(sorted(having, key=len)[:3])} ({place})"] if having else []
+    return found
 
 
 def _of_optional(class_type: Any) -> list[str]:

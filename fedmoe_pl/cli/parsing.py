@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
@@ -42,15 +44,22 @@ class ConfigFile(ActionConfigFile):
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
         try:
-            content = load(values if "{" in values else Path(values).expanduser().read_text(encoding="utf-8"))
+            if values == "-":
+                values = f"{sys.stdin.read()}\n"
+            is_text = any(mark in values for mark in "{\n")
+            content = load(values if is_text else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
-                raise ValueError("it has no keys")
+                raise ValueError("it has no keys, as YAML has in key: value")
             sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
             keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
             if wrong := next(keys, ""):
                 raise ValueError(f"its key {wrong} must be a text")
         except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+                tab = ", a tab; YAML is indented with spaces" if "'\\t'" in str(error.problem) else ""
+                mark = error.problem_mark
+                reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{tab}"
             raise MisconfigurationException(f"config is '{values}', but it cannot be read: {reason}.") from error
         for key in _lists(content):
             if isinstance(cfg.get(key), list):
@@ -66,8 +75,18 @@ class UnabbreviatedParser(LightningArgumentParser):
         return []
 
 
-class _EveryKeyOnce(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML takes the last one."""
+class _Strict(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML takes the last one, and 010, which it takes for 8."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """The text of a node; the signature is the base's."""
+        if node.tag == "tag:yaml.org,2002:int" and re.fullmatch(r"[-+]?0[0-7_]+", node.value):
+            number = node.value.replace("_", "")
+            hint = f"{int(number, 8)}; write {int(number)} or '{node.value}'"
+            raise MisconfigurationException(
+                f"line {node.start_mark.line + 1} has {node.value}, which YAML takes for {hint}"
+            )
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """The mapping of a node; the signature is the base's."""
@@ -81,9 +100,9 @@ class _EveryKeyOnce(yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """Reads YAML as jsonargparse does, but no key may stand twice."""
+    """Reads YAML as jsonargparse does, but no key may stand twice, and no number begin with 0."""
     if any(mark in text for mark in ":{?"):  # otherwise it has no mapping, as almost all texts
-        yaml.load(text, _EveryKeyOnce)
+        yaml.load(text, _Strict)
     return _load(text)
 
 
@@ -110,10 +129,11 @@ class ListAction(ActionTypeHint):
             if self.dest != PHASES:
                 return super()._check_type(value, append, cfg, mode)
             before = (cfg.get(self.dest) if cfg else None) or []
-            index, argument = _phase_of(value, before)
+            index, argument = _phase_of(value, before, vars(self).get("_appended"))
             with _naming(f"{PHASES}{place_in(before, index, PHASES)}"):
                 changed = super()._check_type(argument, False, Namespace({PHASES: [before[index]]}), mode)
             return [*before[:index], *changed, *before[index + 1 :]]
+        vars(self)["_appended"] = append or vars(self).get("_appended")
         items = value
         with contextlib.suppress(yaml.YAMLError):
             items, _ = parse_value_or_config(value, enable_path=self._enable_path)
@@ -132,9 +152,19 @@ class ListAction(ActionTypeHint):
         try:
             return super()._check_type(value, append, cfg, mode)
         except Exception:  # a module of the user's may raise anything while it is imported
-            items = items if isinstance(items, list) else [items] if append else []
+            is_list = isinstance(items, list)
             kind = _type_of_items(self._typehint)
             of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
+            if not is_list and not append:
+                if isinstance(items, str | Mapping | Namespace) and items:
+                    with _naming(self.dest, kind):
+                        of_item._check_type(items)
+                    example = items.class_path.rpartition(".")[2] if isinstance(items, Namespace) else items
+                    raise MisconfigurationException(
+                        f"{self.dest} is {shown(example)}, but must be a list, as in [{example}]."
+                    ) from None
+                raise
+            items = items if is_list else [items]
             for index, item in enumerate(items):
                 with _naming(f"{self.dest}{place_in(items, index, self.dest)}", kind):
                     of_item._check_type(item)
@@ -157,11 +187,16 @@ def _type_of_items(hint: Any) -> Any:
     return get_args(next(lists))[0]
 
 
-def _phase_of(argument: NestedArg, phases: Sequence[Namespace]) -> tuple[int, NestedArg]:
-    """The index of the phase that an argument of the command line names, and the argument without the name."""
+def _phase_of(argument: NestedArg, phases: Sequence[Namespace], appended: Any) -> tuple[int, NestedArg]:
+    """The index of the phase that an argument of the command line names, and the argument without the name.
+
+    After a phase was appended, an argument without a name is that phase's, as in Lightning's command line.
+    """
     words = f"{argument.key}={argument.val}"  # a name may have dots and equals signs
-    names = {phase.get("init_args", phase).name: index for index, phase in enumerate(phases)}
+    names = {str(phase.get("init_args", phase).name): index for index, phase in enumerate(phases)}
     name = max((name for name in names if words.startswith(f"{name}.")), key=len, default=None)
+    if name is None and appended and phases:
+        return len(phases) - 1, argument
     if name is None:
         hint = did_you_mean(argument.key.partition(".")[0], names)
         raise MisconfigurationException(

@@ -74,8 +74,11 @@ class Arrays:
                 has_ids = ids.shape == (len(x),) and all(i == i for i in ids.tolist())
                 _require(has_ids, owner, f"client_{part}", ids, f"an id, other than nan, for each of {len(x)} samples")
             for name, values in ((f"x_{part}", x), (f"y_{part}", y)):
-                is_finite = not values.is_floating_point() or bool(values.isfinite().all())
-                _require(is_finite, owner, name, values, "finite")
+                if values.is_floating_point() and not (finite := values.isfinite()).all():
+                    place = tuple((~finite).nonzero()[0].tolist())  # of the sample, then in it
+                    number = (~finite.reshape(len(values), -1)).any(1).sum()
+                    because = f"{number} of {len(values)} samples have such values, the first one is number {place[0]}"
+                    raise InvalidArgumentError(owner, f"{name}{[*place]}", values[place].item(), "finite", because)
         x, x_test, y, y_test = self.x_train, self.x_test, self.y_train, self.y_test
         _require(len(x_test) > 0 or not needs_test, owner, "x_test", x_test, "at least one sample")
         is_alike = x.shape[1:] == x_test.shape[1:] and x.dtype == x_test.dtype
@@ -87,13 +90,18 @@ class Arrays:
     def _check_normalization(self, owner: object) -> None:
         if self.mean is None and self.std is None:
             return
-        fit = [
-            values is not None and len(values) == self.x_train.shape[1] and all(map(math.isfinite, values))
-            for values in (self.mean, self.std)
-        ]
-        if not self.is_images or not all(fit) or min(self.std or [0]) <= 0:
-            allowed = "given together with mean, for uint8 images only: a finite number for each channel, above 0"
-            raise InvalidArgumentError(owner, "std", self.std, allowed)
+        for name, values, other in (("mean", self.mean, self.std), ("std", self.std, self.mean)):
+            if not self.is_images:
+                because = f"only uint8 images are normalized, and x_train is {type_and_shape(self.x_train)}"
+                raise InvalidArgumentError(owner, name, values, "left out", because)
+            if values is None or other is None:
+                allowed = f"given together with {'std' if name == 'mean' else 'mean'}"
+                raise InvalidArgumentError(owner, name, values, allowed)
+            allowed = f"a finite number{' above 0' if name == 'std' else ''} for each channel"
+            is_fit = all(math.isfinite(value) and (value > 0 or name == "mean") for value in values)
+            if len(values) != self.x_train.shape[1] or not is_fit:
+                because = f"the images have {self.x_train.shape[1]} channel(s)"
+                raise InvalidArgumentError(owner, name, values, allowed, because)
 
 
 def type_and_shape(values: Tensor | np.ndarray) -> str:

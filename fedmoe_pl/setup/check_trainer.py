@@ -128,14 +128,17 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
     try:
         return Trainer(**{**TRAINER_DEFAULTS, **copied, "devices": 1})
     except Exception:
+        Trainer(
+            **{**TRAINER_DEFAULTS, "accelerator": "cpu", "devices": 1}
+        )  # fails if it is the environment, as SLURM's tasks
         # the accelerator first, because every other argument is tried with it
         for name, value in sorted(copied.items(), key=lambda argument: argument[0] != "accelerator"):
             try:
                 accelerator = copied.get("accelerator", "auto")
                 Trainer(**{**TRAINER_DEFAULTS, "accelerator": accelerator, name: value, "devices": 1})
             except Exception as error:
-                because = reason_of(error)
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, "what a Trainer accepts", because) from error
+                allowed = f"what a Trainer accepts{', such as auto or cpu' if name == 'accelerator' else ''}"
+                raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, reason_of(error)) from error
         raise
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -165,7 +169,7 @@ def check_task(
     samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
     who, whose = with_article(type(module).__name__), type(datamodule).__name__
     with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}"):
-        with evaluating(module):
+        with _naming_sizes(module, datamodule), evaluating(module):
             outputs = predict(module, datamodule, samples)[0]
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
@@ -174,11 +178,34 @@ def check_task(
         if not (datamodule.y == 0).any():
             because += ", and no sample has class 0, with which labels begin"
         kind = TooManyClassesError if outputs.ndim == 2 else InvalidArgumentError
+        part = getattr(module, getattr(module, "sized_by", None) or "", None)
+        if outputs.ndim == 2 and "num_classes" in inspect.signature(type(part)).parameters:
+            raise kind(
+                part, "num_classes", outputs.shape[1], f"at least {datamodule.num_classes}, as the data have", because
+            )
         raise kind(str(phase), "model", module, allowed, because)
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
         _check_causal(phase, module, datamodule)
     check_values(metrics, module, outputs, targets)
+
+
+@contextmanager
+def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> Iterator[None]:
+    """In this context, a model is tried: a size of the package's network that does not fit the samples is named."""
+    try:
+        yield
+    except Exception:
+        part: Any = getattr(module, getattr(module, "sized_by", None) or "", None)
+        shape, arguments = tuple(datamodule.x.shape[1:]), inspect.signature(type(part)).parameters
+        sizes = {"in_features": (0, math.prod(shape))}
+        if len(shape) == 3:
+            sizes |= {"in_channels": (0, shape[0]), "image_size": (1, shape[1])}
+        for argument, (index, needed) in sizes.items():
+            if argument in arguments and part.input_shape[index] != needed:
+                because = f"the samples of {type(datamodule).__name__} have shape {shape}"
+                raise InvalidArgumentError(part, argument, part.input_shape[index], f"{needed}", because) from None
+        raise
 
 
 def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
@@ -275,12 +302,12 @@ def check_metric(
     """Refuses a metric that would be nan for all clients."""
     known = [] if metric is None else measured(datamodule, metrics, modules)
     if metric is not None and metric not in known:
-        because = "no client has another metric; those on validation samples need a validation_fraction"
+        allowed, because = f"one of {', '.join(known)}" if known else "left out", "no client has another metric"
         if metric in datamodule.withheld:
             because = "clients report no other metric; see federation.reports.metrics"
-        raise InvalidArgumentError(
-            owner, argument, metric, f"one of {', '.join(known)}" if known else "left out", because
-        )
+        elif not len(datamodule.validation_samples.indices):
+            allowed = f"a validation metric, such as validation_accuracy, with a validation_fraction of the data, or {allowed}"
+        raise InvalidArgumentError(owner, argument, metric, allowed, because)
 
 
 def measured(

@@ -69,6 +69,15 @@ REFUSED = {  # at every moment of a command: while it is parsed, made, set up an
     "trainer.accelerator is 'hpu', but must be what a Trainer accepts, because": ["--trainer.accelerator", "hpu"],
     "root": ["--data", "FashionMNIST", "--data.init_args.root", "nowhere"],
     "ckpt_path is 'none.ckpt', but there is no such file": ["--ckpt_path", "none.ckpt"],
+    "trainer.accelerator is 'gpu', but must be what a Trainer accepts, such as auto or cpu, because": [
+        *("--trainer.accelerator", "gpu")
+    ],
+    "model.init_args.global_expert.init_args.in_features is 784, but must be 64, because the samples of Digits have": [
+        *("--model.global_expert.in_features", "784")
+    ],
+    "model.init_args.global_expert.init_args.num_classes is 7, but must be at least 10, as the data have": [
+        *("--model.global_expert.num_classes", "7")
+    ],
     "default_root_dir": ["--federation.default_root_dir", __file__],
 }
 

@@ -86,8 +86,11 @@ REFUSED = {
     "federation.phases.FedAvg.algorithm is 'SmallMLP', but must be Algorithm.": [
         *("--federation.phases.FedAvg.algorithm", "SmallMLP")
     ],
-    "federation.phases[0] is 'FedAvg', but must be Phase.": ["--federation.phases", "[FedAvg]"],
-    "federation.phases[0] is 3, but must be Phase.": ["--federation.phases", "[3]"],
+    "federation.phases[0] is 'FedAvg', but must be Phase, such as {name: FedAvg, algorithm: FedAvg}.": [
+        "--federation.phases",
+        "[FedAvg]",
+    ],
+    "federation.phases[0] is 3, but must be Phase, such as": ["--federation.phases", "[3]"],
     "model.init_args.gate.iinit_args is not a key beside class_path; did you mean init_args?": [
         *("--model.init_args.gate", "{class_path: LinearGate, iinit_args: {in_features: 64}}")
     ],
@@ -128,6 +131,40 @@ REFUSED = {
     ],
     "federation.callbacks[0] is 'AccuracyMonitr', but must be FederationCallback or its import path; "
     "did you mean AccuracyMonitor?": ["--federation.callbacks", "[AccuracyMonitr]"],
+    "federation.metrics.init_args.task must be given for F1Score: 'binary' or 'multiclass' or 'multilabel'.": [
+        *("--federation.metrics", "{f: torchmetrics.F1Score}")
+    ],
+    "model.init_args must have arguments, as in {name: value}.": ["--model.init_args", "[1]"],
+    "trainer.callbacks.init_args.monitor must be given for EarlyStopping: str.": [
+        *("--trainer.callbacks", "EarlyStopping")
+    ],
+    "federation.callbacks is 'GateMonitor', but must be a list, as in [GateMonitor].": [
+        *("--federation.callbacks", "GateMonitor")
+    ],
+    "federation.logger is 'TensorboardLogger', but must be Logger or its import path; did you mean TensorBoardL": [
+        *("--federation.logger", "TensorboardLogger")
+    ],
+    "data.init_args.augmentation is 'RandomCorp', but must be list[Augmentation] or null; did you mean RandomCrop?": [
+        *("--data.augmentation", "RandomCorp")
+    ],
+    "federation.phases.FedAvg.train.lr is not an argument of Phase; it belongs to an optimizer (model.init_args.": [
+        *("--federation.phases.FedAvg.train.lr", "0.1")
+    ],
+    "trainer.lr is not an argument; it belongs to an optimizer (": ["--trainer.lr", "0.1"],
+    "data.init_args.alpha is not an argument of Digits; it belongs to Dirichlet": ["--data.alpha", "0.1"],
+    "federation.phases.FedAvg.mu is not an argument of Phase; it belongs to FedProx (federation.phases.NAME.algorithm)."
+    "": ["--federation.phases.FedAvg.mu", "0.1"],
+    "model.init_args.in_features is not an argument of PersonalizedMoE; it belongs to SmallMLP": [
+        *("--model.in_features", "12")
+    ],
+    "fit.model is not an argument; a file with the section fit comes before the command, as in fedmoe --config FILE": [
+        *("--config", "{fit: {model: 1}}")
+    ],
+    "seed_everything is True, but must be int.": ["--seed_everything", "true"],
+    "seed_everything is None, but must be int.": ["--seed_everything", "null"],
+    "federation.phases.L2.algorithm must be given for Phase: Algorithm.": [
+        *("--federation.phases+=Phase", "--federation.phases.name=L2")
+    ],
 }
 
 
@@ -176,7 +213,7 @@ def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault
             "class_path: FedAvgg",
             "federation.phases.FedAvg.algorithm is 'FedAvgg', but must be Algorithm or its import path; did you mean",
         ),
-        ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha must be given."),
+        ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha must be given for Dirichlet: float."),
         (
             "torch.optim.SGD",
             "torch.optim.SGDD",

@@ -116,6 +116,8 @@ UNREADABLE = {
     "a: [0\nb: 1": "line 2, column 2",
     "a:\n " + "- " * 2000: "maximum recursion depth exceeded",
     "a: !!python/object:os.system {}": "could not determine a constructor",
+    "a:\n\tb: 1": "line 2, column 1: found character '\\t' that cannot start any token, a tab; YAML is indented with",
+    "a: 1\nb: 010": "line 2 has 010, which YAML takes for 8; write 10 or '010'",
     "": "it has no keys",
     "5: 3": "its key 5 must be a text",
     "trainer: {yes: 2}": "its key trainer.True must be a text",

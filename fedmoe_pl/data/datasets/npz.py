@@ -113,7 +113,10 @@ class NpzFile(FederatedDataModule):
     def _to_targets(self, name: str, array: np.ndarray) -> Tensor:
         """Targets as float32, or int64 for integers."""
         if array.dtype.kind not in "iubf":
-            raise InvalidArgumentError(self, name, str(array.dtype), "integers from 0, or floating point")
+            allowed = (
+                "integers from 0, which np.unique(labels, return_inverse=True)[1] makes of labels, or floating point"
+            )
+            raise InvalidArgumentError(self, name, type_and_shape(array), allowed)
         with np.errstate(over="ignore"):  # what becomes infinite is refused
             return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
 
