@@ -62,6 +62,7 @@ def train_round(
         asked.update(clients)
         tried, added = TransferLog(log.active), _added(state, plan)
         down = _count_costs(phase, state, plan, clients, added, counter, tried)
+        run.logged = {}
         combined, written, failed = _train_clients(run, phase, plan, clients, added, tried)
         _count_down(state, down, failed, tried, log)
         state.failed += len(dropped) + len(failed)
@@ -181,6 +182,7 @@ def _train_clients(
                 combined = group.update if combined is None else plan.training.combining.combine(combined, group.update)
         written.update(run.store.write(phase.name, state.round + 1, group.clients))
         failed |= group.failed
+        run.logged |= group.logged
         if state.server_learns:
             state.add_traffic("up", group.sent)
             log.transfers += group.transfers

@@ -226,7 +226,7 @@ def check_monitored(
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
     is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions
     if is_known and trainer["max_epochs"] and isinstance(module, MixtureOfExperts) and not overridden_hooks(module):
-        logged = ["validation_loss", *(["train_loss", "train_loss_step", "train_loss_epoch"] * bool(trainer["logger"]))]
+        logged = ["validation_loss", *(["train_loss"] * bool(trainer["logger"]))]
         for each in (each for each in stopping if each.monitor not in logged):
             argument, because = f"{type(each).__name__}.monitor", "the training of clients logs no other metric"
             raise InvalidArgumentError(str(phase), argument, each.monitor, " or ".join(logged), because)

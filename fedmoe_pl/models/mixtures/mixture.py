@@ -315,16 +315,26 @@ class MixtureOfExperts(LightningModule, ABC):
             return loss
         y = inputs_and_targets(batch, self.target_key)[1]
         self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
-        values = {}
+        self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=len(y))
+        return loss
+
+    def metrics_of(self, batch: Batch, outputs: Mapping[str, Tensor], stage: str) -> dict[str, Tensor]:
+        """What steps log of a batch beside its loss, such as ``train_accuracy``.
+
+        Args:
+            batch: the batch.
+            outputs: what :meth:`loss` returns beside the loss.
+            stage: the prefix of the names.
+        """
+        values, y = dict[str, Tensor](), inputs_and_targets(batch, self.target_key)[1]
         if self.task == "multiclass":
-            scores, y = aligned(self.task, metrics["logits"], y)
+            scores, y = aligned(self.task, outputs["logits"], y)
             y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
             ignored = ignored_class(self.criterion)
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
-            values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()
-        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(y))
-        return loss
+            values["gate/global_expert"] = outputs["gate_weights"][:, :-1].sum(dim=1).mean()
+        return {f"{stage}_{name}": value for name, value in values.items()}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss; logs ``train_loss``, ``train_accuracy`` of classes, and ``train_gate/global_expert``."""
