@@ -6,6 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
+from io import BytesIO
 from typing import Any, Literal, get_args
 
 import torch
@@ -393,8 +394,11 @@ class MixtureOfExperts(LightningModule, ABC):
         checkpoint[_FROZEN] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     @_restricted_classmethod
-    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Lightning's method, with its arguments, which also says which of the mixture's own it needs.
+
+        It makes the class that was saved or, where there is none under its name, such as ``__main__.Mine`` in another
+        script, the class that it is called of.
 
         Raises:
             MisconfigurationException: if the mixture refuses an argument, or needs one that the checkpoint cannot
@@ -403,14 +407,20 @@ class MixtureOfExperts(LightningModule, ABC):
         # the parser does not take dataclasses, such as LoRA, as objects
         kwargs = {name: vars(value) if is_dataclass(value) else value for name, value in kwargs.items()}
         try:
-            return super().load_from_checkpoint(*args, **kwargs)
-        except ValueError as error:  # of jsonargparse, in many lines
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except ValueError as error:  # of jsonargparse, in many lines, or of Lightning, which has no cause
             cause = error.__cause__
             while not isinstance(cause, InvalidArgumentError | None):
                 cause = cause.__cause__
-            if cause is None:
+            if cause is None and (error.__cause__ is not None or isinstance(checkpoint_path, BytesIO)):
                 raise
-        raise cause
+        if cause is not None:
+            raise cause
+        checkpoint, file = torch.load(checkpoint_path, "cpu", weights_only=kwargs.get("weights_only")), BytesIO()
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY].pop("_class_path", None)
+        torch.save(checkpoint, file)
+        file.seek(0)
+        return cls.load_from_checkpoint(file, *args, **kwargs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Freezes what was frozen; refuses an argument of another class than the one that was not described.
