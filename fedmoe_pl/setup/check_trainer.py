@@ -13,10 +13,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
+    LearningRateFinder,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
@@ -222,6 +224,9 @@ def check_monitored(
 ) -> None:
     """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
     callbacks = listed(trainer, "callbacks")
+    for callback in (each for each in callbacks if isinstance(each, LearningRateFinder | BatchSizeFinder)):
+        because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"
+        raise InvalidArgumentError(str(phase), "callbacks", type(callback).__name__, "left out", because)
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
     is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions

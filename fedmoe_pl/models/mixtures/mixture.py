@@ -79,6 +79,7 @@ class MixtureOfExperts(LightningModule, ABC):
     Attributes:
         task: what is predicted.
         criterion: the loss; None for the usual one.
+        lr: the learning rate in place of the optimizer's, which Lightning's ``Tuner.lr_find`` sets; None for that one.
         gate: weighs the experts.
         gate_width: number of experts that the gate weighs; None if a subclass does not set it.
         has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
@@ -111,6 +112,7 @@ class MixtureOfExperts(LightningModule, ABC):
         super().__init__()
         check_number(self, "gate_lr", gate_lr, least=0)
         self.optimizer = optimizer
+        self.lr: float | None = None
         self.lr_scheduler = lr_scheduler
         self.mixing: Mixing = mixing
         self.gate_lr = gate_lr
@@ -341,15 +343,15 @@ class MixtureOfExperts(LightningModule, ABC):
         """Returns the loss; logs ``train_loss``, ``train_accuracy`` of classes, and ``train_gate/global_expert``."""
         return self._step(batch, "train")
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logs the same values with the prefix ``validation_``."""
         return self._step(batch, "validation")
 
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logs the same values with the prefix ``test_``."""
         return self._step(batch, "test")
 
-    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """``logits`` (B, C) and ``gate_weights`` (B, experts) of a batch of inputs, with or without labels."""
         scores, weights = self.mix(inputs_of(batch, self.target_key))
         return {"logits": scores, "gate_weights": weights}
@@ -365,6 +367,8 @@ class MixtureOfExperts(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         """The optimizer of all parameters, and the scheduler if there is one."""
         optimizer = self.optimizer(self.parameter_groups())
+        for group in optimizer.param_groups[: None if self.gate_lr is None else 1]:
+            group["lr"] = group["lr"] if self.lr is None else self.lr
         if self.lr_scheduler is None:
             return optimizer
         scheduler = self.lr_scheduler(optimizer)
