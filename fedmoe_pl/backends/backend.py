@@ -41,6 +41,7 @@ class GroupUpdate:
         sent: how much its clients sent.
         transfers: each tensor that they sent, if ``LocalTraining.record_transfers``; otherwise none.
         failed: why clients failed, by client.
+        logged: the means of what the Trainer of each client has logged in each local epoch, if it has loggers.
     """
 
     update: Update | None
@@ -48,6 +49,7 @@ class GroupUpdate:
     sent: Traffic
     transfers: list[Transfer] = field(default_factory=list)
     failed: dict[int, Failure] = field(default_factory=dict)
+    logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
 
 
 class Plan(ABC):
@@ -211,13 +213,19 @@ def updated_server(algorithm: Algorithm, server: Tree, combined: Update) -> Tree
 
 
 def group_updates(
-    training: LocalTraining, groups: Iterable[Sequence[int]], updates: Mapping[int, Update | Failure]
+    training: LocalTraining,
+    groups: Iterable[Sequence[int]],
+    updates: Mapping[int, Update | Failure],
+    logged: Mapping[int, list[dict[str, float]]] | None = None,
 ) -> list[GroupUpdate]:
-    """The results of groups, from the update of each client, or why it failed."""
+    """The results of groups, from the update of each client, or why it failed, and what the client logged."""
     groups = [*groups]
     for copies in {training.of(client).copies for group in groups for client in group}:  # also of those that failed
         copies.check(training.algorithm)
-    return [_group_update(training, {client: updates[client] for client in group}) for group in groups]
+    results = [_group_update(training, {client: updates[client] for client in group}) for group in groups]
+    for result in results if logged else ():
+        result.logged.update({client: logged[client] for client in result.clients if client in logged})
+    return results
 
 
 def _group_update(training: LocalTraining, updates: Mapping[int, Update | Failure]) -> GroupUpdate:

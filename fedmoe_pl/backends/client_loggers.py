@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -23,6 +26,31 @@ class SilentLogger(DummyLogger):
         return SilentLogger, ()
 
 
+class EpochMeans(LearningRateMonitor, SilentLogger):
+    """A logger and callback of a client's Trainer that keeps the mean of each metric and rate of every epoch."""
+
+    def __init__(self) -> None:
+        SilentLogger.__init__(self)
+        LearningRateMonitor.__init__(self, "epoch")
+        self._logged: list[dict[str, list[float]]] = []
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # pyright: ignore
+        """Begins an epoch, with its learning rates."""
+        self._logged.append({})
+        super().on_train_epoch_start(trainer, pl_module)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:  # pyright: ignore
+        """Called by the Trainer with what steps have logged."""
+        for name, value in metrics.items() if self._logged else ():
+            if name != "epoch":
+                self._logged[-1].setdefault(name, []).append(float(value))
+
+    @property
+    def epochs(self) -> list[dict[str, float]]:
+        """The means of each epoch."""
+        return [{name: sum(values) / len(values) for name, values in epoch.items()} for epoch in self._logged]
+
+
 def client_name(training: LocalTraining, client: Client) -> str:
     """The name of a client's training in one round, such as ``FedAvg/client_003/round_0012``; rounds count from 1."""
     name = training.datamodule.client_names.file(client.id)
@@ -38,19 +66,17 @@ def client_folder(training: LocalTraining, client: Client) -> str:
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     """Copies of the loggers in the Trainer's arguments for one client's training in one round.
 
+    There is none for ``logger: true``: what clients log then goes to the run's loggers alone.
     In TensorBoard and CSV files, that is a folder below the logger's own or, if it has no ``version``, below one in it
     with the end of the run's path: another run must not log to the same files. In MLflow and Weights & Biases, it is
     the name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
     their names come before those of the metrics. Other loggers keep the name that they have.
     """
-    given = training.trainer.get("logger")
-    if given is True:
-        given = TensorBoardLogger(training.trainer.get("default_root_dir") or os.getcwd())
-    name = client_name(training, client)
+    given, name = training.trainer.get("logger"), client_name(training, client)
     return [
         _renamed(logger, name, training.run)
         for logger in (given if isinstance(given, list | tuple) else [given])
-        if logger
+        if isinstance(logger, Logger)
     ]
 
 

@@ -18,7 +18,7 @@ from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
 from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.best_epoch import BestEpoch
-from fedmoe_pl.backends.client_loggers import client_folder, client_loggers, finish
+from fedmoe_pl.backends.client_loggers import EpochMeans, client_folder, client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
@@ -76,6 +76,7 @@ class TrainerPlan(Plan):
             check_private(training)
         validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
         self.shares_trainer = not validates and needs_every_batch(training) is None
+        self.logged: dict[int, list[dict[str, float]]] = {}
 
     @cached_property
     def features(self) -> FeatureCache:
@@ -123,7 +124,7 @@ class TrainerPlan(Plan):
             if not self.shares_trainer:
                 train = partial(self._train_client, server, kept, round)
                 updates = {c: guarded(partial(train, c), self.training.client_timeout) for c in clients}
-        return group_updates(self.training, groups, updates)
+        return group_updates(self.training, groups, updates, self.logged)
 
     def _train_client(self, server: Tree, kept: Mapping[int, Tree], round: int, client_id: int) -> Update:
         """One client's part of a round, in a Trainer of its own."""
@@ -148,15 +149,21 @@ class TrainerPlan(Plan):
     ) -> Trainer:
         batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
         sharing = Sharing(training, client, batches) if training.devices else None
-        loggers = client_loggers(training, client)
-        callbacks = [freezing, _MoveBack(training, client.module)]
+        loggers, given = client_loggers(training, client), training.trainer.get("logger")
+        means = [EpochMeans()] if given else []
+        callbacks = [freezing, _MoveBack(training, client.module), *means]
         callbacks += [] if sharing is None else [sharing]
         training.copies.move(client.module, training.device)
         arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
+        if given is True:  # also of a module that logs single steps, whose epochs may have fewer than Lightning's 50
+            arguments["log_every_n_steps"] = training.trainer.get("log_every_n_steps", 1)
         try:
             with algorithm_steps(training, client, constants, sharing) as module:
-                return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
+                return fit(
+                    training, module, batches, validation, callbacks, logger=[*loggers, *means] or False, **arguments
+                )
         finally:
+            self.logged[client.id] = [epoch for each in means for epoch in each.epochs]
             finish(loggers)
 
 
@@ -175,7 +182,8 @@ def algorithm_steps(
     training: LocalTraining, client: Client, constants: dict[str, Any], sharing: Sharing | None = None
 ) -> Iterator[LightningModule]:
     """In this context, the client's module trains by the algorithm's loss, unless its own step is to train it."""
-    module, names = client.module, ("training_step", "validation_step") if trains_by_loss(training) else ()
+    module, names = client.module, ["training_step", "validation_step"] if trains_by_loss(training) else []
+    names += ["loss"] if names and isinstance(module, MixtureOfExperts) else []
     steps = _Steps(module, training.algorithm, constants, sharing)
     for name in names:
         setattr(module, name, getattr(steps, name))
@@ -225,11 +233,8 @@ class _Steps:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
         if loss is not None and self.sharing is not None and not self.sharing.weight:
             loss = loss.nan_to_num()  # the mean over no labels
-        if self.module.trainer.loggers and loss is not None:
-            mean, size = loss, _counted(self.module, batch)
-            if self.sharing is not None:
-                mean, size = self.sharing.mean(self.module.trainer, loss), self.sharing.size
-            self.module.log("train_loss", mean, on_step=True, on_epoch=True, batch_size=size)
+        if loss is not None:
+            self._log({"train_loss": loss}, _counted(self.module, batch))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -238,6 +243,25 @@ class _Steps:
         else:
             loss = self.algorithm.validation_loss(self.module, batch, self.constants)
         self.module.log("validation_loss", loss, batch_size=_counted(self.module, batch))
+
+    def loss(self, batch: Any) -> Any:
+        """A mixture's own loss, which most algorithms' losses call; logs what the mixture's own steps log beside it."""
+        module: Any = self.module
+        loss, outputs = type(module).loss(module, batch)
+        if loss is not None and module.trainer.loggers:
+            stage = "train" if module.trainer.training else "validation"
+            self._log(module.metrics_of(batch, outputs, stage), len(pair_of(module, batch)[1]))
+        return loss, outputs
+
+    def _log(self, values: dict[str, Tensor], size: int) -> None:
+        """Logs the means of an epoch, under the names that a mixture's own steps have in any Trainer."""
+        trainer = self.module.trainer
+        if not trainer.loggers:
+            return
+        if self.sharing is not None and trainer.training:
+            size, mean = self.sharing.size, self.sharing.mean
+            values = {name: mean(trainer, value.nan_to_num()) for name, value in values.items()}
+        self.module.log_dict(values, on_step=False, on_epoch=True, batch_size=size)
 
 
 def _counted(module: LightningModule, batch: Any) -> int:

@@ -28,8 +28,13 @@ class AccuracyMonitor(FederationCallback):
     clients are logged, in TensorBoard as a row of the page HParams, and in the method's run of MLflow and of Weights &
     Biases together with its hyperparameters. Loggers other than TensorBoard's get all of these before the first round.
 
+    With ``trainer.logger: true``, every logger also gets what the clients' modules log in their training, such as
+    ``train_loss``, and their learning rates: the mean over the clients that trained, for each local epoch, under the
+    names that a plain Trainer's logger shows. The step is the number of local epochs since the phase began.
+
     Args:
-        clients: ids of clients that get curves of their own, such as ``local_test/client_003``.
+        clients: ids of clients that get curves of their own, such as ``local_test/client_003`` and
+            ``train_loss/client_003``.
 
     Raises:
         MisconfigurationException: if an id is no client's.
@@ -44,6 +49,19 @@ class AccuracyMonitor(FederationCallback):
             check_clients(self, self.clients, run.datamodule)
         if run.loggers.all:  # reading the configuration takes longer than a round of a small model
             run.loggers.log_hparams(run_hparams(run.configuration, run.seed))
+
+    def on_server_update(self, run: Run, phase: Phase, round: int) -> None:
+        """Logs the means of what clients logged in each local epoch of the round."""
+        epochs = phase.epochs(run.trainer)
+        for epoch in range(max(map(len, run.logged.values()), default=0)):
+            of_clients = {client: means[epoch] for client, means in run.logged.items() if epoch < len(means)}
+            values = dict[str, float]()
+            for name in dict.fromkeys(name for means in of_clients.values() for name in means):
+                of_name = {client: means[name] for client, means in of_clients.items() if name in means}
+                values[name] = sum(of_name.values()) / len(of_name)
+                for client in (each for each in self.clients if each in of_name):
+                    values[f"{name}/{run.datamodule.client_names.file(client)}"] = of_name[client]
+            run.loggers.log_scalars(phase.name, values, round * epochs + epoch + 1)
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, a fraction, and metric, and the costs."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
+from torch.utils.data import DataLoader
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, is_finite
 from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
@@ -16,6 +17,7 @@ from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.data.loaders import loader
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
@@ -29,9 +31,9 @@ class FederatedDataModule(LightningDataModule, ABC):
     """A data set and its partition among clients; derive from it and write ``load`` to use your own data.
 
     The data are tensors in memory, which is the fast way, or map-style datasets, whose samples are read one by one. It
-    also works in a plain Lightning ``Trainer`` of one process, with the samples of all clients together. The partition
-    and each client's split depend only on ``partition_seed``, not on the seed of a run. Samples that the partitioner
-    gives to no client are not used.
+    also works in a plain Lightning ``Trainer``, with the samples of all clients together in a ``DataLoader``. The
+    partition and each client's split depend only on ``partition_seed``, not on the seed of a run. Samples that the
+    partitioner gives to no client are not used.
 
     Args:
         num_clients: number of clients; None if the data have client ids.
@@ -197,9 +199,6 @@ class FederatedDataModule(LightningDataModule, ABC):
         Args:
             stage: ignored; Lightning passes the type of run.
         """
-        if self.trainer is not None and self.trainer.world_size > 1:  # Lightning divides only a DataLoader's batches
-            because = f"every process would get the same batches of {type(self).__name__}"
-            raise InvalidArgumentError("Trainer", "world_size", self.trainer.world_size, "1", because)
         if self.is_set_up:
             return
         self.deal()
@@ -356,17 +355,17 @@ class FederatedDataModule(LightningDataModule, ABC):
         augmented = self.augment if augment and self.augmentation else None
         return Batches(self.x, self.y, samples, size, shuffle, generator, augmented, drop_single, device)
 
-    def train_dataloader(self) -> SampleBatches:
+    def train_dataloader(self) -> DataLoader:
         """Returns shuffled, augmented batches of all clients' training samples, for a plain Trainer."""
-        return self.batches(self.train_samples.indices, generator=torch.default_generator, augment=True)
+        return loader(self, self.train_samples.indices, training=True)
 
-    def val_dataloader(self) -> SampleBatches | list[SampleBatches]:
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
         """Returns batches of all clients' validation samples; an empty list if none are held out."""
         samples = self.validation_samples.indices
-        return self.batches(samples) if len(samples) else []
+        return loader(self, samples) if len(samples) else []
 
-    def test_dataloader(self) -> SampleBatches:
+    def test_dataloader(self) -> DataLoader:
         """Returns batches of the global test set."""
-        return self.batches(self.global_test)
+        return loader(self, self.global_test)
 
     predict_dataloader = test_dataloader

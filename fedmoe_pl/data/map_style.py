@@ -162,9 +162,10 @@ class _BatchDataset:
         """Returns the batch of some samples, given their indices and the seed."""
         indices, seed = request
         with seeded(seed):
-            return self.collate_fn(self._samples(indices))
+            return self.collate_fn(self.samples(indices))
 
-    def _samples(self, indices: Sequence[int]) -> list[Any]:
+    def samples(self, indices: Sequence[int]) -> list[Any]:
+        """Some samples as the dataset has them."""
         n = len(self.data.train_dataset)
         read_many = getattr(self.first, "__getitems__", None)
         if read_many is not None and max(indices) < n:
@@ -214,9 +215,9 @@ class _Reader:
             batch_size=None,
             sampler=self._requests,
             num_workers=data.num_workers,
-            collate_fn=_unchanged,
+            collate_fn=unchanged,
             persistent_workers=True,
-            worker_init_fn=partial(_begin_worker, data.worker_init_fn),
+            worker_init_fn=partial(begin_worker, data.worker_init_fn),
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )
 
@@ -306,7 +307,7 @@ class DatasetBatches(SampleBatches):
             yield batch if self.device.type == "cpu" else move_data_to_device(batch, self.device)
 
 
-def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+def begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     """Leaves Ctrl-C to the process that trains, whose handlers and pipe for signals a forked process inherits."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -315,5 +316,6 @@ def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> 
         worker_init_fn(worker)
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """Collates a batch that is one already."""
     return batch

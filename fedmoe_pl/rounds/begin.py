@@ -50,6 +50,8 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
             because = f"only a MixtureOfExperts lets a phase replace it, and the model is {given}"
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         setattr(module, part, copy_module(replacement).to(_dtype(model)) if part == "gate" else replacement)
+        if part == "optimizer":
+            module.lr = None
         if key in train and not _uses(module, part):
             because = f"configure_optimizers of {kind} does not call self.{part}"
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)

@@ -101,6 +101,7 @@ class Run:
         metrics: what is evaluated beside accuracy, by name.
         noise_multipliers: by phase and client, where noise follows from a target (``sample_privacy.set_noise``).
         evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
+        logged: with ``trainer.logger``, the means of what each client of the last round logged, one dict per epoch.
         only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
         other_test_set: names the test set that is not the run's, below what is printed; empty if it is.
     """
@@ -134,6 +135,7 @@ class Run:
     metrics: dict[str, Metric] = field(default_factory=dict)
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
     evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
+    logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
     only_client: int | None = None
     other_test_set: str = ""
 

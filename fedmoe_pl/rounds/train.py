@@ -62,6 +62,7 @@ def train_round(
         asked.update(clients)
         tried, added = TransferLog(log.active), _added(state, plan)
         down = _count_costs(phase, state, plan, clients, added, counter, tried)
+        run.logged = {}
         combined, written, failed = _train_clients(run, phase, plan, clients, added, tried)
         _count_down(state, down, failed, tried, log)
         state.failed += len(dropped) + len(failed)
@@ -73,13 +74,20 @@ def train_round(
             return Trained(combined, answered, [*dropped, *failed], client_states, asked)
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
-        if attempt == RETRIES:
+        is_of_code = len(failed) > 1 and len(failed) == len(clients) and _fail_alike([*failed.values()])
+        if attempt == RETRIES or is_of_code:
             client, failure = min(failed.items(), key=lambda item: item[0], default=(0, None))
             example = f"; client {run.datamodule.client_names[client]}: {failure.reason}" if failure else ""
-            raise client_error(f"{reason}, also after {RETRIES} more tries{example}", failure)
+            tries = " and all failed alike" if is_of_code else f", also after {RETRIES} more tries"
+            raise client_error(f"{reason}{tries}{example}", failure)
         rank_zero_warn(f"{reason}; the round is tried again.")
         plan.before_another_try()
         attempt += 1
+
+
+def _fail_alike(failures: Sequence[Failure]) -> bool:
+    """Whether all failed by the same exception, which another try would only raise again; a disk may recover."""
+    return len({each.reason for each in failures}) == 1 and not isinstance(failures[0].error, OSError | None)
 
 
 def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
@@ -182,6 +190,7 @@ def _train_clients(
                 combined = group.update if combined is None else plan.training.combining.combine(combined, group.update)
         written.update(run.store.write(phase.name, state.round + 1, group.clients))
         failed |= group.failed
+        run.logged |= group.logged
         if state.server_learns:
             state.add_traffic("up", group.sent)
             log.transfers += group.transfers

@@ -13,10 +13,12 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
+    LearningRateFinder,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
@@ -225,11 +227,14 @@ def check_monitored(
 ) -> None:
     """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
     callbacks = listed(trainer, "callbacks")
+    for callback in (each for each in callbacks if isinstance(each, LearningRateFinder | BatchSizeFinder)):
+        because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"
+        raise InvalidArgumentError(str(phase), "callbacks", type(callback).__name__, "left out", because)
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
     is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions
     if is_known and trainer["max_epochs"] and isinstance(module, MixtureOfExperts) and not overridden_hooks(module):
-        logged = ["validation_loss", *(["train_loss", "train_loss_step", "train_loss_epoch"] * bool(trainer["logger"]))]
+        logged = ["validation_loss", *(["train_loss"] * bool(trainer["logger"]))]
         for each in (each for each in stopping if each.monitor not in logged):
             argument, because = f"{type(each).__name__}.monitor", "the training of clients logs no other metric"
             raise InvalidArgumentError(str(phase), argument, each.monitor, " or ".join(logged), because)

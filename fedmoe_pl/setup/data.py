@@ -151,7 +151,7 @@ def check_task(
             _check_gate(module, datamodule)
     has_classes = predicts_classes(module, datamodule)
     needs_metrics = not (has_classes or isinstance(module, MixtureOfExperts))
-    if not phase.evaluate and (has_classes or needs_metrics):
+    if not phase.evaluate and not isinstance(module, MixtureOfExperts):  # its forward may not be for samples
         return
     if needs_metrics and datamodule.reader is not None and not datamodule.reader.has_targets:
         because = (
@@ -306,7 +306,8 @@ def check_metric(
         if metric in datamodule.withheld:
             because = "clients report no other metric; see federation.reports.metrics"
         elif not len(datamodule.validation_samples.indices):
-            allowed = f"a validation metric, such as validation_accuracy, with a validation_fraction of the data, or {allowed}"
+            of_validation = "a validation metric, such as validation_accuracy, with a validation_fraction of the data"
+            allowed = f"{of_validation}, or {allowed}"
         raise InvalidArgumentError(owner, argument, metric, allowed, because)
 
 

@@ -298,10 +298,9 @@ def _completed(run: Run) -> dict[str | None, int]:
     steps: dict[str | None, int] = {None: run.step}
     for phase in run.phases:
         round = run.states[phase.name].round if phase.name in run.states else 0
-        by_epoch = round and phase.evaluation.every_n_epochs is not None
-        steps |= dict.fromkeys(
-            map(phase.method, phase.evaluation_points), phase.epochs(run.trainer) if by_epoch else round
-        )
+        has_epochs = phase.evaluation.every_n_epochs is not None or phase.client_trainer(run.trainer).get("logger")
+        step = round * max(phase.epochs(run.trainer), 1) if has_epochs else round
+        steps |= dict.fromkeys(map(phase.method, phase.evaluation_points), step)
     return steps
 
 

@@ -40,10 +40,8 @@ def test_a_logger_s_folder_is_that_of_phase_client_and_round(made, tmp_path):
         assert given._version == version, "the next client's copy begins anew"
 
 
-def test_true_is_tensorboard_in_the_root_folder_and_false_is_none(tmp_path):
-    (logger,) = named(True, default_root_dir=str(tmp_path))
-    assert Path(logger.log_dir) == tmp_path / "lightning_logs" / "digits" / "version_2" / NAME
-    assert named(False) == [] and named([]) == []
+def test_true_and_false_are_none_of_a_client_s_own():
+    assert named(True) == [] and named(False) == [] and named([]) == []
 
 
 @pytest.mark.slow
@@ -116,13 +114,13 @@ def test_one_folder_for_the_checkpoints_of_all_clients_is_refused(tmp_path):
         run([Phase("one", FedAvg(), train=train)], mixture(), blobs(), tmp_path)
 
 
-def test_clients_of_mixtures_log_the_loss_of_each_epoch_and_of_every_nth_step(tmp_path):
-    trainer = {"logger": CSVLogger(tmp_path / "clients"), "log_every_n_steps": 2}
+def test_clients_of_mixtures_log_each_epoch_under_the_names_of_a_plain_trainer(tmp_path):
+    trainer = {"logger": CSVLogger(tmp_path / "clients")}
     run([Phase("FedAvg", FedAvg(), train=Train(max_epochs=3, trainer=trainer))], mixture(), blobs(), tmp_path)
     (first, *_) = sorted(tmp_path.rglob("metrics.csv"))  # of 13 samples in batches of 4
     rows = [*csv.DictReader(first.read_text().splitlines())]
-    assert [int(row["step"]) for row in rows if row["train_loss_epoch"]] == [3, 7, 11]
-    assert [int(row["step"]) for row in rows if row["train_loss_step"]] == [1, 3, 5, 7, 9, 11]
+    for name in ("train_loss", "train_accuracy", "train_gate/global_expert"):
+        assert [int(row["step"]) for row in rows if row[name]] == [3, 7, 11]
 
 
 def test_a_silent_logger_takes_what_a_users_callback_logs_also_as_a_copy_or_in_a_worker():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_same_bits
 from helpers.models import plain_trainer, trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.models import (
@@ -126,3 +127,34 @@ def test_a_checkpoint_of_a_plain_trainer_builds_the_mixture_again(make, shape, t
     assert torch.equal(scores, expected[0]) and torch.equal(weights, expected[1])
     y = y if module.task == "multiclass" else torch.rand(4)
     assert torch.equal(loaded.loss_of(scores, y), module.loss_of(scores, y))
+
+
+def mine(width=6, **kwargs):
+    class Mine(PersonalizedMoE):
+        """As a class of ``__main__`` or of a renamed module, it cannot be imported by its saved path."""
+
+        def __init__(self, width=width, **kwargs):
+            self.save_hyperparameters("width")
+            super().__init__(SmallMLP(8, width, 3), **kwargs)
+
+    return Mine(**kwargs), Mine
+
+
+class Child(PersonalizedMoE):
+    """A subclass that takes what its parent takes."""
+
+
+@plain_trainer
+@pytest.mark.parametrize("is_parent", [False, True])
+def test_a_class_without_a_path_is_the_one_that_loads(is_parent, tmp_path):
+    module, kind = mine(7, mixing="probabilities", gate=EqualWeights())
+    if is_parent:
+        module, kind = PersonalizedMoE(SmallMLP(8, 7, 3), mixing="probabilities", gate=EqualWeights()), Child
+    plain = trainer(tmp_path)
+    plain.strategy.connect(module)
+    plain.save_checkpoint(tmp_path / "mixture.ckpt", weights_only=True)
+    loaded = kind.load_from_checkpoint(tmp_path / "mixture.ckpt", weights_only=True)
+    assert type(loaded) is kind and loaded.mixing == "probabilities"
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+    with pytest.raises(MisconfigurationException, match="gate_lr is -1"):
+        kind.load_from_checkpoint(tmp_path / "mixture.ckpt", gate_lr=-1.0)

@@ -73,7 +73,7 @@ def test_only_the_training_that_counts_is_logged_by_the_clients(tmp_path):
     for phase in ("PFL-FB", "PFL-MF"):
         (text, *_) = [path.read_text() for path in (tmp_path / "clients").rglob(f"{phase}/client_000/*/metrics.csv")]
         rows = [*csv.DictReader(text.splitlines())]
-        assert [row["epoch"] for row in rows if row["train_loss_epoch"]] == [str(epoch) for epoch in range(EPOCHS)]
+        assert [row["epoch"] for row in rows if row["train_loss"]] == [str(epoch) for epoch in range(EPOCHS)]
 
 
 @pytest.mark.slow

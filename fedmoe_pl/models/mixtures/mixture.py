@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
+from io import BytesIO
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,6 +82,7 @@ class MixtureOfExperts(LightningModule, ABC):
     Attributes:
         task: what is predicted.
         criterion: the loss; None for the usual one.
+        lr: the learning rate in place of the optimizer's, which Lightning's ``Tuner.lr_find`` sets; None for that one.
         gate: weighs the experts.
         gate_width: number of experts that the gate weighs; None if a subclass does not set it.
         has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
@@ -113,6 +115,7 @@ class MixtureOfExperts(LightningModule, ABC):
         super().__init__()
         check_number(self, "gate_lr", gate_lr, least=0)
         self.optimizer = optimizer
+        self.lr: float | None = None
         self.lr_scheduler = lr_scheduler
         self.mixing: Mixing = mixing
         self.gate_lr = gate_lr
@@ -318,30 +321,40 @@ class MixtureOfExperts(LightningModule, ABC):
             return loss
         y = inputs_and_targets(batch, self.target_key)[1]
         self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
-        values = {}
+        self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=len(y))
+        return loss
+
+    def metrics_of(self, batch: Batch, outputs: Mapping[str, Tensor], stage: str) -> dict[str, Tensor]:
+        """What steps log of a batch beside its loss, such as ``train_accuracy``.
+
+        Args:
+            batch: the batch.
+            outputs: what :meth:`loss` returns beside the loss.
+            stage: the prefix of the names.
+        """
+        values, y = dict[str, Tensor](), inputs_and_targets(batch, self.target_key)[1]
         if self.task == "multiclass":
-            scores, y = aligned(self.task, metrics["logits"], y)
+            scores, y = aligned(self.task, outputs["logits"], y)
             y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
             ignored = ignored_class(self.criterion)
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
-            values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()
-        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(y))
-        return loss
+            values["gate/global_expert"] = outputs["gate_weights"][:, :-1].sum(dim=1).mean()
+        return {f"{stage}_{name}": value for name, value in values.items()}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss; logs ``train_loss``, ``train_accuracy`` of classes, and ``train_gate/global_expert``."""
         return self._step(batch, "train")
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logs the same values with the prefix ``validation_``."""
         return self._step(batch, "validation")
 
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logs the same values with the prefix ``test_``."""
         return self._step(batch, "test")
 
-    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """``logits`` (B, C) and ``gate_weights`` (B, experts) of a batch of inputs, with or without labels."""
         scores, weights = self.mix(inputs_of(batch, self.target_key))
         return {"logits": scores, "gate_weights": weights}
@@ -357,6 +370,8 @@ class MixtureOfExperts(LightningModule, ABC):
     def configure_optimizers(self) -> Any:
         """The optimizer of all parameters, and the scheduler if there is one."""
         optimizer = self.optimizer(self.parameter_groups())
+        for group in optimizer.param_groups[: None if self.gate_lr is None else 1]:
+            group["lr"] = group["lr"] if self.lr is None else self.lr
         if self.lr_scheduler is None:
             return optimizer
         scheduler = self.lr_scheduler(optimizer)
@@ -386,8 +401,11 @@ class MixtureOfExperts(LightningModule, ABC):
         checkpoint[_FROZEN] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
 
     @_restricted_classmethod
-    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Self:
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
         """Lightning's method, with its arguments, which also says which of the mixture's own it needs.
+
+        It makes the class that was saved or, where there is none under its name, such as ``__main__.Mine`` in another
+        script, the class that it is called of.
 
         Raises:
             MisconfigurationException: if the mixture refuses an argument, or needs one that the checkpoint cannot
@@ -396,19 +414,26 @@ class MixtureOfExperts(LightningModule, ABC):
         # the parser does not take dataclasses, such as LoRA, as objects
         kwargs = {name: vars(value) if is_dataclass(value) else value for name, value in kwargs.items()}
         try:
-            return super().load_from_checkpoint(*args, **kwargs)
-        except (ArgumentError, ValueError) as error:  # of jsonargparse, in many lines
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        except (ArgumentError, ValueError) as error:  # of jsonargparse, in many lines, or of Lightning, without a cause
             cause: Any = error
+            is_of_class = isinstance(error, ValueError) and error.__cause__ is None
             key = cls.__name__
             while not isinstance(cause, InvalidArgumentError) and (inner := cause.__cause__ or cause.__context__):
                 if found := re.match(r'Parser key "(?!module")(.+)":', str(cause)):
                     key = f"{cls.__name__}: {found[1]}"
                 cause = inner
-            if cause is error:
+            if is_of_class and isinstance(checkpoint_path, BytesIO):
                 raise
         if isinstance(cause, InvalidArgumentError):
             raise cause
-        raise MisconfigurationException(f"{key} cannot be used: {reason_of(cause)}.")
+        if not is_of_class:
+            raise MisconfigurationException(f"{key} cannot be used: {reason_of(cause)}.")
+        checkpoint, file = torch.load(checkpoint_path, "cpu", weights_only=kwargs.get("weights_only")), BytesIO()
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY].pop("_class_path", None)
+        torch.save(checkpoint, file)
+        file.seek(0)
+        return cls.load_from_checkpoint(file, *args, **kwargs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Freezes what was frozen; refuses an argument of another class than the one that was not described.
