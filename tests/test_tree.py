@@ -29,6 +29,7 @@ PARTS = (
     "callbacks",
     "deployment",
     "federation",
+    "catalogue",
     "report",
     "grids",
     "cli",

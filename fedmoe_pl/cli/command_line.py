@@ -27,8 +27,8 @@ from torch import nn
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.backends.workers.fork_server import FORKS, fork_server
 from fedmoe_pl.backends.workers.process import work
+from fedmoe_pl.catalogue import configs_parser, list_parser, with_files
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli.catalogue import configs_parser, list_parser, with_files
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import cause_of, refusal_behind, with_key
 from fedmoe_pl.cli.help import arrange

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from fedmoe_pl.cli.catalogue import names, parser_of
+from fedmoe_pl.catalogue import names, parser_of
 from fedmoe_pl.cli.kinds import KINDS
 
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]

@@ -14,7 +14,7 @@ from typing import Any
 
 from jsonargparse import ArgumentError
 
-from fedmoe_pl.cli.catalogue import COMMANDS, configs, did_you_mean, list_classes, refusal
+from fedmoe_pl.catalogue import COMMANDS, configs, did_you_mean, list_classes, refusal
 from fedmoe_pl.version import __version__
 
 

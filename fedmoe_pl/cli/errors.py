@@ -19,8 +19,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+from fedmoe_pl.catalogue import COMMANDS, did_you_mean
 from fedmoe_pl.checks import InvalidArgumentError, shown, with_article
-from fedmoe_pl.cli.catalogue import COMMANDS, did_you_mean
 from fedmoe_pl.cli.kinds import KINDS
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase

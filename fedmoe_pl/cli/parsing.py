@@ -24,8 +24,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 
+from fedmoe_pl.catalogue import did_you_mean
 from fedmoe_pl.checks import InvalidArgumentError, shown
-from fedmoe_pl.cli.catalogue import did_you_mean
 from fedmoe_pl.cli.errors import PHASES, place_in, places, words_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.description import keep_configuration

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
+from fedmoe_pl.catalogue import parser_of
 from fedmoe_pl.checks import MOST_COUNTED, check_at_least
-from fedmoe_pl.cli.catalogue import parser_of
 from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.serve_and_join import private
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -12,16 +12,14 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from fedmoe_pl.data.map_style import begin_worker, unchanged
 
-if TYPE_CHECKING:
-    from fedmoe_pl.data.datamodule import FederatedDataModule
-
+DataModule = Any  # a FederatedDataModule, whose module imports this one
 _MOST = 2**62  # seeds of batches are below it
 
 
 class Samples(Dataset):
     """Some samples of a data module, which a loader reads a batch at a time."""
 
-    def __init__(self, datamodule: FederatedDataModule, samples: Tensor, training: bool) -> None:
+    def __init__(self, datamodule: DataModule, samples: Tensor, training: bool) -> None:
         self.datamodule, self.samples, self.training = datamodule, samples, training
 
     def __len__(self) -> int:
@@ -65,7 +63,7 @@ class Loader(DataLoader):
         return iter(data.batches(samples, self.batch_size, augment=dataset.training))
 
 
-def loader(datamodule: FederatedDataModule, samples: Tensor, training: bool = False) -> Loader:
+def loader(datamodule: DataModule, samples: Tensor, training: bool = False) -> Loader:
     """Batches of some samples; for training, shuffled in every epoch by PyTorch's global generator, and augmented."""
     dataset, data = Samples(datamodule, samples, training), datamodule.reader and datamodule.reader.data
     workers = data.num_workers if data else 0

@@ -12,8 +12,8 @@ from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright
 from jsonargparse.typing import Path_fr, PositiveInt, register_type
 
 from fedmoe_pl.callbacks.hparams import short_names
+from fedmoe_pl.catalogue import with_files
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli.catalogue import with_files
 
 SEED = "seed_everything"
 PARTITION_SEED = "data.init_args.partition_seed"

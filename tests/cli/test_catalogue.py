@@ -14,8 +14,8 @@ from helpers.configurations import CONFIGURATIONS, REPOSITORY
 from jsonargparse import ArgumentError
 
 import fedmoe_pl.algorithms
+from fedmoe_pl.catalogue import COMMANDS, configs, did_you_mean, folder, names, with_files
 from fedmoe_pl.cli import entry, main
-from fedmoe_pl.cli.catalogue import COMMANDS, configs, did_you_mean, folder, names, with_files
 from fedmoe_pl.cli.command_line import OTHER_PARSERS, FederationCLI
 from fedmoe_pl.cli.kinds import KINDS, listing
 from fedmoe_pl.grids.grid import read_grid
@@ -70,7 +70,7 @@ finally:
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith(("fedmoe 0.", "usage: fedmoe", "algorithms:", "adaptive_experts_cifar10"))
+    assert run.stdout.startswith(("fedmoe 0.", "usage: fedmoe", "algorithms:", "adapters_digits"))
 
 
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, f"{entry._IMPORTING}\r{33 * ' '}\r"), (False, "")])

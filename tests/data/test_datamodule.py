@@ -9,7 +9,6 @@ from helpers.data import Own, set_up, vectors
 from helpers.models import trainer
 
 from fedmoe_pl.checkpoints.resume import fingerprints
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, Arrays, Digits, Dirichlet, RandomCrop
 from fedmoe_pl.models import PersonalizedMoE, SmallMLP
 

@@ -62,7 +62,7 @@ def parser_of(command: str) -> ArgumentParser:
     )
 
 
-_LISTING = Path(__file__).with_name("classes.txt")
+_LISTING = Path(__file__).with_name("cli") / "classes.txt"
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def list_classes(arguments: Sequence[str]) -> None:
         print(f"{sections()[kind]}\n")
 
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 
 
 def folder() -> Path:
