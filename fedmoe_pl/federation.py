@@ -19,11 +19,11 @@ from fedmoe_pl.checkpoints.client_state import Store
 from fedmoe_pl.checkpoints.configuration import configuration, recorded
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run, name_of_test_set
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
-from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.commands.export import export_clients
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.deployment.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.deployment.reports import Reports
 from fedmoe_pl.deployment.serve_and_join import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.evaluation.evaluation import Evaluation

@@ -57,7 +57,7 @@ from fedmoe_pl.algorithms import (
     Scaffold,
     SpecialistMixture,
 )
-from fedmoe_pl.commands.audit import without_numbers
+from fedmoe_pl.deployment.audit import without_numbers
 from fedmoe_pl.models import (
     ClusteredAdapterMoE,
     GlobalOnly,
