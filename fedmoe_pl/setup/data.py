@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,7 +151,7 @@ def check_task(
             _check_gate(module, datamodule)
     has_classes = predicts_classes(module, datamodule)
     needs_metrics = not (has_classes or isinstance(module, MixtureOfExperts))
-    if not phase.evaluate and not isinstance(module, MixtureOfExperts):  # its forward may not be for samples
+    if not phase.evaluate and (has_classes or needs_metrics):
         return
     if needs_metrics and datamodule.reader is not None and not datamodule.reader.has_targets:
         because = (
@@ -178,16 +178,21 @@ def check_task(
         if not (datamodule.y == 0).any():
             because += ", and no sample has class 0, with which labels begin"
         kind = TooManyClassesError if outputs.ndim == 2 else InvalidArgumentError
-        part = getattr(module, getattr(module, "sized_by", None) or "", None)
-        if outputs.ndim == 2 and "num_classes" in inspect.signature(type(part)).parameters:
-            raise kind(
-                part, "num_classes", outputs.shape[1], f"at least {datamodule.num_classes}, as the data have", because
-            )
+        part, arguments = _sized(module)
+        if outputs.ndim == 2 and "num_classes" in arguments:
+            allowed = f"at least {datamodule.num_classes}, as the data have"
+            raise kind(part, "num_classes", outputs.shape[1], allowed, because)
         raise kind(str(phase), "model", module, allowed, because)
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
         _check_causal(phase, module, datamodule)
     check_values(metrics, module, outputs, targets)
+
+
+def _sized(module: LightningModule) -> tuple[Any, Collection[str]]:
+    """The network that a mixture's sizes are those of, and the names of its arguments; nothing for other modules."""
+    part = getattr(module, getattr(module, "sized_by", None) or "", None)
+    return part, () if part is None else inspect.signature(type(part)).parameters
 
 
 @contextmanager
@@ -196,8 +201,9 @@ def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> I
     try:
         yield
     except Exception:
-        part: Any = getattr(module, getattr(module, "sized_by", None) or "", None)
-        shape, arguments = tuple(datamodule.x.shape[1:]), inspect.signature(type(part)).parameters
+        if datamodule.reader is not None:
+            raise
+        (part, arguments), shape = _sized(module), tuple(datamodule.x.shape[1:])
         sizes = {"in_features": (0, math.prod(shape))}
         if len(shape) == 3:
             sizes |= {"in_channels": (0, shape[0]), "image_size": (1, shape[1])}

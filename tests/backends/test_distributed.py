@@ -134,7 +134,7 @@ def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, 
         header, *lines = file.read_text().split()
         rows.append((header, [[float(value or 0) for value in line.split(",")] for line in lines]))
     (header, two), (expected_header, one) = rows
-    assert header == expected_header and len(one) > 8
+    assert header == expected_header and len(one) == 4  # the rates and the means of two epochs
     close(torch.tensor(two), torch.tensor(one), rtol=1e-5, atol=1e-5)  # the file's digits
 
 

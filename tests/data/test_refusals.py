@@ -120,27 +120,27 @@ def of_images(**kwargs):
 
 
 @pytest.mark.parametrize(
-    "arrays",
+    ("arrays", "argument"),
     [
-        of_images(mean=[0.0] * 3),
-        of_images(mean=[0.0] * 3, std=[1.0]),
-        of_images(mean=[0.0] * 3, std=[1.0, 0.0, 1.0]),
-        vectors(6, mean=[0.5], std=[0.5]),
+        (of_images(mean=[0.0] * 3), "mean"),
+        (of_images(mean=[0.0] * 3, std=[1.0]), "std"),
+        (of_images(mean=[0.0] * 3, std=[1.0, 0.0, 1.0]), "std"),
+        (vectors(6, mean=[0.5], std=[0.5]), "mean"),
     ],
 )
-def test_a_wrong_normalization_is_refused(arrays):
-    assert refused_argument(lambda: Own(arrays, num_clients=1)) == "std"
+def test_a_wrong_normalization_is_refused(arrays, argument):
+    assert refused_argument(lambda: Own(arrays, num_clients=1)) == argument
 
 
 GOOD = {"x_train": np.ones((4, 5)), "y_train": [0, 1, 0, 1], "x_test": np.ones((2, 5)), "y_test": [0, 1]}
 ARRAYS = {  # what is wrong in an .npz file, and the argument
     "a label of 10**9": ({"y_train": [0, 1, 0, 10**9]}, "y_train"),
     "a label of 1.7": ({"y_train": [0, 1, 0, 1.7]}, "y_test"),
-    "a label that is nan": ({"y_train": [0, 1, 0, NAN]}, "y_train"),
+    "a label that is nan": ({"y_train": [0, 1, 0, NAN]}, "y_train[3]"),
     "words as labels": ({"y_train": ["cat", "dog", "cat", "dog"]}, "y_train"),
     "too few labels": ({"y_train": [0, 1]}, "y_train"),
     "no test samples": ({"x_test": np.ones((0, 5)), "y_test": np.zeros(0, int)}, "x_test"),
-    "too large for float32": ({"x_test": np.full((2, 5), 1e300)}, "x_test"),
+    "too large for float32": ({"x_test": np.full((2, 5), 1e300)}, "x_test[0, 0]"),
     "complex numbers": ({"x_train": np.ones((4, 5), complex)}, "x_train"),
     "integers that are no words": ({"x_train": np.ones((4, 2, 2), int)}, "x_train"),
     "two channels": ({"x_train": pixels(4, 2, 2, 2)}, "x_train"),
@@ -161,7 +161,7 @@ def test_a_fault_in_arrays_is_refused(fault, tmp_path):
 def test_words_have_neither_a_mean_nor_a_size(tmp_path):
     path, words, labels = str(tmp_path / "own.npz"), np.ones((4, 3), np.int64), np.zeros(4, np.int64)
     np.savez(path, x_train=words, y_train=labels, x_test=words, y_test=labels)
-    for arguments, argument in (({"mean": (0.5,), "std": (0.5,)}, "std"), ({"image_size": 4}, "image_size")):
+    for arguments, argument in (({"mean": (0.5,), "std": (0.5,)}, "mean"), ({"image_size": 4}, "image_size")):
         assert refused_argument(lambda arguments=arguments: NpzFile(path, num_clients=1, **arguments)) == argument
 
 
