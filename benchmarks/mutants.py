@@ -5,6 +5,8 @@ it runs the doctests of the broken module and the tests that import the module's
 module's name, those that mention it most often first.
 """
 
+# pyright: reportAttributeAccessIssue=false
+
 import argparse
 import ast
 import os

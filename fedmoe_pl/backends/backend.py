@@ -223,8 +223,8 @@ def group_updates(
     for copies in {training.of(client).copies for group in groups for client in group}:  # also of those that failed
         copies.check(training.algorithm)
     results = [_group_update(training, {client: updates[client] for client in group}) for group in groups]
-    for result in results if logged else ():
-        result.logged.update({client: logged[client] for client in result.clients if client in logged})
+    for result in results:
+        result.logged.update({client: logged[client] for client in result.clients if logged and client in logged})
     return results
 
 

@@ -134,7 +134,7 @@ class FederationCLI(LightningCLI):
             if type(action) is ActionTypeHint and action._supports_append:
                 action.__class__ = ListAction
             if action.dest == "seed_everything":
-                action._typehint = int  # every client's generators follow from it, so that it cannot be drawn
+                setattr(action, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands and, unless one of them is run, lists the others; Lightning's signature."""

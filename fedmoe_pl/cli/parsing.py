@@ -78,7 +78,7 @@ class UnabbreviatedParser(LightningArgumentParser):
 class _Strict(yaml.SafeLoader):
     """Refuses a key that stands twice, of which YAML takes the last one, and 010, which it takes for 8."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: Any) -> Any:
         """The text of a node; the signature is the base's."""
         if node.tag == "tag:yaml.org,2002:int" and re.fullmatch(r"[-+]?0[0-7_]+", node.value):
             number = node.value.replace("_", "")

@@ -33,7 +33,7 @@ class ConfigPath(Path_fr):  # pyright: ignore[reportGeneralTypeIssues]
             super().__init__(named, **kwargs)
 
 
-register_type(ConfigPath, str, type_check=lambda value, kind: isinstance(value, Path_fr))
+register_type(ConfigPath, str, type_check=lambda value, kind: isinstance(value, ConfigPath))
 
 
 @dataclass
