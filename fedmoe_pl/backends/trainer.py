@@ -113,6 +113,7 @@ class TrainerPlan(Plan):
         """Trains one client after another."""
         clients = [client for group in groups for client in group]
         updates: dict[int, Update | Failure] = {}
+        self.logged = {}
         with one_thread():
             if self.shares_trainer:
                 group = _Group(self.training, server, kept, round, self.features)

@@ -74,15 +74,11 @@ def check_target(phase: Phase, client: int, spent: Steps, left: Steps) -> None:
     if target is None or (total := phase.sample_privacy.epsilon([*spent, *left])) <= target * (1 + _ROUNDING):
         return
     allowed = "higher, or rounds, epochs and batch size left as they were when the noise was chosen"
-    because = (
-        f"client {client} has spent {phase.sample_privacy.epsilon(spent):.3g} so far, and would come to {total:.3g}"
-    )
-    because += f" after round {phase.rounds}"
+    so_far = f"client {client} has spent {phase.sample_privacy.epsilon(spent):.3g} so far"
+    because = f"{so_far}, and would come to {total:.3g} after round {phase.rounds}"
     if math.isinf(total):
-        allowed, because = (
-            "left out, with a noise_multiplier in its place",
-            f"client {client} has taken steps without noise",
-        )
+        allowed = "left out, with a noise_multiplier in its place"
+        because = f"client {client} has taken steps without noise"
     raise InvalidArgumentError(str(phase), "sample_privacy.target_epsilon", target, allowed, because)
 
 

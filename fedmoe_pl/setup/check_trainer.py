@@ -130,9 +130,8 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
     try:
         return Trainer(**{**TRAINER_DEFAULTS, **copied, "devices": 1})
     except Exception:
-        Trainer(
-            **{**TRAINER_DEFAULTS, "accelerator": "cpu", "devices": 1}
-        )  # fails if it is the environment, as SLURM's tasks
+        # where no argument is to blame but the environment, such as the number of SLURM's tasks, this fails, too
+        Trainer(**{**TRAINER_DEFAULTS, "accelerator": "cpu", "devices": 1})
         # the accelerator first, because every other argument is tried with it
         for name, value in sorted(copied.items(), key=lambda argument: argument[0] != "accelerator"):
             try:

@@ -190,14 +190,14 @@ def check_task(
 
 
 def _sized(module: LightningModule) -> tuple[Any, Collection[str]]:
-    """The network that a mixture's sizes are those of, and the names of its arguments; nothing for other modules."""
+    """The network that sizes a mixture, and its constructor's arguments; none for networks that note no sizes."""
     part = getattr(module, getattr(module, "sized_by", None) or "", None)
-    return part, () if part is None else inspect.signature(type(part)).parameters
+    return part, inspect.signature(type(part)).parameters if hasattr(part, "input_shape") else ()
 
 
 @contextmanager
 def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> Iterator[None]:
-    """In this context, a model is tried: a size of the package's network that does not fit the samples is named."""
+    """Tries a model in this context; names a size of one of the package's networks that does not fit the samples."""
     try:
         yield
     except Exception:

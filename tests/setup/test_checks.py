@@ -168,6 +168,13 @@ class Several(WithDropout, LightningModule):
         return super().forward(x), x
 
 
+class OwnNetwork(nn.Linear):
+    """Has arguments of the names of the package's networks, but notes no sizes."""
+
+    def __init__(self, in_features, num_classes):
+        super().__init__(in_features, num_classes)
+
+
 class MadeLater(WithDropout, LightningModule):
     def configure_model(self):
         self.last = getattr(self, "last", nn.Linear(3, 3))
@@ -244,6 +251,8 @@ class TooFew(WithDropout):
         (ScaledLater, r"configure_model is 'overridden', .* evaluations never, and it changes 'scale'\.$"),
         (Unconfigurable, r"without a Trainer it fails with Unconfigurable is not attached to a `Trainer`\.$"),
         (lambda: PersonalizedMoE(TooFew()), "one that gives a score for each of 3 classes"),
+        (lambda: PersonalizedMoE(OwnNetwork(4, 3)), "mat1 and mat2 shapes cannot be multiplied"),
+        (lambda: PersonalizedMoE(OwnNetwork(5, 2)), "one that gives a score for each of 3 classes"),
     ],
 )
 def test_a_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
