@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
@@ -104,14 +105,16 @@ def parts(_) -> list[Phase]:
     ]
 
 
+_other = TemporaryDirectory()  # one for all runs, whose configuration has its path
+
+
 def other_run(folder: Path) -> list[Phase]:
     """Goes on with both experts of another run, in which training with equal weights has left them equal."""
     given, *rest = quickstart()[1:5]
     given = replace(given, algorithm=FedAvg(), gate=EqualWeights())
-    if not (folder / "other").exists():
-        chain = Chain(lambda _: [given])
-        chain.fit(folder / "other")
-    return [replace(given, ckpt_path=str(folder / "other/federation/version_0" / FILE)), *rest]
+    if not any(Path(_other.name).iterdir()):
+        Chain(lambda _: [given]).fit(Path(_other.name))
+    return [replace(given, ckpt_path=str(Path(_other.name) / "federation/version_0" / FILE)), *rest]
 
 
 def of_method(name: str) -> Chain:

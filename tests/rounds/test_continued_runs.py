@@ -51,8 +51,6 @@ def whole(tmp_path_factory):
 def continued(name: str, moment: Path, path: Path, way: str) -> Federation:
     """A run that goes on from files alone."""
     shutil.copytree(moment, path / "continued")
-    if (earlier := moment.parents[1] / "other").exists():
-        shutil.copytree(earlier, path / "other", dirs_exist_ok=True)
     return CHAINS[name].fit(path / "continued", *WAYS[way], ckpt_path="last")
 
 
@@ -87,7 +85,7 @@ def test_a_run_is_continued_from_the_files_of_any_moment_with_any_devices(whole,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", [name for name in CHAINS if name not in ("PFedMoE", "FedMoEDA")])  # of one phase
 def test_a_run_that_is_ended_before_every_phase_and_continued_with_the_same_objects_is_a_whole_one(
     whole, tmp_path, name
 ):
@@ -141,8 +139,9 @@ def test_a_command_that_a_signal_ends_is_continued_with_two_devices(tmp_path, mo
             with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
                 process.wait(0.01)
         process.terminate()
-    assert process.returncode == 128 + signal.SIGTERM and not (ended / "summary.csv").is_file()
+    begun, phases = (load_checkpoint(folder / FILE)["phases"] for folder in (ended, whole))
+    assert process.returncode == 128 + signal.SIGTERM and len(begun) < len(phases)
     main([*arguments, "--ckpt_path", "last"])
-    assert_same(*(load_checkpoint(folder / FILE)["phases"] for folder in (ended, whole)))
+    assert_same(load_checkpoint(ended / FILE)["phases"], phases)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (ended / name).read_bytes() == (whole / name).read_bytes()
