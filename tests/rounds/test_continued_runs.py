@@ -127,6 +127,7 @@ def test_predictions_and_newcomers_of_a_continued_run_are_those_of_a_whole_one(w
 @pytest.mark.parametrize("file", ["finished/PFL-FB.ckpt", "finished/PFL-MF.ckpt", "rows.jsonl"])
 def test_a_command_that_a_signal_ends_is_continued_with_two_devices(tmp_path, monkeypatch, file):
     """The quickstart's own command, ended as soon as a file of its checkpoints is there."""
+    monkeypatch.undo()  # the command has a process of its own, in which nothing is replaced
     monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
     short = short_file(Path(QUICKSTART), tmp_path)
     arguments = ["fit", "--config", str(short), "--federation.backend", "TrainerBackend"]
