@@ -15,7 +15,7 @@ from fedmoe_pl.backends import TrainerBackend, trainer
 from fedmoe_pl.backends.untrained import DeviceCopies, Untrained
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.models import EqualWeights, LocalOnly
-from fedmoe_pl.trees import copy_module, load_tree, map_frozen
+from fedmoe_pl.trees import borrow, copy_module, load_tree
 
 
 class Two(nn.Module):
@@ -40,12 +40,13 @@ def view():
     return module
 
 
-def of_an_earlier_run():
-    """An expert whose parameters an earlier run has put into a file, and its copy, both trained now."""
-    module = Two()
-    map_frozen(module.a.requires_grad_(False))
-    module.b = copy_module(module.a)
-    return module.requires_grad_(True)
+def borrowed():
+    """Two layers that borrow the same tensor of another module."""
+    module, other = Two(), nn.Linear(3, 3, bias=False)
+    for name, parameter in module.named_parameters():
+        assert name in ("a.weight", "b.weight")
+        borrow(parameter, other.weight.data)
+    return module
 
 
 def of_a_checkpoint():
@@ -55,16 +56,11 @@ def of_a_checkpoint():
     return Untrained(module, initial, {"a.weight", "b.weight"}, DeviceCopies()).module
 
 
-MADE = [Two, one_tensor, view, of_an_earlier_run, of_a_checkpoint]
-
-
-def mapped(module):
-    map_frozen(module)
-    return copy_module(module)
+MADE = [Two, one_tensor, view, borrowed, of_a_checkpoint]
 
 
 def in_worker(module):
-    """As a worker gets it; it is pickled, because the worker maps the files anew."""
+    """As a worker gets it; it is pickled, because the worker maps the file anew."""
     shared = SharedObject(module)  # whose end would delete the file
     return pickle.loads(pickle.dumps(shared)).load()
 
@@ -72,9 +68,8 @@ def in_worker(module):
 WAYS = {
     "copy": copy_module,
     "copy of a copy": lambda module: copy_module(copy_module(module)),
-    "mapped": mapped,
     "copy in a worker": lambda module: copy_module(in_worker(module)),
-    "copy of what a worker gets mapped": lambda module: copy_module(in_worker(mapped(module))),
+    "copy of what a worker gets of a copy": lambda module: copy_module(in_worker(copy_module(module))),
 }
 
 
@@ -102,7 +97,6 @@ def test_writing_to_a_parameter_of_a_copy_changes_those_that_are_tied_to_it_and_
 
 @pytest.mark.slow
 def test_an_expert_that_was_frozen_in_an_earlier_run_is_trained_in_workers_as_any_other(tmp_path, monkeypatch):
-    """The earlier run has put it into a file, to which its copies in the new model refer, too."""
     monkeypatch.setattr(trainer, "_SAMPLES_PER_TRAINER", 0)
 
     def fitted(path, model, devices):

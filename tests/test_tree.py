@@ -12,7 +12,6 @@ PACKAGE = Path(fedmoe_pl.__file__).parent
 PARTS = (
     "version",
     "seeds",
-    "mapped",
     "trees",
     "checks",
     "data",

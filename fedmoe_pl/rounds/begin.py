@@ -29,7 +29,7 @@ from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, is_interchangeable, load_tree
+from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree
 
 ReadResult = Callable[[Phase, LightningModule, Mapping[str, Any]], PhaseState]
 """Reads the result of a phase from ``ckpt_path``, for a module and the identity of a run."""
@@ -132,7 +132,8 @@ def share_memory(training: LocalTraining, model: LightningModule) -> None:
     for name, parameter in model.named_parameters():
         frozen = not parameter.requires_grad and name in parameters and name in initial
         if frozen and is_interchangeable(initial[name], parameter):
-            initial[name] = parameters[name].data = parameter.data
+            initial[name] = parameter.data
+            borrow(parameters[name], parameter.data)
 
 
 def _idles_before_training(training: LocalTraining) -> bool:

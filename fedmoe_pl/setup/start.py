@@ -36,7 +36,6 @@ from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
-from fedmoe_pl.mapped import return_freed_memory
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, read_result, share_memory, sized
@@ -45,7 +44,7 @@ from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed, seeded
 from fedmoe_pl.setup.check_module import check_tensors, warn_of_eval_mode
 from fedmoe_pl.setup.check_run import check_run
-from fedmoe_pl.trees import Tree, copy_module, load_tree, map_frozen, same_bits
+from fedmoe_pl.trees import Tree, copy_module, load_tree, same_bits
 
 
 def make_run(
@@ -95,9 +94,6 @@ def _models(
         _check_model("Federation" if name == INITIAL else f"Phase '{name}'", module)
     for module in (*given.values(), *(phase.gate for phase in phases if phase.gate is not None)):
         check_copies(module)
-    for module in given.values():
-        map_frozen(module)
-    return_freed_memory()
     models = dict[str, LightningModule]()
     for name, module in given.items():
         models[name] = sized(_copied(module), datamodule, named_seed(seed, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,6 @@ from fedmoe_pl.backends.workers.fork_server import start_server
 from fedmoe_pl.backends.workers.shared import SharedObject
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied
-from fedmoe_pl.mapped import return_freed_memory
 
 _IDLE = 0.5  # seconds without work, after which a worker gives its freed memory back
 
@@ -72,6 +72,12 @@ class LocalWorker(RemoteWorker):
         self.connection.close()
 
 
+def _return_freed_memory() -> None:
+    """Returns to the system what was freed, which malloc keeps for later; does nothing without glibc."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 def work(connection: socket.socket) -> None:
     """Answers the driver's calls until it ends or closes the connection; the worker's end."""
     stream = connection.makefile("rwb")
@@ -87,7 +93,7 @@ def work(connection: socket.socket) -> None:
             pickle.dump(answer, stream)
             stream.flush()
             if not wait([connection], _IDLE):
-                return_freed_memory()
+                _return_freed_memory()
             phase, server, groups = pickle.load(stream)
             try:
                 worker = worker or Worker(data.load(), device)
