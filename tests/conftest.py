@@ -77,7 +77,7 @@ def same_seeds():
 def lazy_pools_stay_in_one_process(monkeypatch):
     """Start no processes where a busy machine makes a test slow: each imports for longer than the test takes."""
     for seconds in ("_WORTH_A_SERVER", "_WORTH_FORKING"):
-        monkeypatch.setattr(f"fedmoe_pl.backends.workers.pool.{seconds}", math.inf)
+        monkeypatch.setattr(f"fedmoe_pl.backends.workers.process.{seconds}", math.inf)
 
 
 @pytest.fixture(autouse=True)

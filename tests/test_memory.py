@@ -13,7 +13,7 @@ from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend, trainer
 from fedmoe_pl.backends.untrained import DeviceCopies, Untrained
-from fedmoe_pl.backends.workers.shared import SharedObject
+from fedmoe_pl.backends.workers.pickling import SharedObject
 from fedmoe_pl.models import EqualWeights, LocalOnly
 from fedmoe_pl.trees import borrow, copy_module, load_tree
 

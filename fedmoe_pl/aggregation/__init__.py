@@ -9,14 +9,15 @@ from fedmoe_pl.aggregation.attacks import (
     UnderAttack,
 )
 from fedmoe_pl.aggregation.differential_privacy import DifferentialPrivacy
-from fedmoe_pl.aggregation.robust import CollectingAggregation, RobustAggregation
-from fedmoe_pl.aggregation.robust_rules import (
+from fedmoe_pl.aggregation.robust import (
     Bucketing,
     CenteredClipping,
+    CollectingAggregation,
     CoordinateMedian,
     GeometricMedian,
     MultiKrum,
     NearestNeighborMixing,
+    RobustAggregation,
     TrimmedMean,
 )
 from fedmoe_pl.aggregation.secure import SecureAggregation

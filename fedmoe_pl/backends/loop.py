@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from fedmoe_pl.algorithms.algorithm import overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.fitting import discard, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models import MixtureOfExperts
+
+
+class Loss(nn.Module):
+    """The algorithm's loss as a module, so that ``functional_call`` can replace the tensors of the client's module."""
+
+    def __init__(self, algorithm: Algorithm, module: LightningModule) -> None:
+        super().__init__()
+        self.algorithm = algorithm
+        self.module = module
+
+    def forward(self, x: Tensor, y: Tensor, constants: dict[str, Any]) -> Tensor:
+        """The loss of a batch, of shape ()."""
+        return self.algorithm.client_loss(self.module, (x, y), constants)
+
+    def of(self, tensors: Mapping[str, Tensor], x: Tensor, y: Tensor, constants: dict[str, Any]) -> Tensor:
+        """The loss with other tensors, whose names are those in the client's module."""
+        return functional_call(self, {f"module.{name}": tensor for name, tensor in tensors.items()}, (x, y, constants))
+
 
 _MODULE_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),

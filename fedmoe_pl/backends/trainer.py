@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
-from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.client_loggers import EpochMeans, client_folder, client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
@@ -36,8 +36,11 @@ from fedmoe_pl.backends.loop import (
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.data import batch_length
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import SampleBatches, Share, batch_length
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.mixtures.tasks import weight_of
+from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
@@ -356,3 +359,66 @@ class _ClientAlone(Learner):
         loss.backward()
         if self.clipping[0] is not None:
             self.step.clip_gradients(optimizer, *self.clipping)
+
+
+_DRAWS = 11  # separates the random numbers of a process's share from those of the client
+
+
+class Sharing(Callback):
+    """Has this process's Trainer train on its share of each batch.
+
+    Gradients are averaged over the processes, but shares may differ in size, and a short batch may have none for some.
+    Therefore a loss counts by its share's size: the average is then the gradient of the mean over the whole batch. A
+    mean over labels counts by those that are not ignored, or by the sum of their classes' weights.
+    """
+
+    def __init__(self, training: LocalTraining, client: Client, batches: SampleBatches) -> None:
+        self.rank = torch.distributed.get_rank()
+        is_split = training.has_batch_norm and not training.trainer.get("sync_batchnorm")
+        if not is_split and training.has_batch_norm and batches.size(len(batches) - 1) < len(training.devices):
+            because = f"a last batch of client {client.id} has too few samples for {len(training.devices)} processes"
+            raise InvalidArgumentError("Trainer", "trainer.sync_batchnorm", True, "left out", because)
+        self.share = batches.share = Share(self.rank, len(training.devices), at_least=2 if is_split else 1)
+        self.batches = batches
+        self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task == "multiclass"
+        self.has_labels = self.has_labels and trains_by_loss(training)
+        self.size = 0  # of the whole batch
+        self.weight = 1.0
+        keys = client.id, client.rounds_before + client.round, self.rank
+        self.seed = derive_seed(training.seed, _DRAWS, *keys)
+
+    def mean(self, trainer: Trainer, loss: Tensor) -> Tensor:
+        """The mean loss over the whole batch, given that over this process's share."""
+        return trainer.strategy.reduce(loss.detach() * self.weight)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Seeds anew: DDP has set the global seed, and the samples of each share need dropout of their own."""
+        seed_all(self.seed)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Computes what the batch's loss counts."""
+        self.size = self.batches.size(batch_idx)
+        self.weight = self.share.weight(self.size)
+        if self.has_labels:
+            module: Any = pl_module
+            counts = weight_of(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
+            mean = trainer.strategy.reduce(torch.tensor(counts, dtype=torch.float64, device=pl_module.device)).item()
+            self.weight = counts / mean if mean else 0.0
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Scales the gradients; the loss itself is logged as it is."""
+        weight = self.weight
+        loss.register_hook(lambda gradient: gradient * weight)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps metrics from adding up what all processes validate: each validates all samples."""
+        self._synchronize(pl_module, False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends it."""
+        self._synchronize(pl_module, True)
+
+    def _synchronize(self, pl_module: LightningModule, does: bool) -> None:
+        for part in pl_module.modules():
+            if isinstance(part, Metric):
+                part.sync_on_compute = does

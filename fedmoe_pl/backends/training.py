@@ -21,8 +21,7 @@ from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.backends.optimizers import learning_rates
-from fedmoe_pl.backends.shared_parts import SharedParts
-from fedmoe_pl.backends.untrained import DeviceCopies, Untrained
+from fedmoe_pl.backends.untrained import DeviceCopies, SharedParts, Untrained
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm

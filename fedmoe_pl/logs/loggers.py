@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,7 @@ from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.plugins.hparams import api_pb2, metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.util.tensor_util import make_tensor_proto
-
-from fedmoe_pl.logs import method_runs
+from typing_extensions import TypeIs
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -138,7 +138,7 @@ class RunLoggers:
             columns = {f"{_RESULT}/{name}": name for name in accuracies}
             _add_summaries(writers, _hparams_summaries(hparams, columns, of_all), None)
         for logger, _ in self._loggers_of(method):
-            if method_runs.compares_runs(logger):
+            if compares_runs(logger):
                 logger.log_hyperparams({**hparams})
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
@@ -163,9 +163,9 @@ class RunLoggers:
         for place, logger in enumerate(self._others):
             if method is None:
                 yield logger, ""
-            elif method_runs.compares_runs(logger):
+            elif compares_runs(logger):
                 if (place, method) not in self._runs:
-                    self._runs[place, method] = method_runs.begin(logger, method)
+                    self._runs[place, method] = begin_run(logger, method)
                 yield self._runs[place, method], ""
             else:
                 yield logger, f"{method_tag(method)}/"
@@ -184,7 +184,7 @@ class RunLoggers:
                 self._writers.pop((folder, name)).close()
         for place, name in [*self._runs]:
             if name == method:
-                method_runs.end(self._runs.pop((place, name)), status)
+                end_run(self._runs.pop((place, name)), status)
         self._completed.pop(method, None)
 
     def finalize(self, status: str = "success") -> None:
@@ -267,3 +267,57 @@ def _leave_out(writer: SummaryWriter, known: set[tuple[str, int]]) -> None:
 
 def _takes_images(logger: Logger) -> bool:
     return isinstance(logger, MLFlowLogger) or callable(getattr(logger, "log_image", None))
+
+
+def compares_runs(logger: Logger) -> TypeIs[MLFlowLogger | WandbLogger]:
+    """Whether a method gets a run of its own."""
+    return isinstance(logger, MLFlowLogger | WandbLogger)
+
+
+def begin_run(logger: MLFlowLogger | WandbLogger, method: str) -> MLFlowLogger | WandbLogger:
+    """A logger of the method's run, which belongs to the logger's; the same run again where there is one already."""
+    return _of_mlflow(logger, method) if isinstance(logger, MLFlowLogger) else _of_wandb(logger, method)
+
+
+def end_run(logger: MLFlowLogger | WandbLogger, status: str) -> None:
+    """Ends a method's run; Lightning leaves those of Weights & Biases open until the process ends."""
+    logger.finalize(status)
+    if isinstance(logger, WandbLogger):
+        logger.experiment.finish(exit_code=int(status != "success"))
+
+
+def _of_mlflow(logger: MLFlowLogger, method: str) -> MLFlowLogger:
+    """Below the logger's run, with its tags."""
+    from mlflow.utils.mlflow_tags import (  # pyright: ignore[reportMissingImports]  optional
+        MLFLOW_PARENT_RUN_ID,
+        MLFLOW_RUN_NAME,
+    )
+
+    client, experiment = logger.experiment, logger.experiment_id
+    found = client.search_runs([experiment], f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{logger.run_id}'")
+    run = next((run for run in found if run.info.run_name == method), None)
+    if run is None:
+        tags = {**client.get_run(logger.run_id).data.tags, MLFLOW_PARENT_RUN_ID: logger.run_id, MLFLOW_RUN_NAME: method}
+        run = client.create_run(experiment, tags=tags)
+    own = copy.copy(logger)
+    own._run_id = run.info.run_id
+    return own
+
+
+def _of_wandb(logger: WandbLogger, method: str) -> WandbLogger:
+    """In a group with the name of the logger's run, unless that has a group."""
+    import wandb  # pyright: ignore[reportMissingImports]  optional
+
+    of_all = logger.experiment
+    own = {"name": method, "id": f"{of_all.id}-{_of_plain_characters(method)}", "reinit": "create_new"}
+    group = {"group": of_all.name or of_all.id, "job_type": "method"}
+    chosen = {name: value for name, value in logger._wandb_init.items() if value is not None}
+    run = wandb.init(**{**group, **chosen, **own})
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return WandbLogger(experiment=run, prefix=logger._prefix)
+
+
+def _of_plain_characters(name: str) -> str:
+    """A text without characters that an id may not have, another one for every name."""
+    return re.sub(r"[^-.0-9A-Za-z]", lambda found: f"_{ord(found[0]):x}_", name)

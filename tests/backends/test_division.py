@@ -20,7 +20,7 @@ from torch import nn
 
 from fedmoe_pl.algorithms import FD, FedAvg, FedProx
 from fedmoe_pl.backends import DistributedBackend, TrainerBackend
-from fedmoe_pl.backends.workers.division import check_division
+from fedmoe_pl.backends.workers.distributed import check_division
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.setup import start
 

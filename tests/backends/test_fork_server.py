@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
-from fedmoe_pl.backends.workers import fork_server, pool
+from fedmoe_pl.backends.workers import fork_server, process
 from fedmoe_pl.backends.workers.fork_server import ForkServer, _Fork, start_server
-from fedmoe_pl.backends.workers.shared import SharedObject
+from fedmoe_pl.backends.workers.pickling import SharedObject
 
 
 def test_a_shared_object_is_mapped_with_its_strides_and_written_to_by_one_process_alone():
@@ -130,8 +130,8 @@ def lazy_pools_stay_in_one_process():
 
 def test_a_lazy_pool_prepares_its_server_for_five_seconds_and_forks_for_one(monkeypatch):
     log, is_ready = [], [False]
-    monkeypatch.setattr(pool, "start_server", lambda: log.append("started"))
-    monkeypatch.setattr(pool, "is_server_ready", lambda: is_ready[0])
+    monkeypatch.setattr(process, "start_server", lambda: log.append("started"))
+    monkeypatch.setattr(process, "is_server_ready", lambda: is_ready[0])
     lazy = PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True)
     lazy.open()
     assert not lazy.is_worth_starting(4) and not log

@@ -14,8 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torchmetrics.classification import MulticlassHingeLoss
 
 from fedmoe_pl.algorithms import Local
-from fedmoe_pl.backends import shared_parts
-from fedmoe_pl.backends.shared_parts import SharedParts
+from fedmoe_pl.backends import untrained
+from fedmoe_pl.backends.untrained import SharedParts
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.client_models import evaluate_clients
@@ -165,5 +165,5 @@ def test_a_body_that_all_share_is_computed_for_the_first_two_clients(monkeypatch
 
 
 def test_no_more_is_remembered_than_a_bound(monkeypatch):
-    monkeypatch.setattr(shared_parts, "_MOST_BYTES", 100)
+    monkeypatch.setattr(untrained, "_MOST_BYTES", 100)
     assert str(evaluations(monkeypatch, expert(), True)) == str(evaluations(monkeypatch, expert(), False))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from fedmoe_pl.backends.dp_sgd import add_clipped, noisy_mean, sample_gradients, samples_at_once, zeros
 from fedmoe_pl.backends.features import looked_up
 from fedmoe_pl.backends.local_client import noise_of_client, on_device
-from fedmoe_pl.backends.loss import Loss
+from fedmoe_pl.backends.loop import Loss
 from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.backends.stacked.members import Member, Share
 from fedmoe_pl.backends.stacked.stack import Stack

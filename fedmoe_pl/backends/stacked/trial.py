@@ -28,8 +28,7 @@ from fedmoe_pl.backends.private_client import check_private
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
 from fedmoe_pl.backends.stacked.members import Member, Share, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.private_stack import make_stack
-from fedmoe_pl.backends.stacked.rule import changes_steps
-from fedmoe_pl.backends.stacked.stack import Stack, with_noise
+from fedmoe_pl.backends.stacked.stack import Stack, changes_steps, with_noise
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import has_own_train
 from fedmoe_pl.trees import copy_module, loads_by_itself, names_of_same_tensors, same_bits
