@@ -27,6 +27,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import (
     both_logits,
+    check_mixing,
     distillation_loss,
     evaluation_copy,
     logits_loss,
@@ -34,7 +35,6 @@ from fedmoe_pl.algorithms.shared.parts import (
     pairs_of,
     set_aside,
 )
-from fedmoe_pl.algorithms.shared.requirements import check_mixing
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.models import MixtureWeights
 from fedmoe_pl.trees import Tree, load_tree

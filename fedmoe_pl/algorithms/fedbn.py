@@ -7,7 +7,7 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models.normalization import batch_norm_names
+from fedmoe_pl.models.layers import batch_norm_names
 from fedmoe_pl.trees import Tree
 
 

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Weighting, check_copies
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, trained_parameters
+from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, learning_rate, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
-from fedmoe_pl.algorithms.shared.requirements import learning_rate
 from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.trees import Tree, inner_product, load_tree, subtree, with_prefix
 

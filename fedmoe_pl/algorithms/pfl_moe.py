@@ -39,8 +39,8 @@ from fedmoe_pl.algorithms.shared.parts import (
     note_references,
     pairs_of,
     set_aside,
+    trains,
 )
-from fedmoe_pl.algorithms.shared.requirements import trains
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.trees import Tree, load_tree

@@ -22,7 +22,7 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.shared.requirements import trains
+from fedmoe_pl.algorithms.shared.parts import trains
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.trees import Tree, subtree, with_prefix

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.requirements import learning_rate
+from fedmoe_pl.algorithms.shared.parts import learning_rate
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, problem_of_shapes, subtree, with_prefix

@@ -24,7 +24,7 @@ from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.backends.untrained import DeviceCopies, SharedParts, Untrained
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.normalization import has_batch_norm
+from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.trees import Tree, copy_module, of_module
 
 _MOST_EPOCHS = 100_000  # looking at so many takes about a second

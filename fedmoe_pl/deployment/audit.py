@@ -28,9 +28,8 @@ from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.evaluate import is_evaluated_after
-from fedmoe_pl.rounds.fit import run_round
+from fedmoe_pl.rounds.fit import draw_cohort, run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.rounds.train import draw_cohort
 from fedmoe_pl.setup.data import measured
 
 _WIDTH = 28

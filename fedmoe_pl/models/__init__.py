@@ -15,6 +15,7 @@ from fedmoe_pl.models.experts import (
     SmallFCN,
     SmallMLP,
     TwoConvCNN,
+    pretrained,
 )
 from fedmoe_pl.models.gates import (
     ConstantGate,
@@ -32,6 +33,7 @@ from fedmoe_pl.models.gates import (
     ProxyGate,
     SwitchNormGate,
 )
+from fedmoe_pl.models.layers import SwitchNorm1d
 from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, ClusteredAdapterMoE, LayerwiseAdapterMoE
 from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -39,8 +41,6 @@ from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
-from fedmoe_pl.models.normalization import SwitchNorm1d
-from fedmoe_pl.models.pretrained import pretrained
 from fedmoe_pl.models.routers import AdaptiveTokenGate, SimilarityGate, TokenGate
 
 __all__ = [

@@ -38,7 +38,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of, tr
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.normalization import has_batch_norm
+from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
 
 _AVERAGES = (StochasticWeightAveraging, WeightAveraging)  # of the parameters after several steps

@@ -11,7 +11,7 @@ from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import APFL, FML, Ditto, FedBN, FedKD, FedRep, PerFedAvg, PFedMe
-from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
+from fedmoe_pl.algorithms.shared.parts import warn_of_mixture
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import ConstantGate, EqualWeights, GlobalOnly, LocalOnly
 from fedmoe_pl.phases.phase import Phase

@@ -15,8 +15,7 @@ from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend, WorkersBackend
 from fedmoe_pl.backends.workers.pickling import dumps, loads
-from fedmoe_pl.backends.workers.worker import Worker
-from fedmoe_pl.backends.workers.workers_backend import RemoteWorker
+from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, Worker
 from helpers import OneWeight
 from helpers.backends import begin
 from helpers.runs import data, model

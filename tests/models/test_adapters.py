@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms import FedALT, FedLEASE, Local
-from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import Freezing
 from fedmoe_pl.models import (
     AdapterMoE,
     AdaptiveTokenGate,

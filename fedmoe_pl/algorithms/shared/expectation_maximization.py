@@ -12,8 +12,14 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Client, Constants
-from fedmoe_pl.algorithms.shared.parts import computed_with, evaluation_copy, pair_of, pairs_of
-from fedmoe_pl.algorithms.shared.requirements import check_mixing, check_sparse
+from fedmoe_pl.algorithms.shared.parts import (
+    check_mixing,
+    check_sparse,
+    computed_with,
+    evaluation_copy,
+    pair_of,
+    pairs_of,
+)
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import evaluating

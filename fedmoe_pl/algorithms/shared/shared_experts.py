@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pair_of, pairs_of
-from fedmoe_pl.algorithms.shared.requirements import check_sparse
+from fedmoe_pl.algorithms.shared.parts import check_sparse, evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE

@@ -15,7 +15,7 @@ from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.local_client import end_client, trainable_names
 from fedmoe_pl.backends.loop import in_one_step
 from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
-from fedmoe_pl.backends.stacked.private_stack import make_stack
+from fedmoe_pl.backends.stacked.stack import make_stack
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining

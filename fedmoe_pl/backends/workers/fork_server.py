@@ -24,7 +24,7 @@ from multiprocessing.util import (
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT
+from fedmoe_pl.backends.workers.workers_backend import WORKER_ENVIRONMENT
 
 FORKS = sys.platform == "linux"
 """Whether workers can be forked. On other systems, libraries of the system do not survive that."""

@@ -23,8 +23,13 @@ from fedmoe_pl.backends.backend import Backend
 from fedmoe_pl.backends.failures import portable
 from fedmoe_pl.backends.workers.fork_server import is_server_ready, start_server
 from fedmoe_pl.backends.workers.pickling import SharedObject
-from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
-from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersBackend
+from fedmoe_pl.backends.workers.workers_backend import (
+    WORKER_ENVIRONMENT,
+    RemoteWorker,
+    Worker,
+    WorkerDied,
+    WorkersBackend,
+)
 from fedmoe_pl.data import FederatedDataModule
 
 _IDLE = 0.5  # seconds without work, after which a worker gives its freed memory back

@@ -20,8 +20,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend
 from fedmoe_pl.backends.workers.pickling import Pickled, dumps, loads
-from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
-from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersBackend
+from fedmoe_pl.backends.workers.workers_backend import (
+    WORKER_ENVIRONMENT,
+    RemoteWorker,
+    Worker,
+    WorkerDied,
+    WorkersBackend,
+)
 from fedmoe_pl.checks import check_at_least, reason_of
 from fedmoe_pl.data import FederatedDataModule
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,13 +18,69 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import Self
 
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan, group_size
-from fedmoe_pl.backends.failures import Failure
+from fedmoe_pl.backends.failures import Failure, portable
+from fedmoe_pl.backends.local_client import data_on
+from fedmoe_pl.backends.rounding import precisions, set_backend
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
-from fedmoe_pl.backends.workers.worker import torch_settings
+from fedmoe_pl.backends.workers.pickling import Pickled, dumps, loads, sendable
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
+
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # otherwise glibc returns the buffers of large batches to the system in every step: 15 to 35 percent of its time
+    "MALLOC_MMAP_THRESHOLD_": "268435456",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+"""Environment of a worker process, which libraries read when they are loaded."""
+
+_CUDNN = ("benchmark", "deterministic")
+
+
+def torch_settings() -> list[Callable[[], None]]:
+    """The settings of this process that affect results, as calls that make them in another process."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return [
+        partial(torch.set_default_dtype, torch.get_default_dtype()),
+        partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warn_only),
+        *(partial(set_backend, f"cudnn.{name}", getattr(torch.backends.cudnn, name)) for name in _CUDNN),
+        *(partial(each.set, each.value) for each in precisions()),
+    ]
+
+
+class Worker:
+    """Does the work in a worker process."""
+
+    def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
+        self.datamodule = data_on(datamodule, device)
+        self.device = device
+
+    def work(self, phase: Pickled | None, server: bytes | None, groups: bytes) -> bytes:
+        """Does a job for some groups of clients; phase and server's state are those of the last call if left out."""
+        try:
+            if phase is not None:
+                self._begin_phase(phase)
+            if server is not None:
+                self.server = loads(server, known=self.plan.training.initial)
+            job, chunk, kept = pickle.loads(groups)
+            return dumps(job(self.plan, self.server, chunk, kept), known=self.plan.training.initial)
+        except Exception as error:
+            raise portable(error) from error
+
+    def _begin_phase(self, phase: Pickled) -> None:
+        pickled, buffers = phase
+        plan, settings = loads(pickled, self.datamodule, buffers=buffers)
+        for apply in settings:
+            apply()
+        if (before := getattr(self, "plan", None)) is not None:
+            before.training.elsewhere.clear()
+        on_cpu = plan.training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs
+        self.plan = plan.begin(replace(plan.training, device=torch.device("cpu") if on_cpu else self.device))
+
 
 _CHUNKS = 4  # of clients to train, per worker at least, so that none waits long for the last one
 _PARTS = 32  # of groups to evaluate, likewise

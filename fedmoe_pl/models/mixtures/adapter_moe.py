@@ -76,7 +76,7 @@ class AdapterMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(**kwargs)
         if not isinstance(base, nn.Module) or hasattr(base, "peft_config"):
-            allowed = "a module without adapters of peft, such as one of fedmoe_pl.models.pretrained"
+            allowed = "a module without adapters of peft, such as one of fedmoe_pl.models.experts"
             raise InvalidArgumentError(self, "base", base, allowed)
         if not isinstance(lora, LoRA):
             raise InvalidArgumentError(self, "lora", lora, "a fedmoe_pl.models.LoRA")

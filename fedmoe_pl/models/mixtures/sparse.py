@@ -15,9 +15,8 @@ from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least,
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate
 from fedmoe_pl.models.inputs import Inputs, call
-from fedmoe_pl.models.layers import draw_anew, layer_without_reset
+from fedmoe_pl.models.layers import draw_anew, has_batch_norm, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
-from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import copy_module
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
