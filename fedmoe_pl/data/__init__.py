@@ -11,6 +11,7 @@ from fedmoe_pl.data.datasets.client_folders import ClientFolders
 from fedmoe_pl.data.datasets.csv_file import CsvFile
 from fedmoe_pl.data.datasets.femnist import FEMNIST
 from fedmoe_pl.data.datasets.image_folder import ImageFolder
+from fedmoe_pl.data.datasets.images import ImageDataModule
 from fedmoe_pl.data.datasets.npz import NpzFile
 from fedmoe_pl.data.datasets.own import FromDataModule, FromDatasets
 from fedmoe_pl.data.datasets.scikit_learn import Diabetes, Digits
@@ -59,6 +60,7 @@ __all__ = [
     "FederatedDataModule",
     "FromDataModule",
     "FromDatasets",
+    "ImageDataModule",
     "ImageFolder",
     "MajorityClasses",
     "MapStyleData",

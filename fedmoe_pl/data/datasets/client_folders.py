@@ -10,11 +10,10 @@ import numpy as np
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import numbered_classes
-from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import VisibleImages, read_images
+from fedmoe_pl.data.datasets.images import ImageDataModule, VisibleImages, read_images
 
 
-class ClientFolders(FederatedDataModule):
+class ClientFolders(ImageDataModule):
     """A user's own images, a folder for each client with one for each of its classes: ``hospital_A/tumour/1.png``.
 
     Clients are called as their folders, and numbered in the sorted order of their names. Classes are numbered in the
@@ -28,11 +27,7 @@ class ClientFolders(FederatedDataModule):
             ``root``. The global test set has the test images of all clients.
         classes: names of all classes, in the order of their numbers; others are refused. None for those in the folders.
             Needed in a deployed federation, where no client sees the folders of the others.
-        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
-            None for images that all have the same size.
-        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel; None to compute it.
-        **kwargs: arguments of ``FederatedDataModule``.
+        **kwargs: arguments of ``ImageDataModule``.
     """
 
     def __init__(
@@ -40,18 +35,12 @@ class ClientFolders(FederatedDataModule):
         root: str,
         test_root: str | None = None,
         classes: list[str] | None = None,
-        image_size: int | None = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(pool=test_root is None, **kwargs)
         self.root = root
         self.test_root = test_root
         self.classes = classes
-        self.image_size = image_size
-        self.mean = mean
-        self.std = std
 
     def load(self) -> Arrays:
         """Reads all images."""

@@ -18,13 +18,12 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import are_integers, numbered_classes
 from fedmoe_pl.data.client_names import files_of_clients
-from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import read_images
+from fedmoe_pl.data.datasets.images import ImageDataModule, read_images
 
 _MISSING = ("nan", "nat", "<na>", "null", "#n/a")  # what pandas, databases and Excel write for no value
 
 
-class CsvFile(FederatedDataModule):
+class CsvFile(ImageDataModule):
     """A user's own table, in one CSV file with a column of clients, or in a file for each client.
 
     The other columns are numbers, which are not changed, or one of them has the files of images. The inputs of a sample
@@ -41,11 +40,7 @@ class CsvFile(FederatedDataModule):
         test_path: file or folder like ``path`` of test samples; None to hold out ``test_fraction`` of each client's.
         classes: names of all classes, in the order of their numbers; others are refused. None for those in the table.
             Needed in a deployed federation, where no client sees the tables of the others.
-        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
-            None for images that all have the same size.
-        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel; None to compute it.
-        **kwargs: arguments of ``FederatedDataModule``.
+        **kwargs: arguments of ``ImageDataModule``.
     """
 
     def __init__(
@@ -56,9 +51,6 @@ class CsvFile(FederatedDataModule):
         images: str | None = None,
         test_path: str | None = None,
         classes: list[str] | None = None,
-        image_size: int | None = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(pool=test_path is None, **kwargs)
@@ -68,9 +60,6 @@ class CsvFile(FederatedDataModule):
         self.images = images
         self.test_path = test_path
         self.classes = classes
-        self.image_size = image_size
-        self.mean = mean
-        self.std = std
 
     def load(self) -> Arrays:
         """Reads the tables, and the images that they name."""

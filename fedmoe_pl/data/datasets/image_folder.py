@@ -6,11 +6,10 @@ from typing import Any
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import numbered_classes
-from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import VisibleImages, read_images
+from fedmoe_pl.data.datasets.images import ImageDataModule, VisibleImages, read_images
 
 
-class ImageFolder(FederatedDataModule):
+class ImageFolder(ImageDataModule):
     """A user's own images, one folder per class, such as ``train/cat/1.png`` and ``test/cat/2.png``.
 
     Images are read as RGB, with 8 bits per channel, and rotated according to their EXIF orientation, also those in
@@ -21,31 +20,21 @@ class ImageFolder(FederatedDataModule):
     Args:
         train_dir: folder of the training images.
         test_dir: folder of the images of the global test set, of the same classes.
-        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
-            None for images that all have the same size.
-        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel; None to compute it.
         classes: names of all classes, in the order of their numbers; others are refused. None for those in
             ``train_dir``. Needed in a deployed federation, where no client sees the folders of the others.
-        **kwargs: arguments of ``FederatedDataModule``.
+        **kwargs: arguments of ``ImageDataModule``.
     """
 
     def __init__(
         self,
         train_dir: str,
         test_dir: str,
-        image_size: int | None = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         classes: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.train_dir = train_dir
         self.test_dir = test_dir
-        self.image_size = image_size
-        self.mean = mean
-        self.std = std
         self.classes = classes
 
     def load(self) -> Arrays:

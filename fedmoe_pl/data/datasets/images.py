@@ -1,4 +1,4 @@
-"""Shapes and sizes of image data sets."""
+"""Images of data sets: their files, shapes and sizes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,34 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file
 from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of
+from fedmoe_pl.data.datamodule import FederatedDataModule
 
 _MOST_ELONGATED = 100  # times as long as wide; of a longer image, the square centre shows nearly nothing
 _PIXELS_AT_ONCE = 2**24
+
+
+class ImageDataModule(FederatedDataModule):
+    """The base of data that may be images.
+
+    Args:
+        image_size: length to which the shorter side of every image is resized when it is read, before its square
+            centre is cut out; None to keep their sizes, which must then be the same.
+        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
+        std: standard deviation of each channel; None to compute it.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        image_size: int | None = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.image_size = image_size
+        self.mean = mean
+        self.std = std
 
 
 def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Tensor:

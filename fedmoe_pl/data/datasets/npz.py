@@ -13,14 +13,13 @@ from torch import Tensor
 from fedmoe_pl.checks import InvalidArgumentError, tried
 from fedmoe_pl.data.arrays import Arrays, type_and_shape
 from fedmoe_pl.data.client_names import files_of_clients
-from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import channels_first, resize
+from fedmoe_pl.data.datasets.images import ImageDataModule, channels_first, resize
 
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("client_train", "client_test")
 
 
-class NpzFile(FederatedDataModule):
+class NpzFile(ImageDataModule):
     """A user's own arrays in one .npz file, or in one for each client.
 
     A file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and may hold ``client_train`` and
@@ -32,26 +31,16 @@ class NpzFile(FederatedDataModule):
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.npz``.
-        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
-            None to keep their size.
-        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel; None to compute it.
-        **kwargs: arguments of ``FederatedDataModule``.
+        **kwargs: arguments of ``ImageDataModule``.
     """
 
     def __init__(
         self,
         path: str,
-        image_size: int | None = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.path = path
-        self.image_size = image_size
-        self.mean = mean
-        self.std = std
 
     def load(self) -> Arrays:
         """Reads the file or files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,40 +11,29 @@ from torchvision import datasets
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import channels_first, resize
+from fedmoe_pl.data.datasets.images import ImageDataModule, channels_first, resize
 
 EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
 
-class TorchvisionDataModule(FederatedDataModule):
+class TorchvisionDataModule(ImageDataModule):
     """The base of torchvision's data sets, which are read into memory as a whole; derive from it and write ``read``.
 
     Args:
         root: folder with the files; missing ones are downloaded into it.
         download: whether ``prepare_data`` downloads missing files.
-        image_size: length to which the shorter side of every image is resized when it is read, before its square
-            centre is cut out; None to keep their size.
-        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel; None to compute it.
-        **kwargs: arguments of ``FederatedDataModule``.
+        **kwargs: arguments of ``ImageDataModule``.
     """
 
     def __init__(
         self,
         root: str = "data",
         download: bool = True,
-        image_size: int | None = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.download = download
-        self.image_size = image_size
-        self.mean = mean
-        self.std = std
 
     @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
@@ -80,7 +70,18 @@ class TorchvisionDataModule(FederatedDataModule):
             raise InvalidArgumentError(self, "root", self.root, allowed, " ".join(str(error).split())) from error
 
 
-class MNIST(TorchvisionDataModule):
+class _InTwoParts(TorchvisionDataModule):
+    """Those whose parts torchvision tells apart by ``train``."""
+
+    dataset: Callable[..., Any]
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Reads one part."""
+        data = self.dataset(self.root, train=train, download=download)
+        return data.data, data.targets
+
+
+class MNIST(_InTwoParts):
     """MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels, 10 classes.
 
     Args:
@@ -89,18 +90,15 @@ class MNIST(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
+    dataset = datasets.MNIST
+
     def __init__(
         self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
 
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.MNIST(self.root, train=train, download=download)
-        return data.data, data.targets
 
-
-class FashionMNIST(TorchvisionDataModule):
+class FashionMNIST(_InTwoParts):
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels, 10 classes.
 
     It is normalized by default with the constants of MNIST, as in PFL-MoE.
@@ -111,15 +109,12 @@ class FashionMNIST(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
+    dataset = datasets.FashionMNIST
+
     def __init__(
         self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
-
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.FashionMNIST(self.root, train=train, download=download)
-        return data.data, data.targets
 
 
 class EMNIST(TorchvisionDataModule):
@@ -141,7 +136,7 @@ class EMNIST(TorchvisionDataModule):
         return data.data.transpose(1, 2), data.targets - first
 
 
-class CIFAR10(TorchvisionDataModule):
+class CIFAR10(_InTwoParts):
     """CIFAR-10: 50,000 training and 10,000 test images in colour, 32 x 32 pixels, 10 classes.
 
     It is normalized by default with the constants of PFL-MoE.
@@ -152,6 +147,8 @@ class CIFAR10(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
+    dataset = datasets.CIFAR10
+
     def __init__(
         self,
         mean: tuple[float, ...] | None = (0.4914, 0.4822, 0.4465),
@@ -160,19 +157,11 @@ class CIFAR10(TorchvisionDataModule):
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
 
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.CIFAR10(self.root, train=train, download=download)
-        return data.data, data.targets
 
-
-class CIFAR100(TorchvisionDataModule):
+class CIFAR100(_InTwoParts):
     """CIFAR-100: 50,000 training and 10,000 test images in colour, 32 x 32 pixels, 100 classes."""
 
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.CIFAR100(self.root, train=train, download=download)
-        return data.data, data.targets
+    dataset = datasets.CIFAR100
 
 
 class SVHN(TorchvisionDataModule):
