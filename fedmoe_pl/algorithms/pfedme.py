@@ -99,12 +99,13 @@ class PFedMe(PersonalModel):
         w, theta = (dict(expert.named_parameters()) for expert in experts)
         center = {name: w[name].detach() for name in constants["names"]}
         start = {name: theta[name].detach() for name in constants["names"]}
-        inner = start
+        kept, inner = 1 - self.inner_lr * (self.weight + self.decay), start
+        pull = {name: self.inner_lr * self.weight * tensor for name, tensor in center.items()}
         for _ in range(self.inner_steps):
             gradient = expert_gradient(module, "local_expert", inner, batch)
+            # inner - inner_lr (gradient + weight (inner - center) + decay inner), in two operations for each tensor
             inner = {
-                name: tensor
-                - self.inner_lr * (gradient[name] + self.weight * (tensor - center[name]) + self.decay * tensor)
+                name: torch.add(pull[name], tensor, alpha=kept).sub(gradient[name], alpha=self.inner_lr)
                 for name, tensor in inner.items()
             }
         of_w = {name: self.weight * (center[name] - tensor) for name, tensor in inner.items()}
