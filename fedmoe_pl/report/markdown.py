@@ -23,10 +23,8 @@ def markdown(conditions: Sequence[Condition]) -> str:
         parts += [f"### {in_markdown(condition.name)}"] if condition.name else []
         parts += [in_markdown(" ".join(facts)), methods_table(condition).markdown()]
         if condition.choices.rounds and (curves := curve_table(condition)).rows:
-            parts += [
-                f"{axis_label(condition.metric).capitalize()}, after some rounds (a dash where a method was not evaluated):",
-                curves.markdown(),
-            ]
+            of = axis_label(condition.metric).capitalize()
+            parts += [f"{of}, after some rounds (a dash where a method was not evaluated):", curves.markdown()]
         if (target := condition.choices.target) is not None:
             parts += [
                 in_markdown(cost_text(condition, target)),

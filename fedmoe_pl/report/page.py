@@ -153,7 +153,8 @@ def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     why = f"No curve of {', '.join(once)}." if once else ""
     if not condition.choices.rounds:
         return Block("Learning curves", why, pictures=pictures)
-    text = f"{axis_label(condition.metric)}, mean over the clients; a dash where a method was not evaluated. {why}".rstrip()
+    of = axis_label(condition.metric)
+    text = f"{of}, mean over the clients; a dash where a method was not evaluated. {why}".rstrip()
     return Block("Learning curves", text, curve_table(condition), pictures)
 
 
