@@ -76,8 +76,8 @@ def wait_for(
     for client, description in sorted(descriptions.items()):
         if difference := difference_of_numbers(description["class_numbers"], numbers):
             raise MisconfigurationException(
-                f"client {client} must number its classes as the clients before it do, but {difference}; the numbers "
-                "of a dataset with a target_transform are not compared."
+                f"client {client} must number its classes as the clients before it do, but {difference}; renumber "
+                "them, such as by a target_transform, with which they are not compared."
             )
         numbers |= description["class_numbers"]
         if keys := _different(descriptions[0], description, _COMMON):

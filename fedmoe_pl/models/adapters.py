@@ -469,7 +469,7 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
                 ) from error
         cast_adapter_dtype(base, _ADAPTER, lora.autocast_adapter_dtype)
         made = {path: layer for path, layer in base.named_modules() if isinstance(layer, LoraLayer)}
-        for path, layer in made.items():  # the base as it was
+        for path, layer in reversed(made.items()):  # the base as it was: parts of a wrapped layer first
             base.set_submodule(path, layer.get_base_layer())
         if hasattr(base, "peft_config"):
             del base.peft_config

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fedmoe_pl.callbacks.cost_to_target import between, target_rows
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import value_text
-from fedmoe_pl.report.tables import Condition, Method, Table
+from fedmoe_pl.report.tables import Condition, Method, Table, words
 
 
 class Cost(NamedTuple):
@@ -34,6 +34,26 @@ def cost_table(condition: Condition, metric: str, target: float) -> Table:
         amounts = amount(cost.bytes, "B"), amount(cost.flops, "FLOP")
         rows.append([cost.label, rounds, *amounts, value_text(metric, cost.best)])
     return Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows)
+
+
+def target_of(condition: Condition) -> float:
+    """The target of the condition's metric: the chosen one, or what half of the methods reach."""
+    chosen = condition.choices.target
+    return default_target(condition, condition.metric) if chosen is None else chosen
+
+
+def cost_text(condition: Condition, target: float) -> str:
+    """What the numbers of the table are."""
+    metric = condition.metric
+    reached = value_text(metric, target) + (" percent" if metric in METRICS else "")
+    several = max(len(method.runs) for method in condition.methods) > 1
+    return (
+        f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds (11 to "
+        "20 if the rounds 10 and 20 were evaluated, and none between them; a dash if none of the evaluated rounds "
+        "reached it), everything sent by or to any client, and all local training. Both are counted up to the last "
+        "of these rounds, with all rounds of the phases that a method starts from"
+        f"{'. Means over the seeds that reached it' if several else ''}."
+    )
 
 
 def costs(condition: Condition, metric: str, target: float) -> list[Cost]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.logs.summary import axis_label
+from fedmoe_pl.report.costs import cost_table, cost_text
 from fedmoe_pl.report.tables import Condition, curve_table, evaluated, explanation, in_markdown, methods_table
 
 
@@ -22,7 +23,13 @@ def markdown(conditions: Sequence[Condition]) -> str:
         parts += [f"### {in_markdown(condition.name)}"] if condition.name else []
         parts += [in_markdown(" ".join(facts)), methods_table(condition).markdown()]
         if condition.choices.rounds and (curves := curve_table(condition)).rows:
-            parts += [f"{axis_label(condition.metric).capitalize()}, after some rounds:", curves.markdown()]
+            of = axis_label(condition.metric).capitalize()
+            parts += [f"{of}, after some rounds (a dash where a method was not evaluated):", curves.markdown()]
+        if (target := condition.choices.target) is not None:
+            parts += [
+                in_markdown(cost_text(condition, target)),
+                cost_table(condition, condition.metric, target).markdown(),
+            ]
         parts += _bullets([line for line in lines if line not in common])
         explained += explanation(condition)
     return "\n\n".join([*parts, *_bullets([*dict.fromkeys(explained), *common])])

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from fedmoe_pl.callbacks.figures import INK, Style, by_class, gate_figure, partition_figure
 from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 from fedmoe_pl.logs.summary import axis_label, value_text
-from fedmoe_pl.report.costs import cost_table, default_target
+from fedmoe_pl.report.costs import cost_table, cost_text, target_of
 from fedmoe_pl.report.pictures import AMOUNTS, Picture, cost_figure, curves_figure, distribution_figure, picture
 from fedmoe_pl.report.runs import metrics_of
 from fedmoe_pl.report.settings import differences
@@ -145,11 +145,16 @@ def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
         for metric in condition.metrics
         if (figure := curves_figure(condition.methods, metric, styles))
     ]
-    once = [method.label for method in condition.methods if all(len(run.rounds) == 1 for run in method.runs)]
-    why = f"No curve of {', '.join(once)}: only one round was evaluated (evaluate_every_n_rounds)." if once else ""
+    once = [
+        f"{method.label} ({'one round' if last == 1 else f'only round {last} was evaluated: evaluate_every_n_rounds'})"
+        for method in condition.methods
+        if all(len(run.rounds) == 1 for run in method.runs) and (last := max(int(r["round"]) for r in method.results))
+    ]
+    why = f"No curve of {', '.join(once)}." if once else ""
     if not condition.choices.rounds:
         return Block("Learning curves", why, pictures=pictures)
-    text = f"{axis_label(condition.metric)}, mean over the clients, after evaluated rounds. {why}".rstrip()
+    of = axis_label(condition.metric)
+    text = f"{of}, mean over the clients; a dash where a method was not evaluated. {why}".rstrip()
     return Block("Learning curves", text, curve_table(condition), pictures)
 
 
@@ -167,14 +172,8 @@ def _distribution_block(condition: Condition, styles: Mapping[str, Style]) -> Bl
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     metric = condition.metric
-    target = default_target(condition, metric) if condition.choices.target is None else condition.choices.target
+    target = target_of(condition)
     table = None if math.isnan(target) else cost_table(condition, metric, target)
-    reached = value_text(metric, target) + (" percent" if metric in METRICS else "")
-    text = (
-        f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds (11 to "
-        "20 if the rounds 10 and 20 were evaluated, and none between them), everything sent by or to any client, and "
-        "all local training, with all rounds of the phases that a method starts from."
-    )
     pictures = []
     for amount, name in AMOUNTS.items():
         if figure := cost_figure(condition.methods, metric, amount, styles):
@@ -182,7 +181,7 @@ def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
             pictures.append(picture(f"{amount} {metric} {condition.name}", caption, figure))
     if table is None or not table.rows:
         return Block("Cost to a target", pictures=pictures)
-    return Block("Cost to a target", text, table, pictures)
+    return Block("Cost to a target", cost_text(condition, target), table, pictures)
 
 
 def _gate_block(condition: Condition) -> Block:

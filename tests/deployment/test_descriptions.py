@@ -12,7 +12,7 @@ from helpers.deployed import Changing, Passing, deploy, federation, killed, part
 from helpers.methods import METHODS, data
 from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fedmoe_pl import Train
 from fedmoe_pl.backends import TrainerBackend
@@ -230,12 +230,36 @@ def test_samples_that_are_read_one_by_one(tmp_path):
     assert_same(server.run.states["FedPer"].server, simulation.run.states["FedPer"].server)
 
 
-def in_folders(path, *folders, targets=None):
+class OfHuggingFace(Dataset):
+    """Pairs from a dataset of Hugging Face, whose column of classes has names."""
+
+    def __init__(self, samples):
+        datasets = pytest.importorskip("datasets")
+        classes = datasets.ClassLabel(names=[*samples.class_to_idx, *"xyz"[len(samples.class_to_idx) :]])
+        columns = {"x": samples.x.numpy(), "y": samples.targets.tolist()}
+        self.dataset = datasets.Dataset.from_dict(columns).cast_column("y", classes).with_format("torch")
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]["x"].double(), int(self.dataset[index]["y"])
+
+
+def two_parts(samples):
+    return ConcatDataset([Subset(samples, range(2)), Subset(samples, range(2, len(samples)))])
+
+
+KINDS = {"folder": lambda samples: samples, "parts": two_parts, "Hugging Face": OfHuggingFace}
+
+
+def in_folders(path, *folders, kind="folder", targets=None):
     """Clients with folders of these names, which torchvision's ImageFolder numbers in their order."""
     clients = {}
     for client, (part, names) in enumerate(zip(data().partitioner.parts, folders, strict=True)):
         samples = lazy(samples=part)
         samples.train_dataset.class_to_idx = {name: np.int64(number) for number, name in enumerate(names)}
+        samples.train_dataset = KINDS[kind if names else "folder"](samples.train_dataset)
         samples.targets = targets
         of_client = federation(METHOD.phases(), path, **OF_TRAINER)
         clients[client] = Participant(of_client, METHOD.model(), samples, client, path / f"{client}")
@@ -243,12 +267,14 @@ def in_folders(path, *folders, targets=None):
 
 
 @pytest.mark.parametrize(
-    ("folders", "difference"), [(("abc", "bc"), "'b' is 0, not 1"), (("ab", "c"), "'c' and 'a' are both 0")]
+    ("folders", "difference"), [(("abc", "bca"), "'b' is 0, not 1"), (("ab", "c"), "'c' and 'a' are both 0")]
 )
-@pytest.mark.parametrize("targets", [None, lambda dataset: [y for _, y in dataset]], ids=["found", "given"])
-def test_folders_that_number_a_class_differently_are_refused_together(targets, folders, difference, tmp_path):
-    transport = in_folders(tmp_path, folders[0], "", folders[1], "", "", targets=targets)
-    refused = f"^client 2 must number its classes as the clients before it do, but {difference}; the numbers of"
+@pytest.mark.parametrize(
+    ("kind", "targets"), [*((kind, None) for kind in KINDS), ("folder", lambda dataset: [y for _, y in dataset])]
+)
+def test_folders_that_number_a_class_differently_are_refused_together(kind, targets, folders, difference, tmp_path):
+    transport = in_folders(tmp_path, folders[0], "", folders[1], "", "", kind=kind, targets=targets)
+    refused = f"^client 2 must number its classes as the clients before it do, but {difference}; renumber them, such as"
     with pytest.raises(MisconfigurationException, match=refused):
         serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), transport, 5)
 

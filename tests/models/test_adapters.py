@@ -488,13 +488,17 @@ def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
 # --- refusals ---
 
 
-def test_a_layer_that_the_base_does_not_call_is_refused():
+@pytest.mark.parametrize(
+    ("target", "refused"),
+    [
+        ("out_proj", r"target_modules is 'self_attn\.out_proj'.*that the base calls"),
+        ("self_attn", r"target_modules is 'self_attn', but must be linear layers.* it is a MultiheadAttention"),
+    ],
+)
+def test_torch_s_attention_is_refused(target, refused):
     attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    module = LayerwiseAdapterMoE(attention, LoRA(["out_proj"]), GlobalOnly())
-    with pytest.raises(
-        MisconfigurationException, match=r"target_modules is 'self_attn\.out_proj'.*that the base calls"
-    ):
-        module(torch.zeros(2, 3, 8))
+    with pytest.raises(MisconfigurationException, match=refused):
+        LayerwiseAdapterMoE(attention, LoRA([target]), GlobalOnly())(torch.zeros(2, 3, 8))
 
 
 def test_a_fused_layer_of_torch_asks_its_adapters_in_eval_mode_too():

@@ -209,8 +209,10 @@ def test_costs_are_those_until_the_target_with_the_phases_that_a_method_starts_f
     rounds = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
     best = max(float(row["reweighted_test_mean"]) for row in rounds)
     target = best if target == "best" else float(target)
-    parsed, _ = written(finished, "--target", repr(target), "--metric", LOCAL)
-    (costs,) = ({row[0]: row for row in table} for table in parsed.tables.values() if "sent" in table[0])
+    parsed, markdown = written(finished, "--target", repr(target), "--metric", LOCAL)
+    (table,) = (table for table in parsed.tables.values() if "sent" in table[0])
+    assert table in markdown_tables(markdown)
+    costs = {row[0]: row for row in table}
     reached = next(row for row in rounds if float(row["reweighted_test_mean"]) >= target)
     expected = {"FedAvg": (reached["round"], reached)}
     if target < best:  # all reach it
@@ -311,6 +313,9 @@ def test_accuracies_after_some_rounds_are_a_table(copied, written):
     second, last = (f"{100 * float(rounds[number]['global_test_mean']):.2f}" for number in ("2", "4"))
     assert lines == [["FedAvg", second, "-", last, "-"]], "the others have one round"
     assert [header, *lines] in parsed.tables.values()
+    write_csv(folder / "rounds.csv", [row for row in rows if row["method"] != "FedAvg" or row["round"] == "4"])
+    parsed, _ = written(folder)
+    assert "No curve of Local (one round), FedAvg (only round 4 was evaluated: evaluate_every_n_rounds)" in parsed.text
 
 
 def test_clients_that_have_names_have_a_table(copied, written):
