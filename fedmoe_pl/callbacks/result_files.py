@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
+from pathlib import Path
+
+from lightning.pytorch.loggers import TensorBoardLogger
 
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.evaluation.evaluation import Evaluation, gate_rows
@@ -70,7 +75,7 @@ class ResultFiles(FederationCallback):
                 path.unlink()
 
     def on_fit_end(self, run: Run) -> None:
-        """Prints the table, and how often clients failed."""
+        """Prints the table, how often clients failed, and what shows the results."""
         if not run.results:
             return
         lines = [format_table(run.results.values())]
@@ -78,5 +83,8 @@ class ResultFiles(FederationCallback):
             times = ", ".join(f"{name} {number}" for name, number in failed.items())
             lines.append(f"Clients that failed or dropped out, counted over all rounds: {times}.")
             lines.append("One that never trained is evaluated with the model that it began with.")
-        lines.append(f"\nFiles: {run.folder}")
-        print("", *lines, sep="\n", flush=True)
+        lines.append(f"\nFiles: {run.folder}\nNext:  {shlex.join(['fedmoe', 'report', str(run.folder)])}")
+        boards = [str(Path(each.log_dir)) for each in run.loggers.all if isinstance(each, TensorBoardLogger)]
+        lines += [f"       {shlex.join(['tensorboard', '--logdir', folder])}" for folder in boards]
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # which may lack the letters of a name
+        print("\n".join(["", *lines]).encode(encoding, "backslashreplace").decode(encoding), flush=True)

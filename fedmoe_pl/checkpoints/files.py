@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -17,8 +18,9 @@ from weakref import ref
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fedmoe_pl.trees import Tree, bits_of, same_bits
@@ -355,15 +357,31 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def acquired(path: Path, timeout: float = 0) -> BaseFileLock:
+    """A lock, which this process holds now; where the file system has none, a file whose existence is the lock."""
+    try:
+        lock = FileLock(path)
+        lock.acquire(timeout)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        lock = SoftFileLock(path.with_name(f"{path.name}_file"))
+        rank_zero_warn(
+            f"The file system of '{path.parent}' has no locks ({error.strerror}). In their place, the file "
+            f"'{lock.lock_file}' keeps other processes out; if one was killed, remove it."
+        )
+        lock.acquire(timeout)
+    return lock
+
+
 @contextmanager
 def exclusive(path: Path, taken: str, unusable: Callable[[OSError], Exception]) -> Iterator[None]:
     """Keeps other processes from a lock until this context ends.
 
     The kernel ends the lock with the process, also when it is killed. Worker processes do not have it.
     """
-    lock = FileLock(path)
     try:
-        lock.acquire(timeout=0)
+        lock = acquired(path)
     except Timeout as error:
         raise MisconfigurationException(taken) from error
     except OSError as error:

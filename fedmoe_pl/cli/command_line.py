@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
 import shlex
 import sys
+import threading
 import traceback
 import warnings
 from argparse import ArgumentError
@@ -16,6 +18,7 @@ from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse._deprecated import JsonargparseDeprecationWarning
 from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
@@ -289,6 +292,11 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:] if args is None else args
+    if args is None:  # what Lightning itself calls by old names is no error of the user's, also with -W error
+        warnings.filterwarnings("ignore", category=JsonargparseDeprecationWarning)
+        # that of TensorBoard's thread is raised in this one as well
+        threading.excepthook = lambda args: None if _is_full(args.exc_value) else threading.__excepthook__(args)
+        warnings.filterwarnings("ignore", ".isinstance.treespec, LeafSpec.. is deprecated", FutureWarning)
     try:
         if isinstance(arguments, list) and arguments[0] in _OTHERS:
             _run_other(*map(str, arguments))
@@ -299,6 +307,11 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if not _is_full(error):
+            raise
+        print(f"fedmoe: {error.strerror}; make room, and continue the run with --ckpt_path last.", file=sys.stderr)
+        sys.exit(2)
     except ClientError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
@@ -306,6 +319,11 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether the disk, or the user's share of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _benchmark(arguments: list[str]) -> None:

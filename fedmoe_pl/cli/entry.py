@@ -6,6 +6,7 @@ import argparse
 import atexit
 import gc
 import importlib
+import io
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ def main(args: Any = None) -> None:
         args: command line arguments, as a list or, as LightningCLI takes it, as a dict; None takes ``sys.argv``.
     """
     arguments = sys.argv[1:] if args is None else args
+    if args is None and isinstance(sys.stdout, io.TextIOWrapper):  # names in an alphabet that the terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     if isinstance(arguments, list) and (not arguments or arguments[0] in _AT_ONCE or _is_unknown(arguments[0])):
         _answer(*map(str, arguments))
     else:

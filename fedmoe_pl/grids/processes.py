@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import yaml
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from fedmoe_pl.backends.fitting import cores_of_process
 from fedmoe_pl.checkpoints.checkpoint import LOCK
+from fedmoe_pl.checkpoints.files import acquired
 from fedmoe_pl.grids.cells import Cell, cut_run, finished_run, last_round
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
 from fedmoe_pl.rounds.interruption import Interruption, raising
@@ -99,12 +100,12 @@ def _await_other(title: str, cell: Cell) -> None:
     """Waits for a run that has outlived the process that started it, which was killed."""
     if (checkpoint := cut_run(cell)) is None:
         return
-    lock = FileLock(checkpoint.with_name(LOCK))
+    path = checkpoint.with_name(LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock = acquired(path)
     except Timeout:
         print(f"{title} is still run by a process of an earlier command, which is waited for", flush=True)
-        lock.acquire()
+        lock = acquired(path, timeout=-1)
     lock.release()
 
 

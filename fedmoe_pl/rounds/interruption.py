@@ -1,4 +1,4 @@
-"""Ends a run on Ctrl-C or SIGTERM within seconds, wherever it is, and requeues it on SLURM's signal."""
+"""Ends a run on a signal, such as Ctrl-C, within seconds, wherever it is, and requeues it on SLURM's signal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -39,7 +39,7 @@ class Interruption(BaseException):
 def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
     """In this context, a signal ends the run within seconds, also in a client's training, and how to continue is said.
 
-    The signals are Ctrl-C, SIGTERM and, in a job of SLURM, that for requeueing, after which the job is requeued. A
+    The signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR1, after which a job of SLURM is requeued. A
     second signal ends the process at once. So does a thread ten seconds after the first, if the main thread is in an
     operation that Python cannot interrupt. Signals that are ignored, or that the user handles, are left alone. So are
     all outside of the main thread, where Python has no signals; on Windows, only Ctrl-C is heard.
@@ -51,8 +51,9 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
         signum = end.signum if isinstance(end, Interruption) else signal.SIGINT
         checkpoint = run.folder / FILE
         if command is not None:
-            print(how_to_continue(signum, checkpoint, command), file=sys.stderr, flush=True)
-            if signum == getattr(signal, "SIGUSR1", None):
+            with suppress(OSError):  # the terminal is closed
+                print(how_to_continue(signum, checkpoint, command), file=sys.stderr, flush=True)
+            if signum == getattr(signal, "SIGUSR1", None) and SLURMEnvironment.detect():
                 requeue(runs, checkpoint)
         raise (KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)) from None
 
@@ -60,10 +61,10 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
 @contextmanager
 def _handled() -> Iterator[None]:
     """In this context, a signal raises :class:`Interruption` in the main thread, and another thread watches."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGHUP"):
         yield
         return
-    with raising(signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if SLURMEnvironment.detect() else [])) as handled:
+    with raising(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as handled:
         read, write = os.pipe()
         os.set_blocking(write, False)
         woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)

@@ -6,10 +6,12 @@ import copy
 import difflib
 import inspect
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
@@ -77,6 +79,9 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
         is_all = isinstance(value, float) and value == 1  # the integer is one batch
         if value not in (None, TRAINER_DEFAULTS[name]) and not is_all:
             raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
+    if SLURMEnvironment.detect() and (tasks := os.environ["SLURM_NTASKS"]) != "1":
+        because = "one process starts those that train clients; --cpus-per-task gives it cores"
+        raise InvalidArgumentError("SLURM", "--ntasks", int(tasks), "1", because)
     with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
         trainer = _trainer_with(arguments, owner, key)
         seconds = Timer(arguments.get("max_time")).time_remaining()

@@ -152,6 +152,18 @@ def test_progress_says_how_many_rounds_a_phase_had(run, capsys):
     assert lines == ["FedAvg: 1 round", "PFL MFE: given checkpoint", "PFL MFE: 1 round"]
 
 
+def test_the_end_of_a_run_names_the_next_commands_also_where_a_name_cannot_be_printed(run, monkeypatch):
+    run.results["опыт"] = replace(run.phases[0].evaluation, method="опыт")
+    run.folder /= "my run"
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    ResultFiles().on_fit_end(run)
+    text = out.buffer.getvalue().decode()  # pyright: ignore[reportAttributeAccessIssue]
+    assert r"\u043e\u043f\u044b\u0442" in text
+    next_ones = f"Next:  fedmoe report '{run.folder}'\n       tensorboard --logdir {run.folder.parent}/tb\n"
+    assert text.endswith(f"Files: {run.folder}\n{next_ones}")
+
+
 def test_result_files(run, capsys):
     run.fit(ResultFiles())
 

@@ -1,5 +1,6 @@
 """One process trains a run at a time."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.checkpoints.checkpoint import locked
+from fedmoe_pl.checkpoints.files import exclusive
 
 TRAINS = """
 import subprocess, sys
@@ -40,6 +42,27 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
         process.wait()
         run_of().fit(model(), data(), ckpt_path="last")
         os.killpg(process.pid, signal.SIGKILL)  # its own process, which did not hold the lock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_is_the_lock_where_the_file_system_has_none(number, tmp_path, monkeypatch):
+    def flock(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match=f"has no locks .{os.strerror(number)}.*lock_file.*keeps other") as said,
+            exclusive(tmp_path / "lock", "taken", lambda error: error),
+        ):
+            held = [*tmp_path.iterdir()]
+            with (
+                pytest.warns(UserWarning, match="has no locks"),
+                pytest.raises(MisconfigurationException, match="taken"),
+                exclusive(tmp_path / "lock", "taken", lambda error: error),
+            ):
+                pass
+        assert len(said) == 1 and {path.name for path in held} >= {"lock_file"}
 
 
 def test_the_lock_ends_with_the_run(tmp_path):

@@ -1,6 +1,7 @@
 """The command line: YAML in, a table out, and one line for what the user can fix."""
 
 import copy
+import errno
 import signal
 from pathlib import Path
 
@@ -93,6 +94,18 @@ def test_what_the_user_can_fix_is_one_line_that_names_the_key(sentence, tmp_path
     assert line.startswith("fedmoe: ")
     assert sentence in line
     assert not list(tmp_path.rglob("version_*")), "nothing was started"
+
+
+def test_a_full_disk_is_one_line_also_where_a_logger_notices(tmp_path, capsys, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_text", full)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", QUICKSTART, f"--federation.default_root_dir={tmp_path}"])
+    assert exit.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "fedmoe: No space left on device; make room, and continue the run with --ckpt_path last."
 
 
 @pytest.mark.few(1)

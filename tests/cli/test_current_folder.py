@@ -3,6 +3,7 @@
 import json
 import runpy
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -77,6 +78,13 @@ def test_the_installed_command_imports_modules_in_the_current_folder(own_folder,
     with pytest.raises(SystemExit) as exit:
         runpy.run_path(FEDMOE, run_name="__main__")
     assert not exit.value.code
+
+
+@pytest.mark.slow
+def test_warnings_of_what_lightning_calls_are_no_errors_of_the_user(own_folder):
+    command = [sys.executable, "-W", "error", "-m", "fedmoe_pl", "fit", "--config", "own.yaml"]
+    run = subprocess.run(command, cwd=own_folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 NOTES_WORKERS = """

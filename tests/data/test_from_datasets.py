@@ -152,18 +152,19 @@ def test_classes_and_groups_come_from_attributes_keys_or_functions():
     assert set_up(FromDatasets(parts, Noisy(3), num_clients=1)).y.tolist() == [2, 1, 0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("kind", ["list.json", "object.json", "arrays.npz", "function"])
-def test_indices_come_from_a_file_or_a_function(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["list.json", "object.json", "arrays.npz", "function", "lists"])
+def test_indices_come_from_lists_a_file_or_a_function(kind, tmp_path):
     parts = {"b": [3, 1], "a": [0, 5, 4]}
     path = str(tmp_path / kind)
     if kind == "arrays.npz":
         np.savez(path, **parts)
-    elif kind != "function":
+    elif kind.endswith("json"):
         (tmp_path / kind).write_text(json.dumps(parts if kind == "object.json" else [*parts.values()]))
-    partitioner = PredefinedIndices((lambda labels: parts.values()) if kind == "function" else path)
+    others = {"function": lambda labels: parts.values(), "lists": parts}
+    partitioner = PredefinedIndices(others.get(kind, path))
     data = set_up(FromDatasets(Noisy(6), Noisy(3), partitioner=partitioner))
     assert [part.tolist() for part in data.train_samples] == [[3, 1], [0, 5, 4]]
-    assert [*data.client_names] == (["b", "a"] if kind in ("object.json", "arrays.npz") else ["0", "1"])
+    assert [*data.client_names] == (["b", "a"] if kind in ("object.json", "arrays.npz", "lists") else ["0", "1"])
 
 
 def test_a_lightning_data_module_keeps_its_batches():

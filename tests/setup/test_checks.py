@@ -648,3 +648,9 @@ def test_algorithms_that_would_not_call_a_mixture_s_own_loss_are_refused(algorit
         return check_phase(phase, module, data(), 0)
     with pytest.raises(InvalidArgumentError, match=r"^Phase 'p': algorithm is a PerFedAvg, .* skip WithOwnLoss\.loss"):
         check_phase(phase, module, data(), 0)
+
+
+def test_a_job_of_slurm_with_several_tasks_is_told_what_to_ask_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(InvalidArgumentError, match=r"^SLURM: --ntasks is 2, but must be 1, because .*--cpus-per-task"):
+        federation(tmp_path).fit(model(), data())

@@ -12,6 +12,8 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts, group_by
 from fedmoe_pl.data.targets import imported
 
+IndexLists = Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
+
 
 class NaturalIds(Partitioner):
     """Gives every client the samples with its id in the data set, such as one writer's images.
@@ -38,13 +40,14 @@ class NaturalIds(Partitioner):
 
 
 class PredefinedIndices(Partitioner):
-    """Gives every client the samples that a file or a function says.
+    """Gives every client the samples that lists, a file or a function say.
 
     Args:
-        indices: a file with a list of indices for each client, or a function that gets the classes of the samples, as
-            an array, and returns such lists. A .json file has a list of lists, or an object with a list for each
-            client. An .npz file has an array for each client. Keys of an object, a dict or an .npz file are the
-            clients' names. Clients are numbered in the order of the lists. Samples that are in no list are not used.
+        indices: a list of indices for each client, a dict of such lists, a file with them, or a function that gets the
+            classes of the samples, as an array, and returns them. A .json file has a list of lists, or an object with a
+            list for each client. An .npz file has an array for each client. Keys of an object, a dict or an .npz file
+            are the clients' names. Clients are numbered in the order of the lists. Samples that are in no list are not
+            used.
 
     Raises:
         MisconfigurationException: when samples are dealt, if the lists cannot be read, a list is empty, an index is not
@@ -53,7 +56,7 @@ class PredefinedIndices(Partitioner):
 
     needs_classes = False
 
-    def __init__(self, indices: str | Callable[[np.ndarray], Sequence[Sequence[int]]]) -> None:
+    def __init__(self, indices: str | IndexLists | Callable[[np.ndarray], IndexLists]) -> None:
         self.indices = imported(indices)
 
     def __call__(  # noqa: D102
@@ -63,7 +66,8 @@ class PredefinedIndices(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray] | dict[str, np.ndarray]:
-        lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
+        lists = _read(self.indices) if isinstance(self.indices, str) else self.indices
+        lists = lists(labels) if callable(lists) else lists
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
         check_parts(self, "indices", self.indices, parts, len(labels))
         if not all(map(len, parts)):
