@@ -22,10 +22,10 @@ from helpers import (
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms import FineTuning, OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, NetworkGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
 
 MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
@@ -65,27 +65,6 @@ def test_floor_of_the_share_of_clients_opts_out_whatever_the_round_and_other_see
             0, torch.tensor(OptInFedAvg(opt_out_clients=0.3).opt_out.participants(range(10), seed)), 0
         )
     assert out.sum() == 1500 and (out - 150).abs().max() < 5 * (500 * 0.3 * 0.7) ** 0.5, "every client as likely"
-
-
-def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
-    def phases(algorithm):
-        federated = Phase("FedAvg", algorithm, rounds=4, clients_per_round=4, gate=ConstantGate(1))
-        return [federated, phase("Fine-tuned", FineTuning())]
-
-    runs = [
-        run(phases(kind("global_expert.*")), mixture(LinearGate(5)), blobs(SIZES), tmp_path / kind.__name__)
-        for kind in (FedAvg, OptInFedAvg)
-    ]
-    for name in ("FedAvg", "Fine-tuned"):
-        states = [federation.run.states[name] for federation in runs]
-        assert_same_bits(states[1].server, states[0].server)
-        assert states[1].clients.keys() == states[0].clients.keys()
-        for client in states[0].clients:
-            assert_same_bits(states[1].clients[client], states[0].clients[client])
-    other = run(phases(OptInFedAvg("global_expert.*", 0.3)), mixture(LinearGate(5)), blobs(SIZES), tmp_path / "other")
-    assert not torch.equal(
-        *(one.run.states["FedAvg"].server["global_expert.classifier.1.weight"] for one in (runs[0], other))
-    )
 
 
 def test_the_mean_of_three_clients_is_weighted_by_opt_in_samples(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, train_by_hand
-from helpers.backends import UNEQUAL, assert_agree, local_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
@@ -91,13 +90,6 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
         assert_same_bits(actual.local_expert.state_dict(), better.state_dict())
         assert_same_bits(actual.global_expert.state_dict(), tuned.global_expert.state_dict())
     assert set(kept_global) == {True, False}, "the test could not tell the option from its absence"
-
-
-@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE()])  # with experts and gate, with the gate alone
-def test_backends_agree_on_a_gate_s_own_learning_rate(algorithm):
-    module = mixture(FeatureGate(6))
-    module.gate_lr = 0.7
-    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
 @pytest.mark.parametrize("gate_lr", [None, 0.7])
