@@ -243,16 +243,6 @@ def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_othe
         assert_what_an_ordinary_trainer_gives([plan.begin(training)], make, algorithm, data)
 
 
-def test_an_error_of_the_user_s_hooks_is_reported_as_one_of_the_trial():
-    class Broken(FedAvg):
-        def client_init(self, client, sent):
-            return {"share": 1 / len(client.state)}
-
-    reason = "a trial step of two stacked clients failed with ZeroDivisionError: division by zero;"
-    with pytest.raises(MisconfigurationException, match=reason):
-        StackedBackend().plan(local_training(mixture(), Broken(), blobs(FEW)))
-
-
 def test_a_federation_refuses_an_explicit_choice_before_training_and_names_the_phase(tmp_path):
     phases = [Phase("first", FedAvg(), evaluate=False), Phase("second", FedAvg(), evaluate=False)]
     federation = Federation(phases, backend=StackedBackend(), logger=False, default_root_dir=str(tmp_path))
