@@ -63,6 +63,7 @@ def test_what_a_user_froze_in_a_module_of_their_own_stays_frozen(tmp_path):
 SHARED = "global_expert."
 
 
+@pytest.mark.few("samples")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_partial_sharing_equals_a_bare_loop_that_averages_the_shared_part_and_keeps_the_rest(tmp_path, weighting):
     datamodule, model = blobs(), mixture(FeatureGate(6))

@@ -18,6 +18,7 @@ from fedmoe_pl.phases.participation import sample_cohort
 momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.01)
 
 
+@pytest.mark.few("2")
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 def test_two_rounds_are_those_of_bare_pytorch_with_an_optimizer_for_each_learner(tmp_path, clients_per_round):
     data, model = blobs(), learners(optimizer=momentum)

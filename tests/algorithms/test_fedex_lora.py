@@ -45,7 +45,7 @@ def test_the_residual_of_two_clients_of_rank_1(weights, of_means, exact, transpo
     torch.testing.assert_close(residual, exact - of_means, rtol=0, atol=1e-15)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_three_rounds_are_those_of_plain_tensors(weighting, backend, tmp_path):

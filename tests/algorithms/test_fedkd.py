@@ -74,7 +74,7 @@ def by_hand(request):
     return hidden, hidden_states, server, kept, up, down
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(), StackedBackend(1)])
 def test_two_rounds_are_those_of_plain_pytorch_and_count_the_bytes_of_the_factors(tmp_path, by_hand, backend):
     hidden, hidden_states, server, kept, up, down = by_hand

@@ -33,6 +33,7 @@ def simulate(data, start, cohorts, weights):
     return body, heads
 
 
+@pytest.mark.few("samples")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_fedrep_trains_heads_first_then_the_body_also_for_clients_that_come_late(weighting, tmp_path):
     data, model = blobs(), two_experts()

@@ -25,7 +25,7 @@ def mutual(meme, private, x, y):
     return ALPHA * F.cross_entropy(z, y) + (1 - ALPHA) * kl(z, m) + BETA * F.cross_entropy(m, y) + (1 - BETA) * kl(m, z)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("hidden", [(6,), (4, 7)])
 def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):

@@ -87,6 +87,7 @@ def test_a_client_with_one_sample_uses_the_federated_model(whole):
     assert whole.run.states["kNN-Per"].clients[2]["knn/weight"].item() == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [KNNPer(weight=0.0), KNNPer(capacity=0.0), KNNPer(capacity=0.0, weight=1.0)])
 def test_without_weight_or_neighbors_it_is_the_federated_model_to_the_bit(tmp_path, algorithm):
     run, x = fitted(tmp_path, algorithm), blobs(SIZES).x

@@ -44,6 +44,7 @@ def log_shares(data, client, classes=3):
     return ((counts + 1) / (counts.sum() + classes)).log()
 
 
+@pytest.mark.few("0.5")
 @pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
 def test_scores_are_those_of_the_federated_model_and_tau_times_the_logarithm_of_the_shares(tmp_path, tau):
     run, data = fitted(tmp_path, fedavg(), prior(LabelPrior(tau))), blobs(SIZES)
@@ -98,6 +99,7 @@ def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_p
             torch.testing.assert_close(module(data.x), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("start", "copied"), [("prior", "prior"), (None, "FedAvg")])
 def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_its_start(start, copied, tmp_path):
     tuned = Phase("tuned", FineTuning(), start=start, gate=LocalOnly(), train=Train(max_epochs=0))

@@ -37,6 +37,7 @@ def trained_by_hand(client: int, round: int, start: dict, data, gate_lr: float |
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
+@pytest.mark.few("0.7")
 @pytest.mark.parametrize("gate_lr", [None, 0.7])
 def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path, gate_lr):
     """Everything is trained at the same time; the extractor alone is averaged, by numbers of samples."""
@@ -59,6 +60,7 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
         assert not any(f"local_experts.{other}" in name for name in own[client] for other in {0, 1, 2} - {client % 3})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("evaluate_after", [None, "local_training", "aggregation"])
 def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers(tmp_path, evaluate_after):
     own_copy = evaluate_after != "aggregation"

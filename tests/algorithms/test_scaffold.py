@@ -32,6 +32,7 @@ def simulate_scaffold(rounds, cohorts, server_lr, decay=1.0):
     return x, c, own
 
 
+@pytest.mark.few("None-1.0", "1-0.5")
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize("clients_per_round", [None, 1])
 def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr, tmp_path):

@@ -227,7 +227,7 @@ NOT_STACKED = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NOT_STACKED)
 def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_other_way(name):
     make, algorithm, trainer, reason = NOT_STACKED[name]
