@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import Expert, assert_same_bits, blobs, client_generator, momentum_sgd, phase, run, tensors, train_by_hand
-from helpers.clusters import GateNet, all_phases, cluster, clustered, local_training, losses_by_hand, only, tensors_of
+from helpers.clusters import GateNet, all_phases, clustered, local_training, losses_by_hand, only, tensors_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -13,38 +13,8 @@ from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.callbacks import ClusterMonitor
 from fedmoe_pl.callbacks.cluster_monitor import cluster_figure
-from fedmoe_pl.models import ConstantGate, NetworkGate
+from fedmoe_pl.models import NetworkGate
 from fedmoe_pl.trees import copy_module, load_tree
-
-
-def mixture_phases(federated: Phase, num_clusters: int, start="Local") -> list[Phase]:
-    last = only(num_clusters, num_clusters + 1)
-    torch.manual_seed(5)
-    gate = NetworkGate(GateNet(1 if num_clusters == 1 else num_clusters + 1)).double()
-    return [
-        phase("Local", Local("local_expert.*"), gate=last, train=Train(max_epochs=3)),
-        federated,
-        Phase("mixture", ClusterMixture(), gate=gate, start=federated.name),
-    ]
-
-
-def test_one_cluster_without_exploration_is_fedavg_with_a_mixture_on_top(tmp_path):
-    results = []
-    for algorithm in (EpsilonGreedyIFCA(epsilon=0.0), FedAvg("global_experts.*", "global_experts.*")):
-        federated = Phase("federated", algorithm, rounds=3, clients_per_round=2, gate=ConstantGate(1.0), start="Local")
-        expert = Expert(dropout=0.3)  # its draws are those of the clients' training
-        module = clustered(1, gate=ConstantGate(0.5), expert=expert)
-        results.append(run(mixture_phases(federated, 1), module, blobs(), tmp_path))
-    ours, expected = results
-    assert_same_bits(
-        cluster(ours.run.states["federated"].server, 0), cluster(expected.run.states["federated"].server, 0)
-    )
-    for client in range(3):
-        assert_same_bits(
-            dict(ours.run.states["mixture"].clients[client]), dict(expected.run.states["mixture"].clients[client])
-        )
-    for name in ("federated", "mixture"):
-        assert ours.results[name].spread("global_test") == expected.results[name].spread("global_test")
 
 
 @pytest.fixture(scope="module")

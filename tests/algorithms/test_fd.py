@@ -47,7 +47,7 @@ def of_others(sent, client):
     return {label: sum(means) / len(means) for label, means in having.items() if means}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("outputs", ["probabilities", "logits"])
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 def test_rounds_equal_a_loop_in_which_the_server_knows_every_client_s_outputs(outputs, clients_per_round, tmp_path):

@@ -5,18 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, mixture, phase, run
+from helpers import blobs, mixture, phase, run
 from helpers.adapters import adapters, logits, own_of, routed, stepped
-from helpers.backends import local_training, train
 from helpers.bare import round_batches
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.algorithms import FedALT, Local
+from fedmoe_pl.algorithms import FedALT
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared import low_rank
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
-from fedmoe_pl.models import LocalOnly, TokenGate
+from fedmoe_pl.models import TokenGate
 
 pytest.importorskip("peft")
 OWN = ("local_expert.", "gate.")
@@ -42,13 +40,6 @@ def test_the_rest_of_the_world_is_the_mean_of_the_others_factors_apart():
     server = server_of(upload(0, 1.0, 1.0), upload(2, 4.0, 3.0), upload(1, 2.0, 0.0))
     assert received(server, 0) == {"A": 3.0, "B": 1.5}
     assert received(server, 1) == {"A": 2.5, "B": 2.0}
-
-
-def test_of_two_clients_each_has_the_others_bits():
-    a, b = torch.randn(2).tolist()
-    server = server_of(upload(0, a, 1e-6 * b), upload(1, b, 1e6 * a))
-    expected = {"A": torch.tensor(b).item(), "B": torch.tensor(1e6 * a).item()}
-    assert received(server, 0) == expected
 
 
 def test_the_last_upload_of_a_client_that_does_not_train_counts():
@@ -90,29 +81,6 @@ def test_it_takes_the_steps_of_a_bare_rewrite(tmp_path):
         actual = {**start, **state.clients[client], **FedALT().server_send(state.server, client, {})}
         for name, tensor in own[client].items():
             torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-10)
-
-
-def test_with_the_own_expert_alone_it_is_local_training_to_the_bit(tmp_path):
-    phases = [
-        phase("FedALT", FedALT(), rounds=2, gate=LocalOnly()),
-        phase("Local", Local(), rounds=2, gate=LocalOnly()),
-    ]
-    phases[1].start = "initial"
-    states = run(phases, adapters(), blobs(), tmp_path, 1).run.states
-    for client in range(3):
-        expected = own_of(states["Local"].clients[client], "local_expert.")
-        assert_same_bits(own_of(states["FedALT"].clients[client], "local_expert."), expected)
-
-
-def test_backends_agree():
-    training = local_training(adapters(TokenGate()), FedALT(), blobs())
-    one, other = (train(backend, training) for backend in (TrainerBackend(), StackedBackend()))
-    servers = [FedALT().server_update({}, update) for update, _ in (one, other)]  # which orders the clients
-    torch.testing.assert_close(servers[0], servers[1], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(one[1], other[1], rtol=1e-12, atol=1e-12)
-    assert one[0].weight == 3, "clients weigh the same, whatever their numbers of samples"
-    moved = servers[0]["uploads/tensors/0.lora_A.weight"] - training.initial["local_expert.0.lora_A.weight"]
-    assert moved.abs().max() > 1e-3
 
 
 def test_what_a_client_cannot_have_made_is_named():

@@ -58,7 +58,7 @@ def used_weight(federation, client):
     return federation.client_module("it", client).gate.weights[1].item()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 @pytest.mark.parametrize("hidden", [(6,), (4, 7)])
 def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, backend):

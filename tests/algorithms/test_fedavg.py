@@ -19,7 +19,7 @@ from helpers import (
     train_by_hand,
     two_quadratics,
 )
-from helpers.quadratics import MINIMA, REMAINS, STEPS, fixed_point
+from helpers.quadratics import STEPS, fixed_point
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local
@@ -44,17 +44,6 @@ def test_fedavg_on_two_quadratics_is_at_the_closed_form_after_any_number_of_roun
         assert torch.equal(weight, federation.client_module("FedAvg", 1).weight)
 
 
-def test_fedavg_averages_over_the_cohort_of_each_round_alone(tmp_path):
-    phases = [phase("FedAvg", FedAvg(), rounds=6, clients_per_round=1)]
-    federation = run(phases, PureOneWeight(), two_quadratics(), tmp_path, STEPS, seed=3)
-    cohorts = [sample_cohort(range(2), 1, seed=3, round=round)[0] for round in range(6)]
-    assert set(cohorts) == {0, 1}
-    expected = 0.0
-    for client in cohorts:
-        expected = MINIMA[client] + REMAINS[client] * (expected - MINIMA[client])
-    torch.testing.assert_close(federation.client_module("FedAvg", 0).weight.detach(), expected, rtol=1e-13, atol=0)
-
-
 def test_what_a_user_froze_in_a_module_of_their_own_stays_frozen(tmp_path):
     class WithBackbone(OneWeight):
         def __init__(self):
@@ -74,6 +63,7 @@ def test_what_a_user_froze_in_a_module_of_their_own_stays_frozen(tmp_path):
 SHARED = "global_expert."
 
 
+@pytest.mark.few("samples")
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
 def test_partial_sharing_equals_a_bare_loop_that_averages_the_shared_part_and_keeps_the_rest(tmp_path, weighting):
     datamodule, model = blobs(), mixture(FeatureGate(6))

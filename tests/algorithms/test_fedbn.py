@@ -51,6 +51,7 @@ def simulate(data, expert, cohorts, weights):
     return {name: server[name] for name in server if not is_private[name]}, private
 
 
+@pytest.mark.few("samples")
 @pytest.mark.parametrize("weighting", ["samples", None])
 def test_statistics_weight_and_bias_stay_with_their_client(weighting, tmp_path):
     """By default, clients weigh the same."""

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, mixture, phase, run
 from helpers.adapters import adapters, constant, logits, own_of, sgd, stepped
-from helpers.backends import assert_agree, local_training
 from helpers.bare import round_batches
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -76,13 +75,6 @@ def test_it_takes_the_steps_of_a_bare_rewrite(tmp_path):
     for client in range(3):
         for name, tensor in local[client].items():
             torch.testing.assert_close(state.clients[client][f"local_expert.{name}"], tensor, rtol=0, atol=1e-10)
-
-
-def test_its_global_adapter_is_that_of_fedavg_to_the_bit(tmp_path):
-    fedavg = FedAvg("global_expert.*", "global_expert.*", weighting="uniform")
-    phases = [phase("FedDPA", FedDPA(), rounds=3), phase("FedIT", fedavg, rounds=3, gate=GlobalOnly(), start="initial")]
-    states = run(phases, adapters(), blobs(), tmp_path, 1).run.states
-    assert_same_bits(states["FedDPA"].server, states["FedIT"].server)
 
 
 def test_clients_keep_the_features_of_some_of_their_samples(tmp_path):
@@ -174,11 +166,6 @@ def test_newcomers_train_the_local_adapter_beside_the_federation_s_global_one(tm
             own = stepped(own, ("local_expert.",), loss)
     kept = own_of(state.clients[0], "local_expert.")
     torch.testing.assert_close(kept, own_of(own, "local_expert."), rtol=0, atol=1e-10)
-
-
-def test_backends_agree():
-    for round in (0, 1):
-        assert_agree(local_training(adapters(), FedDPA(), blobs(), rounds=2), 1e-12, round=round)
 
 
 def test_another_module_is_refused():

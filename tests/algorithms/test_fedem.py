@@ -1,25 +1,24 @@
 """FedEM against two rounds in bare PyTorch, and its limits."""
 
 import copy
-import itertools
 from functools import partial
 
 import pytest
 import torch
 from helpers import assert_same_bits, blobs, phase, run, tensors
 from helpers.backends import local_training
-from helpers.mixtures_of_learners import RATE, equal_learners, learners, rounds_by_hand
+from helpers.mixtures_of_learners import RATE, learners, rounds_by_hand
 from torch import nn
 
 from fedmoe_pl import Federation, Phase
-from fedmoe_pl.algorithms import FedAvg, FedEM
+from fedmoe_pl.algorithms import FedEM
 from fedmoe_pl.backends.local_client import begin_client
-from fedmoe_pl.models import EqualWeights
 from fedmoe_pl.phases.participation import sample_cohort
 
 momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.01)
 
 
+@pytest.mark.few("2")
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 def test_two_rounds_are_those_of_bare_pytorch_with_an_optimizer_for_each_learner(tmp_path, clients_per_round):
     data, model = blobs(), learners(optimizer=momentum)
@@ -55,31 +54,6 @@ def test_a_client_predicts_with_its_mixture_of_probabilities_and_sends_the_learn
     size = sum(tensor.nbytes for name, tensor in tensors(learners()).items() if name.startswith("experts."))
     assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 3 * 3 * size
     assert all(name.startswith("experts.") for name in state.server)
-
-
-def test_equal_learners_never_separate_and_take_steps_of_an_mth_of_the_rate(tmp_path):
-    em = run([phase("FedEM", FedEM(), rounds=3)], equal_learners(), blobs(), tmp_path / "em").run.states["FedEM"]
-    slower, gate = learners(1, optimizer=partial(torch.optim.SGD, lr=RATE / 3)), EqualWeights()
-    average = run([phase("FedAvg", FedAvg(), rounds=3, gate=gate)], slower, blobs(), tmp_path / "average")
-    server = average.run.states["FedAvg"].server
-    for name, tensor in em.server.items():
-        torch.testing.assert_close(tensor, server[f"experts.0.{name.split('.', 2)[2]}"], rtol=0, atol=1e-12)
-    for kept in em.clients.values():  # rounding may have changed them
-        torch.testing.assert_close(kept["gate.weights"], torch.full((3,), 1 / 3, dtype=torch.float64))
-
-
-def test_each_e_step_raises_the_likelihood_of_the_client_s_samples():
-    data = blobs()
-    training = local_training(learners(), FedEM(), data)
-    server, pi, likelihoods = FedEM().server_init(training.module), torch.full((3,), 1 / 3, dtype=torch.float64), []
-    x, y = data.x[data.train_samples[0]], data.y[data.train_samples[0]]
-    for _ in range(30):
-        module = copy.deepcopy(training.module)
-        begin_client(training, module, server, 0, {0: {"gate.weights": pi}}, 0)
-        pi = module.gate.weights.clone()
-        likelihoods.append(-module.loss_of(module(x), y).item())
-    assert all(after >= before - 1e-14 for before, after in itertools.pairwise(likelihoods))
-    assert likelihoods[-1] > likelihoods[0] + 1e-4
 
 
 def test_dropout_is_active_in_the_m_step_only():

@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import blobs, phase, run
-from helpers.adapters import LAYERS, adapters, logits, sgd, stepped
+from helpers.adapters import LAYERS, adapters, logits, stepped
 from helpers.bare import round_batches
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FedLEASE, fedlease
+from fedmoe_pl.algorithms import FedLEASE
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.fedlease import distances
 from fedmoe_pl.algorithms.shared.clusters import clusters_of
 from fedmoe_pl.backends.backend import fold
-from fedmoe_pl.models import AdaptiveTokenGate, ClusteredAdapterMoE, EqualWeights, GlobalOnly, LayerwiseAdapterMoE, LoRA
+from fedmoe_pl.models import AdaptiveTokenGate, ClusteredAdapterMoE, EqualWeights, LayerwiseAdapterMoE
 
 pytest.importorskip("peft")
 SIZES, PLACES, SEED, EPOCHS = (13, 8, 11, 9, 12), 3, 3, 2
@@ -238,31 +237,6 @@ def test_it_is_the_rewrite(tmp_path, warmup_rounds):
         torch.testing.assert_close(dict(actual), expected, rtol=0, atol=1e-10)
 
 
-def with_head(gate):
-    torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    lora = LoRA(["0"], r=2, modules_to_save=["2"])
-    return ClusteredAdapterMoE(base, lora, gate, max_clusters=2, optimizer=sgd).double()
-
-
-def test_of_one_cluster_it_is_the_uniform_average_of_adapters(tmp_path, monkeypatch):
-    monkeypatch.setattr(fedlease, "clusters_of", lambda distances, most: torch.zeros(len(distances), dtype=int))
-
-    def clients_of(algorithm, gate=None):
-        federation = run(
-            [phase("it", algorithm, rounds=3)],
-            with_head(gate),
-            blobs(SIZES),
-            tmp_path / type(algorithm).__name__,
-        )
-        return [federation.client_module("it", client).state_dict() for client in range(len(SIZES))]
-
-    fedavg = FedAvg("global_experts.*", ["global_experts.0.*", "head.*"], weighting="uniform")
-    for lease, average in zip(clients_of(FedLEASE(1)), clients_of(fedavg, GlobalOnly()), strict=True):
-        torch.testing.assert_close({name: lease[name] for name in average}, dict(average), rtol=0, atol=1e-12)
-        assert any(name.startswith("head.") for name in average)
-
-
 @pytest.mark.parametrize("module", [lambda: adapters(kind=LayerwiseAdapterMoE), lambda: model(EqualWeights())])
 def test_models_without_places_for_clusters_are_refused(module, tmp_path):
     with pytest.raises(MisconfigurationException, match="a ClusteredAdapterMoE with an AdaptiveTokenGate"):
@@ -289,9 +263,3 @@ def test_the_own_expert_may_be_among_the_largest_several_times(places, values, e
     router[:2, 0], router[places, 0] = torch.tensor(values[:2]).float(), values[2]
     found = gate.weights("layer", torch.ones(1, 1, 1)).flatten()
     torch.testing.assert_close(found, torch.tensor([*map(float, expected), *[0.0] * (places - 2)]), atol=1e-6, rtol=0)
-
-
-def test_of_one_cluster_the_own_expert_has_the_bits_of_it_alone():
-    module = model()
-    x = blobs(SIZES).x[:7]
-    assert torch.equal(module(x), module.global_experts[0](x))

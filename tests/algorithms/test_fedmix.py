@@ -25,7 +25,7 @@ def responsibilities(module, pair, x, y):
     return (joint / joint.sum(1, keepdim=True)).sum(0).tolist()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
 @pytest.mark.parametrize("clients_per_round", [None, 2])
 def test_three_rounds_are_those_of_bare_pytorch(tmp_path, clients_per_round, entropy_weight):

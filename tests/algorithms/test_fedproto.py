@@ -49,6 +49,7 @@ def mean_over_clients(of_clients):
     return {label: sum(means) / len(means) for label, means in having.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("expert", ["global_expert", "local_expert"])
 def test_three_rounds_equal_a_loop_with_the_official_loss(expert, tmp_path):
     data, weight = without_a_class(), 0.7

@@ -4,7 +4,7 @@ import pytest
 from helpers import PureOneWeight, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
 
-from fedmoe_pl.algorithms import FedAvg, FedProx
+from fedmoe_pl.algorithms import FedProx
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 20.0])
@@ -16,11 +16,3 @@ def test_fedprox_on_two_quadratics_is_at_the_closed_form_after_a_round(mu, tmp_p
         minimum = (a * b + mu * start) / (a + mu)
         ends.append(minimum + (1 - RATE * (a + mu)) ** STEPS * (start - minimum))
     assert weight_of(federation, "FedProx") == pytest.approx(sum(ends) / 2, rel=1e-13)
-
-
-def test_fedprox_with_mu_0_is_fedavg_to_the_bit(tmp_path):
-    weights = [
-        run([phase("it", algorithm, rounds=3)], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
-        for algorithm in (FedProx(0.0), FedAvg())
-    ]
-    assert weight_of(weights[0], "it") == weight_of(weights[1], "it")

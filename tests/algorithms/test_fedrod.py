@@ -32,6 +32,7 @@ def train_by_turns(model, head, x, y, counts, batches, exponent):
                 optimizer.step()
 
 
+@pytest.mark.few("0.5")
 @pytest.mark.parametrize("exponent", [1.0, 0.5])
 def test_two_rounds_equal_a_loop_with_two_optimizers(exponent, tmp_path):
     data = without_a_class()
@@ -87,6 +88,7 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_pa
             assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.clients)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [None, partial(torch.optim.Adam, lr=0.1)])
 def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, tmp_path):
     arguments = {

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, mixture, phase, run, tensors
+from helpers import blobs, phase, run, tensors
 from helpers.architectures import SIZES, pair, train_bare
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FML, FedAvg, Local
+from fedmoe_pl.algorithms import FML
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import GlobalOnly, LocalOnly
+from fedmoe_pl.models import LocalOnly
 
 ALPHA, BETA = 0.3, 0.8
 
@@ -25,7 +25,7 @@ def mutual(meme, private, x, y):
     return ALPHA * F.cross_entropy(z, y) + (1 - ALPHA) * kl(z, m) + BETA * F.cross_entropy(m, y) + (1 - BETA) * kl(m, z)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("hidden", [(6,), (4, 7)])
 def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):
@@ -47,22 +47,6 @@ def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):
     for client in range(3):
         own = {name: tensor for name, tensor in kept[client].items() if name not in server}
         torch.testing.assert_close(dict(state.clients[client]), own, rtol=0, atol=1e-12)
-
-
-def test_with_alpha_and_beta_1_the_meme_is_fedavg_and_the_private_model_local_to_the_bit(tmp_path):
-    """Two optimizers as one: also with momentum, neither feels the other."""
-    phases = (
-        (FML(1, 1, weighting="samples"), LocalOnly()),
-        (FedAvg("global_expert.*", "global_expert.*"), GlobalOnly()),
-        (Local("local_expert.*"), LocalOnly()),
-    )
-    fml, fedavg, local = (
-        run([phase("it", algorithm, gate=gate)], mixture(), blobs(SIZES), tmp_path, backend=TrainerBackend())
-        for algorithm, gate in phases
-    )
-    assert_same_bits(fml.run.states["it"].server, fedavg.run.states["it"].server)
-    for client in range(3):
-        assert_same_bits(dict(fml.run.states["it"].clients[client]), dict(local.run.states["it"].clients[client]))
 
 
 def test_clients_are_evaluated_with_their_private_models(tmp_path):

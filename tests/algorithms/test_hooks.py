@@ -139,6 +139,7 @@ def test_clients_predict_in_the_algorithm_s_way_where_it_has_one(tmp_path, feder
     assert {row["gate_weight"] for row in rows} == {""}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(clients_per_stack=2)])
 def test_what_the_server_computes_does_not_depend_on_the_number_of_threads(tmp_path, backend):
     class Counted(FedAvg):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, mixture
 from helpers.runs import federation
 from torch import Generator
@@ -88,6 +87,7 @@ def test_a_client_with_one_sample_uses_the_federated_model(whole):
     assert whole.run.states["kNN-Per"].clients[2]["knn/weight"].item() == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [KNNPer(weight=0.0), KNNPer(capacity=0.0), KNNPer(capacity=0.0, weight=1.0)])
 def test_without_weight_or_neighbors_it_is_the_federated_model_to_the_bit(tmp_path, algorithm):
     run, x = fitted(tmp_path, algorithm), blobs(SIZES).x
@@ -97,26 +97,6 @@ def test_without_weight_or_neighbors_it_is_the_federated_model_to_the_bit(tmp_pa
     clients = [[vars(one) for one in run.results[name].clients] for name in ("FedAvg", "kNN-Per")]
     for one, other in zip(*clients, strict=True):
         assert (one["reweighted_test"], one["global_test"]) == (other["reweighted_test"], other["global_test"])
-
-
-def test_the_nearest_neighbor_of_a_stored_sample_is_itself(tmp_path):
-    data = blobs(SIZES)
-    run = fitted(tmp_path, KNNPer(k=1, weight=1.0))
-    for client in range(3):
-        samples = data.train_samples[client]
-        scores = run.run.client_predictor("kNN-Per", client)(data.x[samples])
-        assert torch.equal(scores.argmax(1), data.y[samples]) and not scores.max(1).values.any()
-
-
-@pytest.mark.parametrize("kernel", ["squared", "euclidean"])
-def test_all_neighbors_with_a_wide_kernel_are_the_histogram_of_the_labels(tmp_path, kernel):
-    data = blobs(SIZES)
-    run = fitted(tmp_path, KNNPer(k=1000, weight=1.0, scale=1e12, kernel=kernel))
-    for client in range(2):
-        labels = data.y[data.train_samples[client]]
-        histogram = F.one_hot(labels, 3).double().mean(0).expand(30, 3)
-        scores = run.run.client_predictor("kNN-Per", client)(data.x[-30:]).exp()
-        torch.testing.assert_close(scores, histogram, rtol=0, atol=1e-9)
 
 
 def test_a_narrow_kernel_does_not_lose_the_nearest_neighbor(tmp_path):

@@ -28,6 +28,7 @@ def test_ffa_trains_and_shares_b_alone_whose_mean_is_exact_for_the_product(tmp_p
         assert exact.abs().max() > 0.01
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 def test_fedsa_averages_a_and_every_client_keeps_the_b_that_it_trained(backend, tmp_path):
     data, start = blobs(SIZES), adapted()

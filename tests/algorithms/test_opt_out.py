@@ -22,10 +22,10 @@ from helpers import (
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms import FineTuning, OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, NetworkGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
 
 MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
@@ -65,27 +65,6 @@ def test_floor_of_the_share_of_clients_opts_out_whatever_the_round_and_other_see
             0, torch.tensor(OptInFedAvg(opt_out_clients=0.3).opt_out.participants(range(10), seed)), 0
         )
     assert out.sum() == 1500 and (out - 150).abs().max() < 5 * (500 * 0.3 * 0.7) ** 0.5, "every client as likely"
-
-
-def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
-    def phases(algorithm):
-        federated = Phase("FedAvg", algorithm, rounds=4, clients_per_round=4, gate=ConstantGate(1))
-        return [federated, phase("Fine-tuned", FineTuning())]
-
-    runs = [
-        run(phases(kind("global_expert.*")), mixture(LinearGate(5)), blobs(SIZES), tmp_path / kind.__name__)
-        for kind in (FedAvg, OptInFedAvg)
-    ]
-    for name in ("FedAvg", "Fine-tuned"):
-        states = [federation.run.states[name] for federation in runs]
-        assert_same_bits(states[1].server, states[0].server)
-        assert states[1].clients.keys() == states[0].clients.keys()
-        for client in states[0].clients:
-            assert_same_bits(states[1].clients[client], states[0].clients[client])
-    other = run(phases(OptInFedAvg("global_expert.*", 0.3)), mixture(LinearGate(5)), blobs(SIZES), tmp_path / "other")
-    assert not torch.equal(
-        *(one.run.states["FedAvg"].server["global_expert.classifier.1.weight"] for one in (runs[0], other))
-    )
 
 
 def test_the_mean_of_three_clients_is_weighted_by_opt_in_samples(tmp_path):
@@ -174,13 +153,13 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
 
 
 def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_loop_in_every_space(tmp_path):
-    phases = three_phases(0.4, clients_per_round=None, epochs=3)
+    phases = three_phases(0.4, clients_per_round=None)
     phases[2].train.optimizer = adam
     for mixing in MIXINGS:
-        datamodule, model = blobs((13, 9, 8)), mixture(gate())
+        datamodule, model = blobs((7, 5)), mixture(gate())
         model.mixing = mixing
         federation = run(phases, model, datamodule, tmp_path / mixing, seed=4)
-        for client in range(3):
+        for client in range(2):
             module = copy.deepcopy(federation.client_module("FedAvg", client))
             module.gate, module.local_expert = copy.deepcopy(model.gate), copy.deepcopy(module.global_expert)
             samples = datamodule.train_samples[client]
@@ -192,7 +171,7 @@ def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_
                     return -expert(x).softmax(1)[torch.arange(len(y)), y].mean()
                 return F.cross_entropy(expert(x), y)
 
-            train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=3, loss=alone)
+            train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=2, loss=alone)
             stage = federation.client_module("Fine-tuned", client)
             torch.testing.assert_close(tensors(stage, "local_"), tensors(module, "local_"), rtol=1e-12, atol=1e-12)
 
@@ -200,7 +179,7 @@ def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_
             module.gate.reset_parameters()
             batches = datamodule.batches(samples, generator=generator)
             by_hand = partial(loss_by_hand, module, mixing)
-            train_by_hand(module, ("local_expert.", "gate."), batches, adam, max_epochs=3, loss=by_hand)
+            train_by_hand(module, ("local_expert.", "gate."), batches, adam, max_epochs=2, loss=by_hand)
             actual = federation.client_module("Mixture", client).state_dict()
             torch.testing.assert_close(actual, module.state_dict(), rtol=1e-12, atol=1e-12)
             assert_same_bits(

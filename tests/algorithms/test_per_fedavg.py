@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import TensorData, blobs, mixture, phase, run
+from helpers import blobs, mixture, phase, run
 from helpers.backends import WithBatchNorm
 from helpers.bare import (
     COHORTS,
@@ -12,7 +12,6 @@ from helpers.bare import (
     loss,
     mean,
     of_tree,
-    quadratic,
     round_batches,
     sgd,
     step,
@@ -60,16 +59,6 @@ def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_
         adapted = step(w, gradient(w, data.x[samples], data.y[samples]), INNER)
         assert_near(values(federation.client_module("it", client)), adapted)
     assert not any(federation.run.states["it"].clients.values())
-
-
-@pytest.mark.parametrize(("second_order", "power"), [(False, 1), (True, 2)])
-def test_the_gradient_of_a_quadratic_has_one_or_two_factors(second_order, power, tmp_path):
-    """For h / 2 ||w||^2: h (1 - alpha h) w of first order, h (1 - alpha h)^2 w of second order."""
-    data = TensorData(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long), [range(4)], dtype=torch.float64)
-    model = quadratic(0.01, curvature=3.0)
-    state = run([phase("it", PerFedAvg(0.1, second_order))], model, data, tmp_path, 1).run.states["it"]
-    start = torch.tensor([2.0, 5.0]).double()
-    assert_near(of_tree(state.server), [start - 0.01 * 3 * (1 - 0.1 * 3) ** power * start], 1e-14)
 
 
 def test_batch_normalization_needs_two_samples_in_both_halves(tmp_path):

@@ -34,7 +34,7 @@ def model(name):
     return mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd) if name == "FedBN" else two_experts()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("FedBN", "Per-FedAvg, second order")])
 def test_stacks_have_the_statistics_of_batch_normalization_of_clients_alone(name):
     module = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)
@@ -63,7 +63,7 @@ def whole_run(tmp_path_factory):
     return functools.cache(lambda name: fitted(tmp_path_factory.mktemp("whole"), name))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])
 def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, whole_run, tmp_path):
     first = whole_run(name)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TensorData, blobs, mixture, phase, run
+from helpers import blobs, mixture, phase, run
 from helpers.backends import WithBatchNorm
 from helpers.bare import (
     COHORTS,
@@ -15,7 +15,6 @@ from helpers.bare import (
     mean,
     mixed,
     of_tree,
-    quadratic,
     round_batches,
     sgd,
     two_experts,
@@ -23,7 +22,7 @@ from helpers.bare import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.algorithms import FedAvg, PFedMe
+from fedmoe_pl.algorithms import PFedMe
 from fedmoe_pl.models import LocalOnly
 from fedmoe_pl.phases.phase import Phase, Train
 
@@ -65,34 +64,6 @@ def test_pfedme_takes_the_steps_of_its_algorithm_and_keeps_theta(decay, server_l
     assert_near(of_tree(state.server), w)
     for client in range(3):
         assert_near(of_tree(state.clients[client], "local_expert."), theta[client])
-
-
-@pytest.mark.slow
-def test_theta_ends_between_the_client_s_minimum_and_w_which_moves_towards_it(tmp_path):
-    """The minimum of 1/2 ||theta - c||^2 + lambda/2 ||theta - w||^2 is (c + lambda w) / (1 + lambda)."""
-    data = TensorData(torch.zeros(2, 1), torch.tensor([1, 3]), [[0], [1]], dtype=torch.float64)
-    pfedme = phase("it", PFedMe(weight=2.0, inner_steps=200, inner_lr=0.1))
-    state = run([pfedme], quadratic(0.1), data, tmp_path, max_epochs=1).run.states["it"]
-    w, expected = torch.tensor([2.0, 5.0]).double(), []
-    for client, label in enumerate((1.0, 3.0)):
-        theta = (torch.tensor([label, -label]).double() + 2 * w) / 3
-        assert_near(of_tree(state.clients[client], "local_expert."), [theta], 1e-12)
-        expected.append([w - 0.1 * 2 * (w - theta)])
-    assert_near(of_tree(state.server), mean(expected), 1e-12)
-
-
-def test_one_inner_step_of_one_iteration_is_a_step_of_fedavg(tmp_path):
-    """With lr * weight = 1, w takes the whole way to theta, which is one step of inner_lr away."""
-    data = blobs(batch_size=100)
-    phases = [
-        phase("pFedMe", PFedMe(weight=10.0, inner_steps=1, inner_lr=0.05), rounds=2),
-        phase("FedAvg", FedAvg("global_expert.*"), rounds=2),
-    ]
-    ours, theirs = (
-        run([each], two_experts(partial(torch.optim.SGD, lr=lr)), data, tmp_path / each.name, 1).run.states[each.name]
-        for each, lr in zip(phases, (0.1, 0.05), strict=True)
-    )
-    assert_near(of_tree(ours.server), of_tree(theirs.server), 1e-14)
 
 
 def test_accumulated_gradients_are_refused(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, train_by_hand
-from helpers.backends import UNEQUAL, assert_agree, local_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
@@ -42,6 +41,7 @@ def personalization(gate=None, **stage_3):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5)])
 def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
     datamodule, model = blobs((13, 22)), mixture(gate)
@@ -93,13 +93,7 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
     assert set(kept_global) == {True, False}, "the test could not tell the option from its absence"
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE()])  # with experts and gate, with the gate alone
-def test_backends_agree_on_a_gate_s_own_learning_rate(algorithm):
-    module = mixture(FeatureGate(6))
-    module.gate_lr = 0.7
-    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
-
-
+@pytest.mark.few("0.7")
 @pytest.mark.parametrize("gate_lr", [None, 0.7])
 def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(tmp_path, gate_lr):
     datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))
@@ -145,6 +139,7 @@ def test_the_personal_expert_starts_as_the_global_one_even_where_a_client_had_on
         assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gate", [LinearGate, FeatureGate])
 def test_a_gate_without_a_width_is_federated_with_an_expert_that_does_not_tell_its_input(gate, tmp_path):
     datamodule = blobs(dtype=torch.float32)

@@ -8,7 +8,7 @@ from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase, Train
-from fedmoe_pl.algorithms import FedAvg, Local, PMMoE
+from fedmoe_pl.algorithms import FedAvg, PMMoE
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE
 from fedmoe_pl.trees import subtree
 
@@ -78,20 +78,6 @@ def test_each_client_sends_its_classifier_and_receives_all_of_them_and_nothing_i
         own = tensors(whole.client_module("FedPer", client).local_expert.classifier)
         assert_same_bits(subtree(state.server, f"pool.{client}."), own)
         assert {name.split(".")[0] for name in state.clients[client]} == {"gate", "local_expert"}
-
-
-def test_classifiers_that_never_differed_are_the_base_whatever_the_gate(tmp_path):
-    alone = Phase("FedPer", Local("local_expert.classifier.*"), gate=LocalOnly())
-    run = fitted(tmp_path, alone, pm_moe(model=pooled(1, None)), sizes=(9,))  # N = 1
-    x = blobs((9,)).x
-    torch.testing.assert_close(run.client_module("PM-MoE", 0)(x), run.client_module("FedPer", 0)(x))
-
-
-def test_a_gate_of_only_the_own_classifier_is_the_base(tmp_path):
-    run = fitted(tmp_path, fedper(), pm_moe(gate=GlobalOnly(), train=Train(max_epochs=0)))
-    x = blobs().x
-    assert_same_bits({"": run.client_module("PM-MoE", 0)(x)}, {"": run.client_module("FedPer", 0)(x)})
-    assert not torch.equal(run.client_module("PM-MoE", 1)(x), run.client_module("FedPer", 1)(x))
 
 
 def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import PureOneWeight, blobs, mixture, phase, run, tensors, two_quadratics
+from helpers import PureOneWeight, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
 from torch import nn
 
@@ -62,26 +62,6 @@ def test_the_server_takes_the_steps_of_the_paper(name, rounds, start, tmp_path):
     it = phase("it", FedAvg(), rounds=rounds, server_optimizer=OPTIMIZERS[name])
     federation = run([it], PureOneWeight(RATE, start), two_quadratics(), tmp_path, STEPS)
     assert weight_of(federation, "it") == pytest.approx(simulate(name, rounds, 0.7, start), rel=1e-12)
-
-
-LIMITS = {
-    "FedAvgM": (partial(torch.optim.SGD, lr=1.0), 1e-14),
-    **{
-        each.__name__: (partial(each, lr=1e6, beta1=0.0, tau=1e6, v0=0.0), 1e-5)
-        for each in (FedAdagrad, FedAdam, FedYogi)
-    },
-}
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", LIMITS)
-def test_without_momentum_and_adaptivity_it_is_fedavg(name, tmp_path):
-    optimizer, tolerance = LIMITS[name]
-    models = [
-        run([phase("it", FedAvg(), rounds=3, **given)], mixture(), blobs(), tmp_path).client_module("it", 0)
-        for given in ({}, {"server_optimizer": optimizer})
-    ]
-    torch.testing.assert_close(tensors(models[1]), tensors(models[0]), rtol=tolerance, atol=tolerance)
 
 
 def stepped(optimizer, gradients, start=2.0):

@@ -188,43 +188,11 @@ def test_clients_send_and_receive_their_own_ranks_and_predict_with_them(algorith
     assert federation.run.rows[-1]["bytes_up"] == 2 * 8 * sum(RANKS) * 20
 
 
-def test_equal_clients_are_one_client():
-    """A mean of equal factors or products, whatever the weights, is that of each of them."""
-    generator = torch.Generator().manual_seed(0)
-    sent = {A("first"): torch.randn(2, 2, generator=generator), B("first"): torch.randn(2, 2, generator=generator)}
-    sent |= {"base.first.weight": torch.zeros(2, 2)}
-    for algorithm in (HetLoRA([2]), FlexLoRA([2])):
-        own = {f"cut/{name}": tensor for name, tensor in sent.items() if "lora" in name}
-        server = {name: torch.zeros_like(tensor) for name, tensor in sent.items() if "lora" in name}
-        near(product(combined(algorithm, server, *(Update(own, weight) for weight in (1, 5, 2)))), product(sent))
-    server = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
-    server["adapters/scaling"] = torch.tensor(2.0)
-    own = {name: tensor for name, tensor in sent.items() if "lora" in name}
-    new = combined(FedExLoRA(), server, *(Update(own, weight) for weight in (1, 5, 2)))
-    near(product(new), product(sent))
-    near(new["base.first.weight"], torch.zeros(2, 2))
-
-
 def test_a_mean_of_products_in_half_precision_is_computed_in_float32():
     """In bfloat16, a third and two thirds are 1.002 together."""
     ones = {A("first"): torch.ones(1, 1, dtype=torch.bfloat16), B("first"): torch.ones(1, 1, dtype=torch.bfloat16)}
     mean = mean_of_products(ones, 1, ones, 2)
     assert product(mean).item() == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_flexlora_of_a_high_rank_and_fedex_have_the_same_mean_product(seed):
-    """Rank 2 is all that a product of this size can have."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [(torch.randn(1, 2, generator=generator), torch.randn(2, 1, generator=generator)) for _ in range(3)]
-    flex = combined(FlexLoRA([1]), of_rank(2), *(cut(a.tolist(), b.tolist(), i + 1) for i, (a, b) in enumerate(drawn)))
-    server = of_rank(1) | {"base.first.weight": torch.zeros(2, 2).double()}
-    server["adapters/scaling"] = torch.tensor(2.0, dtype=torch.float64)
-    updates = (of_client(a.tolist(), b.tolist(), i + 1) for i, (a, b) in enumerate(drawn))
-    fedex = combined(FedExLoRA(), server, *updates)
-    near(fedex["base.first.weight"] + 2 * product(fedex), 2 * product(flex), 1e-12)
-    rows = flex[A("first")]
-    assert (rows.gather(1, rows.abs().argmax(1, keepdim=True)) > 0).all(), "the sign of a singular vector is fixed"
 
 
 def test_hetlora_of_equal_ranks_is_uniform_fedit_only_where_norms_are_equal():

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import PureOneWeight, TensorData, blobs, mixture, phase, run, sparse_mixture, two_quadratics
+from helpers import TensorData, blobs, mixture, phase, run, sparse_mixture
 from helpers.adapters import adapters
-from helpers.backends import FEW, UNEQUAL, TwoGroups, assert_agree, local_training, train
+from helpers.backends import FEW, assert_agree, local_training, train
 from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess, trained
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,7 +20,7 @@ from fedmoe_pl.algorithms import FedAvg, FedRep, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, dp_sgd
 from fedmoe_pl.backends.dp_sgd import DPSGD, add_clipped, clipped_sum, noisy_mean
 from fedmoe_pl.backends.private_client import clipped_gradients
-from fedmoe_pl.data import Batches, PoissonBatches, RandomCrop, RandomHorizontalFlip, poisson_sampling
+from fedmoe_pl.data import Batches, PoissonBatches, poisson_sampling
 from fedmoe_pl.models import AdapterMoE, ConstantGate, GlobalOnly, LeNet5, LinearGate, LoRA
 from fedmoe_pl.seeds import generator_of
 
@@ -205,23 +205,8 @@ def test_stacked_and_one_by_one_agree(method):
     assert_agree(private(local_training(mixture(gate(5)), algorithm, blobs(FEW))), 1e-9, clients_per_stack=3)
 
 
-@pytest.mark.slow
-def test_they_agree_for_other_optimizers_and_clipping_by_the_trainer():
-    module = mixture(LinearGate(5))
-    two_groups = TwoGroups(module.global_expert, module.local_expert, module.gate)
-    assert_agree(private(local_training(two_groups, FedAvg(), blobs(FEW), gradient_clip_val=0.05)), 1e-9)
-    adam = mixture(LinearGate(5), optimizer=partial(torch.optim.Adam, lr=0.01))
-    assert_agree(private(local_training(adam, FedAvg(), blobs(UNEQUAL)), batch_size=10), 1e-7)
-
-
 def test_they_agree_for_sparse_experts_whatever_their_samples():
     assert_agree(private(local_training(sparse_mixture(3), FedAvg(), blobs(FEW))), 1e-9)
-
-
-def test_they_agree_on_augmented_images(images):
-    datamodule = images([RandomCrop(2), RandomHorizontalFlip()])
-    module = Classifier(LeNet5(num_classes=10, in_channels=1))
-    assert_agree(private(local_training(module, FedAvg(), datamodule)), 1e-8)
 
 
 class Again(torch.optim.SGD):
@@ -400,9 +385,3 @@ def test_vmap_is_tried_once_for_each_client_whose_model_it_refuses(monkeypatch, 
     run([its_phase], Branching(nn.Linear(5, 3)), blobs(), tmp_path, 2, backend=TrainerBackend())
     assert len(tried) == 1 + 3 * 2, "in the trial before training, and by each of three clients in each of two rounds"
     assert len(steps) > 4 * len(tried)
-
-
-def test_a_user_s_own_module_is_trained_by_its_loss():
-    datamodule = two_quadratics((3, 5))
-    datamodule.setup()
-    assert_agree(private(local_training(PureOneWeight(), FedAvg(), datamodule)), 1e-9)

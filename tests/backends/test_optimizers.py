@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from fedmoe_pl import Federation, Train
 from fedmoe_pl.algorithms import FedAvg, FedProx, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
-from fedmoe_pl.backends.optimizers import learning_rates, load_optimizer_state, set_optimizer
+from fedmoe_pl.backends.optimizers import learning_rates, set_optimizer
 from fedmoe_pl.models import LinearGate
 
 EPOCHS = 10
@@ -229,18 +229,6 @@ def test_each_group_s_rate_is_its_own_by_the_round_times_the_factor_of_the_epoch
             scheduler.step()
     later = lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # as a callback may make it
     assert later.get_last_lr() == rates
-
-
-def test_steps_leave_what_a_client_has_kept_as_it_was():
-    """Its round may fail, and then it still has what it kept before."""
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
-    kept = {"optimizer/weight/momentum_buffer": torch.tensor([2.0, 4.0])}
-    load_optimizer_state([("weight", weight)], optimizer, kept)
-    weight.grad = torch.ones(2)
-    optimizer.step()
-    assert weight.tolist() == [-(0.5 * 2 + 1), -(0.5 * 4 + 1)]
-    assert kept["optimizer/weight/momentum_buffer"].tolist() == [2, 4]
 
 
 class TwoOptimizers(OneWeight):

@@ -43,6 +43,8 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "random numbers, Python": Case("python random", seed=4),
     "random numbers, NumPy": Case("numpy random"),
     "listed parameters": Case(loss="listed parameters"),
+    "samples, softmax": Case("softmax over samples"),
+    "samples, class weights": Case(loss="criterion with class weights"),
     "modes, BatchNorm": Case("BatchNorm in eval mode"),
     "modes, input_shape": Case("BatchNorm in eval mode, input_shape"),
     "modes, own module": Case("BatchNorm in eval mode", is_mixture=False),

@@ -1,13 +1,13 @@
 """Models, losses and optimizers on which stacking or looking up would go wrong give what a plain Trainer gives."""
 
 import random
-from functools import partial, wraps
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import EveryBatch, Expert, TensorData, blobs, mixture, momentum_sgd, small_expert
+from helpers import EveryBatch, Expert, blobs, mixture, momentum_sgd, small_expert
 from helpers.backends import begin, local_training, train, train_clients
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -46,220 +46,6 @@ def first(layer):
     return lambda: mixture(ConstantGate(0.5), Changed(layer=layer()))
 
 
-def of_class(change, **made):
-    """A mixture of a user's own, whose loss is changed."""
-
-    class Own(PersonalizedMoE):
-        def loss(self, batch):
-            loss, values = super().loss(batch)
-            return loss + change(self, batch, values), values
-
-    def make():
-        plain, other = mixture(LinearGate(5)), mixture(LinearGate(5))
-        module = Own(other.global_expert, other.local_expert, other.gate, optimizer=momentum_sgd, **made).double()
-        module.received = [plain]
-        module.start = [p.detach().clone() for p in module.parameters()]
-        return module
-
-    return make
-
-
-def pull(module, batch, values):
-    """Zero at the start, as its gradient."""
-    return sum((p - q).square().sum() for p, q in zip(module.parameters(), module.start, strict=True))
-
-
-def by_epoch(module, batch, values):
-    return values["logits"].square().mean() * (module.current_epoch > 0)
-
-
-def swallowed(module, batch, values):
-    try:
-        return module.trainer.num_training_batches * values["logits"].square().mean()
-    except Exception:
-        return 0.0
-
-
-def distilled(module, batch, values):
-    """Towards the outputs of the received model: its gradient is zero at the start. It counts padding."""
-    with torch.no_grad():
-        plain = module.received[0](batch[0])
-    return (values["logits"] - plain).square().sum(1).mean()
-
-
-LATE = {
-    "a pull to the start from a list": of_class(pull),
-    "a loss of later epochs": of_class(by_epoch),
-    "a question to the Trainer that is caught": of_class(swallowed),
-    "distillation": of_class(distilled),
-}
-
-
-def stepping(change):
-    """The mixture with an optimizer, or a scheduler, that a function has changed."""
-
-    def make():
-        module = mixture(LinearGate(5))
-        module.optimizer = change
-        return module
-
-    return make
-
-
-def pre_hook(parameters):
-    optimizer = PLAIN(parameters)
-    optimizer.register_step_pre_hook(lambda optimizer, *_: norm_of_all(optimizer))
-    return optimizer
-
-
-def post_hook(parameters):
-    optimizer = PLAIN(parameters)
-    optimizer.register_step_post_hook(lambda optimizer, *_: norm_of_all(optimizer))
-    return optimizer
-
-
-@torch.no_grad()
-def norm_of_all(optimizer):
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.div_(1 + 0.1 * parameter.norm())
-
-
-def replaced(parameters):
-    optimizer = PLAIN(parameters)
-    step = optimizer.step
-
-    @wraps(step)
-    def scaled(*arguments, **options):
-        norm_of_all(optimizer)
-        return step(*arguments, **options)
-
-    optimizer.step = scaled
-    return optimizer
-
-
-class Touching(torch.optim.lr_scheduler.StepLR):
-    def step(self, *arguments):
-        if self.last_epoch >= 0:
-            norm_of_all(self.optimizer)
-        super().step(*arguments)
-
-
-def scheduled(make_scheduler):
-    def make():
-        module = mixture(LinearGate(5), optimizer=PLAIN)
-        module.lr_scheduler = make_scheduler
-        return module
-
-    return make
-
-
-STEPS = {
-    "a pre-hook": stepping(pre_hook),
-    "a post-hook": stepping(post_hook),
-    "a replaced step": stepping(replaced),
-    "a scheduler that touches parameters": scheduled(partial(Touching, step_size=1)),
-    "one inside another": scheduled(
-        lambda optimizer: torch.optim.lr_scheduler.ChainedScheduler([Touching(optimizer, 1)], optimizer)
-    ),
-}
-
-
-def count(self, x):
-    self.calls += 1
-    return x * 0.9**self.calls
-
-
-def note(self, x):
-    next(self.parameters()).calls = calls = getattr(next(self.parameters()), "calls", 0) + 1
-    return x * 0.9**calls
-
-
-def listed(self, x):
-    self.seen.append(len(self.seen))
-    return x * 0.9 ** len(self.seen)
-
-
-def own_generator(self, x):
-    return x * torch.rand(1, generator=self.own, dtype=x.dtype)
-
-
-def unsaved(self, x):
-    self.scale = self.scale * 0.9
-    return x * self.scale
-
-
-class Unsaved(Changed):
-    def __init__(self):
-        super().__init__(unsaved)
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64), persistent=False)
-
-
-class Remembering(nn.Module):
-    """A running mean of its own, of all samples, padding included."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(5))
-
-    def forward(self, x):
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
-        return x - self.mean
-
-
-class Statistics(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.InstanceNorm1d(1, track_running_stats=True)
-
-    def forward(self, x):
-        return self.norm(x[:, None])[:, 0]
-
-
-NETWORKS = {
-    "Python's random numbers": with_expert(lambda self, x: x * random.choice([0.5, 1.5, 1.5, 1.5])),
-    "NumPy's random numbers": with_expert(lambda self, x: x * np.random.choice([0.5, 1.5, 1.5, 1.5])),
-    "functional dropout": with_expert(lambda self, x: F.dropout(x, 0.3, self.training)),
-    "a generator of its own": lambda: with_expert(own_generator, own=torch.Generator().manual_seed(0))(),
-    "a counter": with_expert(count, calls=0),
-    "a list": lambda: with_expert(listed, seen=[])(),
-    "an attribute of a parameter": with_expert(note),
-    "a buffer that is not saved": lambda: mixture(ConstantGate(0.5), Unsaved()),
-    "a running mean": first(Remembering),
-    "running statistics of instances": first(Statistics),
-    "spectral normalization": first(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 5))),
-    "old spectral normalization": first(lambda: nn.utils.spectral_norm(nn.Linear(5, 5))),
-    "weight normalization": first(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))),
-    "group normalization": first(lambda: nn.GroupNorm(1, 5)),
-    "a softmax over samples": first(lambda: nn.Softmax(dim=0)),
-}
-
-
-def hooked():
-    module = mixture(LinearGate(5))
-    module.global_expert.register_forward_hook(lambda part, inputs, output: output - output.mean(0))
-    return module
-
-
-OTHERS = {
-    "a hook that sees the batch": hooked,
-    "a criterion of the user's": lambda: PersonalizedMoE(
-        Expert(), optimizer=PLAIN, task="multiclass", loss=lambda outputs, y: F.cross_entropy(outputs, y) / len(y)
-    ).double(),
-    "class weights": lambda: PersonalizedMoE(
-        Expert(), optimizer=PLAIN, loss=nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0]).double())
-    ).double(),
-}
-STACKS = {
-    **dict.fromkeys(("a pull to the start from a list", "distillation"), "explicit"),
-    **dict.fromkeys(("a hook that sees the batch", "a criterion of the user's"), "explicit"),
-    **dict.fromkeys(("a running mean", "running statistics of instances", "weight normalization"), "auto explicit"),
-    **dict.fromkeys(("group normalization", "a softmax over samples", "class weights"), "auto explicit"),
-}
-CASES = LATE | STEPS | NETWORKS | OTHERS
-
-
 def close(actual, expected):
     torch.testing.assert_close(actual[0].sent, expected[0].sent, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-9, atol=1e-10)
@@ -293,61 +79,8 @@ def assert_right_or_refused(make, algorithm, data, max_epochs=2, is_promised=Tru
     return stacks + "explicit"
 
 
-@pytest.mark.few(8)
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of weight normalization
-@pytest.mark.parametrize("name", CASES)
-def test_a_plain_trainer_s_result_or_a_refusal(name):
-    data = blobs((13, 8, 11))
-    stacks = assert_right_or_refused(CASES[name], FedAvg(), data, is_promised=name not in LATE)
-    assert stacks == STACKS.get(name, "")
-
-
-class Words(Expert):
-    """Reads ids of words, of which 0 is padding; ``look_up`` computes their embeddings."""
-
-    def __init__(self, table, look_up=None):
-        super().__init__(features=4)
-        self.table, self.look_up = table, look_up or nn.Module.__call__
-
-    def forward(self, x):
-        return super().forward(self.look_up(self.table, x).flatten(1).unflatten(1, (-1, 4)).mean(1))
-
-
-def words():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(1, 6, (32, 3), generator=generator)
-    x[torch.rand(32, 3, generator=generator) < 0.3] = 0
-    data = TensorData(x, x.sum(1) % 3, torch.arange(32).split([13, 8, 11]), dtype=torch.int64, batch_size=4)
-    data.setup()
-    return data
-
-
-def seldom_padded():
-    """The first samples of each client, which are tried, have no padding."""
-    data = words()
-    for samples in data.train_samples:
-        data.x[samples[:4]] = data.x[samples[:4]].clamp_min(1)
-    return data
-
-
 def padded(table, x):
     return F.embedding(x, table.weight, padding_idx=0)
-
-
-TABLES = {
-    "padding": (lambda: Words(nn.Embedding(6, 4, padding_idx=0)), ""),
-    "padding of a function": (lambda: Words(nn.Embedding(6, 4), padded), ""),
-    "a largest norm": (lambda: Words(nn.Embedding(6, 4, max_norm=0.5)), ""),
-    "padding of bags": (lambda: Words(nn.EmbeddingBag(6, 4, padding_idx=0)), ""),
-    "a plain table": (lambda: Words(nn.Embedding(6, 4)), "auto explicit"),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_of_words(name):
-    expert, stacks = TABLES[name]
-    make = lambda: mixture(ConstantGate(0.5), expert())  # noqa: E731
-    assert assert_right_or_refused(make, FedAvg(), seldom_padded(), max_epochs=3) == stacks
 
 
 def layers(*first):

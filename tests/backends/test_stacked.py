@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
 from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, begin, local_training, train
 from helpers.quadratics import LOSSES, RATE
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import (
@@ -16,12 +15,9 @@ from fedmoe_pl.algorithms import (
     EpsilonGreedyIFCA,
     FedAvg,
     FedMoEDA,
-    FedProx,
     FedRep,
     FineTunedCluster,
     FineTuning,
-    Local,
-    OptInFedAvg,
     PFLMoE,
     Scaffold,
     SpecialistMixture,
@@ -64,18 +60,8 @@ OPTIMIZERS = {
 
 
 ALGORITHMS = {
-    "FedAvg": (FedAvg(), LinearGate),
-    "FedAvg, uniform": (FedAvg(weighting="uniform"), LinearGate),
-    "FedPer": (FedAvg(shared="*.extractor.*"), LinearGate),
-    "global expert": (FedAvg(shared="global_expert.*"), lambda _: ConstantGate(1)),
-    "Local": (Local(), LinearGate),
     "PFL-FT": (FineTuning(), lambda _: ConstantGate(0)),
-    "PFL-FB": (FineTuning("local_expert.classifier.*", gate_fraction=0.25), lambda _: ConstantGate(0)),
-    "PFL-MF": (PFLMoE(), LinearGate),
-    "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
-    "opt-out": (OptInFedAvg(opt_out_data=0.3), LinearGate),
     "specialist and gate": (SpecialistMixture(), lambda features: NetworkGate(nn.Linear(features, 1))),
-    "FedProx": (FedProx(0.5), LinearGate),
 }
 
 
@@ -84,13 +70,6 @@ ALGORITHMS = {
 def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
     module = mixture(LinearGate(5), optimizer=optimizer)
     assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
-
-
-@pytest.mark.few("FedAvg, uniform", "PFL-MF", "opt-out")
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
-    algorithm, gate = ALGORITHMS[name]
-    assert_agree(local_training(mixture(gate(5)), algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
 
 
 @pytest.mark.few("PFL-FT-probabilities", "specialist and gate-log_probabilities")
@@ -228,12 +207,6 @@ def test_backends_agree(name):
     assert_agree(local_training(make(), algorithm, data(), max_epochs=3, **arguments), 1e-10)
 
 
-@pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])
-def test_backends_agree_in_single_precision(optimizer):
-    module = mixture(LinearGate(5), dtype=torch.float32, optimizer=optimizer)
-    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10, dtype=torch.float32), 1), 1e-5)
-
-
 def test_backends_agree_with_batch_normalization():
     module = mixture(expert=WithBatchNorm())
     training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))
@@ -289,16 +262,6 @@ def test_any_number_of_clients_per_stack_gives_the_same():
         torch.testing.assert_close(update.sent, expected.sent, rtol=1e-12, atol=1e-12)
 
 
-def test_a_stack_trains_the_closed_form():
-    """Ten full-batch steps at 0.05 on a/2 (w - b)^2 leave b + (w - b) (1 - 0.05 a)^10 on each client."""
-    data = two_quadratics()
-    data.setup()
-    training = local_training(PureOneWeight(), ByLoss(), data, max_epochs=10)
-    update, _ = train(StackedBackend(2), training)
-    expected = sum(b + (0 - b) * (1 - 0.05 * a) ** 10 for a, b in ((1, 0), (4, 5))) / 2
-    assert update.sent["weight"].item() == pytest.approx(expected, rel=1e-12)
-
-
 class ByLoss(FedAvg):
     """Makes the clients train by the module's pure loss."""
 
@@ -320,19 +283,6 @@ def test_a_stack_clips_the_gradients_that_are_too_long_and_no_others():
         ends.append(w)
     assert any(abs(gradient) > 15 for gradient in gradients) and any(0 < abs(gradient) < 15 for gradient in gradients)
     assert update.sent["weight"].item() == pytest.approx(sum(ends) / 2, rel=1e-12)
-
-
-class Decaying(ByLoss):
-    """Counts the client's steps, but only after the first epoch, which is tried before any training."""
-
-    def client_loss(self, module, batch, constants):
-        steps = module.global_step if module.current_epoch else 0
-        return 0.9**steps * super().client_loss(module, batch, constants)
-
-
-def test_a_loss_that_asks_for_the_epoch_is_not_stacked():
-    with pytest.raises(MisconfigurationException, match="the loss reads current_epoch of its Trainer"):
-        StackedBackend().plan(local_training(mixture(), Decaying(), blobs((4, 4))))
 
 
 def test_a_stack_s_batches_are_no_larger_than_its_largest_client():

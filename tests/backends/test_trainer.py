@@ -242,31 +242,6 @@ def test_a_hook_that_one_module_was_given_is_called(tmp_path):
     assert_same_bits(sent[1], module.state_dict())
 
 
-class SetUp(PersonalizedMoE):
-    """Its loss is divided by the number of epochs, which it asks its Trainer for before the training."""
-
-    epochs = 1
-
-    def setup(self, stage):
-        self.epochs = self.trainer.max_epochs
-
-    def loss(self, batch):
-        loss, metrics = super().loss(batch)
-        return loss / self.epochs, metrics
-
-
-def test_setup_of_a_mixture_is_called_with_the_client_s_trainer(tmp_path):
-    sent = []
-    for lr, kind in ((0.1, SetUp), (0.05, PersonalizedMoE)):
-        made = mixture()
-        module = kind(made.global_expert, made.local_expert, None, optimizer=partial(torch.optim.SGD, lr=lr)).double()
-        run = Federation([Phase("p", FedAvg(), train=Train(max_epochs=2))], default_root_dir=str(tmp_path))
-        run.fit(module, blobs((4, 4)))
-        sent.append(run.run.states["p"].server)
-    for name, tensor in sent[0].items():
-        torch.testing.assert_close(tensor, sent[1][name])
-
-
 def _scale_gradients(module, factor):
     for parameter in (each for each in module.parameters() if each.grad is not None):
         parameter.grad.mul_(factor)

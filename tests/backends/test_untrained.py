@@ -132,18 +132,6 @@ def test_adapters_that_are_merged_in_eval_mode(tmp_path, monkeypatch):
     assert_same(fitted(tmp_path / "reference", OnAdapted()).run.states["FedAvg"].evaluations, alone.evaluations)
 
 
-class WithoutTheFirst(FedAvg):
-    def client_samples(self, client):
-        return super().client_samples(client)[: client.id * 100]
-
-
-def test_a_client_that_takes_no_steps_does_not_say_what_others_can_share(tmp_path, monkeypatch):
-    monkeypatch.setattr(OnBase, "change", staticmethod(follow))
-    shared, alone = both_ways(tmp_path, monkeypatch, WithoutTheFirst)
-    assert_same_bits(shared.server, alone.server)
-    assert not torch.equal(shared.server["base.weight"], shared.initial["base.weight"])
-
-
 class WritesToItsModule(FedAvg):
     """Its clients predict with a model that it makes in the module that it is given."""
 

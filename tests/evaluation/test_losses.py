@@ -42,6 +42,7 @@ PATHS = {
 }
 
 
+@pytest.mark.few("auto-0.0", "stacked-0.1", "workers-0.1")
 @pytest.mark.parametrize("pull", [0.0, 0.1])  # with it, the gradients of a batch without labels are not 0
 @pytest.mark.parametrize("path", PATHS)
 def test_a_client_with_batches_without_labels_is_trained_as_by_hand(path, pull, tmp_path):

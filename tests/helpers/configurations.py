@@ -14,6 +14,7 @@ from fedmoe_pl.cli import main
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGURATIONS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+HERE = {"Digits", "Diabetes", "SyntheticMultilabel", "SyntheticShapes", "SyntheticTimeSeries"}
 QUICKSTART = str(REPOSITORY / "configs/quickstart.yaml")
 
 
@@ -25,17 +26,13 @@ def files_of(path: Path) -> list[str]:
 
 def needs_no_download(path: Path) -> bool:
     """Whether the configuration, or the base of an overlay, reads data that come with scikit-learn or are made."""
-    return _is_here(yaml.safe_load(Path(files_of(path)[0]).read_text()))
+    # not parsed as YAML, because every process that collects tests would parse all configurations
+    (name,) = re.findall(r"^data:\n(?: *#.*\n)*  class_path: (\S+)", Path(files_of(path)[0]).read_text(), re.MULTILINE)
+    return name.split(".")[-1] in HERE
 
 
 def _is_here(config: dict) -> bool:
-    return config["data"]["class_path"].split(".")[-1] in (
-        "Digits",
-        "Diabetes",
-        "SyntheticMultilabel",
-        "SyntheticShapes",
-        "SyntheticTimeSeries",
-    )
+    return config["data"]["class_path"].split(".")[-1] in HERE
 
 
 def printed(path: Path) -> dict:

@@ -172,6 +172,7 @@ FRONTS = {  # what is done to inputs in train mode
     "mixed inputs": lambda: in_train_mode(lambda x: 0.6 * x + 0.4 * x.flip(0)),
     "python random": lambda: in_train_mode(lambda x: x * 2 if random.random() < 0.2 else x),
     "numpy random": lambda: in_train_mode(lambda x: x * 2 if np.random.rand() < 0.2 else x),
+    "softmax over samples": lambda: nn.Softmax(dim=0),
 }
 EXTRACTORS = {
     "mlp": linear,

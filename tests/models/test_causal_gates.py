@@ -192,6 +192,7 @@ OF_ADAPTERS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("data", [in_memory, of_dicts])

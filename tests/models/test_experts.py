@@ -176,6 +176,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.few(*(name for name in LAYERS if name != "VGG16"))
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_network_is_its_papers_layers_in_their_order(name):
     network, by_hand = LAYERS[name]

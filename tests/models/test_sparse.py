@@ -68,6 +68,7 @@ STEPPED = {
 }
 
 
+@pytest.mark.few("0.5-adam", "0.0-momentum and decay")
 @pytest.mark.parametrize("optimizer", STEPPED.values(), ids=STEPPED)
 @pytest.mark.parametrize("load_balancing", [0.0, 0.5])
 def test_sparse_and_dense_experts_make_the_same_steps_with_experts_that_some_batches_leave_out(
