@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -33,21 +34,16 @@ from fedmoe_pl.logs.summary import format_table, format_validation
 from fedmoe_pl.phases.participation import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import find_starts
-from fedmoe_pl.rounds.begin import read_result_for_new_clients, with_gate_of
+from fedmoe_pl.rounds.begin import ReadResult, read_result, read_result_for_new_clients, with_gate_of
 from fedmoe_pl.rounds.fit import fit
 from fedmoe_pl.rounds.interruption import interruptible, requeued
-from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases
-from fedmoe_pl.setup.check_trainer import check_trainer
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run, store_of
 
 _SKIP = ClientFailures()
 _REPORTS = Reports()
-_SETTINGS_OF_RUN = (
-    *("phases", "starts", "trainer", "backend", "callbacks", "seed", "evaluate_every_n_rounds", "failures", "metrics"),
-    *("evaluation_cohort_size", "enable_checkpointing", "hparams"),
-)
 
 
 class Federation:
@@ -150,6 +146,25 @@ class Federation:
         """The final evaluation of every evaluated phase of the last run, by name."""
         return self.run.results
 
+    @property
+    def settings(self) -> Settings:
+        """What a run takes from here."""
+        return Settings(
+            phases=self.phases,
+            starts=self.starts,
+            trainer=self.trainer,
+            backend=self.backend,
+            callbacks=self.callbacks,
+            seed=self.seed,
+            evaluate_every_n_rounds=self.evaluate_every_n_rounds,
+            evaluation_cohort_size=self.evaluation_cohort_size,
+            enable_checkpointing=self.enable_checkpointing,
+            hparams=self.hparams,
+            folder=self.runs,
+            failures=self.failures,
+            metrics=self.metrics,
+        )
+
     def client_module(self, method: str, client: int | str) -> ClientModule:  # pyright: ignore[reportInvalidTypeVarUse]
         """A client's personalized model after the last run; to type checkers a mixture, or what a variable says."""
         return cast(ClientModule, self.run.client_module(method, client))
@@ -208,8 +223,8 @@ class Federation:
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
-        changes = {"phases": phases, "folder": runs, "initial": initial, "evaluation_cohort_size": None}
-        run = self._make_run(model, datamodule, read_result=read_result_for_new_clients, **changes)
+        settings = replace(self.settings, phases=phases, folder=runs, evaluation_cohort_size=None)
+        run = self._make_run(model, datamodule, settings, Saved(initial=initial), read_result_for_new_clients)
         return self._run_phases(run, runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -321,15 +336,16 @@ class Federation:
         datamodule: FederatedDataModule,
         ckpt_path: str | None,
         make_store: Callable[[Run], Store],
-        **attributes: Any,
+        settings: Settings,
     ) -> dict[str, Evaluation]:
-        """Runs all phases on clients that are not in this process; ``attributes`` replace those of the run."""
+        """Runs all phases on clients that are not in this process, with settings that are made of the federation's."""
         trainer = {**self.trainer, "accelerator": "cpu", "devices": 1, "strategy": "auto"}  # nothing is trained here
-        return self._fit(model, datamodule, ckpt_path, [], make_store, trainer=trainer, **attributes)
+        return self._fit(model, datamodule, ckpt_path, [], make_store, replace(settings, trainer=trainer))
 
     def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:
         """A run that has not begun, for a client of a deployed federation on its own machine; with all checks."""
-        return self._make_run(model, datamodule, folder=folder, callbacks=[], evaluation_cohort_size=None)
+        settings = replace(self.settings, folder=folder, callbacks=[], evaluation_cohort_size=None)
+        return self._make_run(model, datamodule, settings)
 
     def _fit(
         self,
@@ -338,15 +354,15 @@ class Federation:
         ckpt_path: str | None,
         allowed: list[str],
         make_store: Callable[[Run], Store] = store_of,
-        **attributes: Any,
+        settings: Settings | None = None,
     ) -> dict[str, Evaluation]:
         """Runs all phases, from a checkpoint if there is one."""
         if not ckpt_path:
-            run = self._make_run(model, datamodule, **attributes)
+            run = self._make_run(model, datamodule, settings)
             return self._run_phases(run, self.runs, self.command, make_store=make_store)
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         with locked(checkpoint):
-            run = self._resume(model, datamodule, ckpt_path, allowed, **attributes)
+            run = self._resume(model, datamodule, ckpt_path, allowed, settings)
             return self._run_phases(run, None, self.command, checkpoint, make_store)
 
     def _resume(
@@ -355,7 +371,7 @@ class Federation:
         datamodule: FederatedDataModule,
         ckpt_path: str,
         allowed: list[str] | None = None,
-        **attributes: Any,
+        settings: Settings | None = None,
     ) -> Run:
         """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
@@ -364,9 +380,15 @@ class Federation:
         test_set = None if allowed is not None else identity.pop("test_set")
         content = load_run(checkpoint, self.phases, identity)
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
-        saved = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
-        saved |= {"writer": content["writer"], "only_client": own_client, "folder": checkpoint.parent.parent}
-        run = self._make_run(model, datamodule, **(saved | attributes))
+        saved = Saved(
+            initial=content["models"],
+            states=content["phases"],
+            rows=content["rows"],
+            writer=content["writer"],
+            only_client=own_client,
+        )
+        settings = replace(settings or self.settings, folder=checkpoint.parent.parent)
+        run = self._make_run(model, datamodule, settings, saved)
         if test_set not in (None, content["test_set"]):
             run.other_test_set = name_of_test_set(datamodule, test_set)
         if allowed is None:
@@ -374,16 +396,20 @@ class Federation:
                 run.states[phase.name] = with_gate_of(phase, run.module(phase), run.states[phase.name])
         return run
 
-    def _make_run(self, model: LightningModule, datamodule: FederatedDataModule, **changes: Any) -> Run:
-        """Makes a run with these settings, except for some ``changes``, and all its checks."""
+    def _make_run(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        settings: Settings | None = None,
+        saved: Saved | None = None,
+        read_result: ReadResult = read_result,
+    ) -> Run:
+        """Makes a run and all its checks."""
         self._run = None  # frees what it holds on a GPU
-        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS_OF_RUN}
-        settings |= {"folder": self.runs, **changes}
-        set_up(datamodule, settings["phases"], self.seed)
-        settings["configuration"] = configuration(self, model, datamodule)
-        settings["record"] = recorded(self, model, datamodule)
-        devices = check_trainer(settings["trainer"])
-        self._run = make_run(model, datamodule, devices=devices, **settings)
+        settings = settings or self.settings
+        set_up(datamodule, settings.phases, self.seed)
+        described = configuration(self, model, datamodule), recorded(self, model, datamodule)
+        self._run = make_run(model, datamodule, settings, saved or Saved(), read_result, *described)
         return self._run
 
     def _run_phases(

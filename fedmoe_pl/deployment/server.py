@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -145,16 +146,14 @@ def serve(
             "privacy covers none of them."
         )
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
+    settings = replace(
+        federation.settings,
+        backend=ClientsBackend(clients),
+        callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
+        evaluate=partial(evaluate_at_clients, clients),
+    )
     try:
-        return federation.fit_on_server(
-            model,
-            data,
-            ckpt_path,
-            make_store=partial(_make_store, clients),
-            backend=ClientsBackend(clients),
-            callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
-            evaluate=partial(evaluate_at_clients, clients),
-        )
+        return federation.fit_on_server(model, data, ckpt_path, partial(_make_store, clients), settings)
     except TooManyClassesError as error:
         most = [client for client, each in descriptions.items() if each["num_classes"] == data.num_classes]
         if len(most) == len(descriptions):

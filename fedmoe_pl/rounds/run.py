@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -68,28 +68,73 @@ class FederationCallback:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run:
-    """One run of a federation: its settings and its state.
+class Settings:
+    """What a run takes from its federation.
 
     Attributes:
         phases: the phases, in order.
         starts: what each phase starts from (``starts.find_starts``).
         trainer: arguments of all clients' Trainers.
         backend: how clients are trained.
-        devices: the devices to train on, one for each client that is trained at the same time.
         callbacks: the federation's callbacks.
         seed: the seed of all random numbers.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         evaluation_cohort_size: how many clients are evaluated; None for all.
         enable_checkpointing: whether to write checkpoints.
         hparams: the resolved configuration of the command line; empty without one.
+        folder: the run's folder, ``default_root_dir/name/version_N``, or where it will be.
+        failures: what happens when clients fail.
+        metrics: what is evaluated beside accuracy, by name.
+        evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
+    """
+
+    phases: Sequence[Phase]
+    starts: dict[str, Start]
+    trainer: dict[str, Any]
+    backend: Backend
+    callbacks: Sequence[FederationCallback]
+    seed: int
+    evaluate_every_n_rounds: int
+    evaluation_cohort_size: int | None
+    enable_checkpointing: bool
+    hparams: dict[str, Any]
+    folder: Path
+    failures: ClientFailures
+    metrics: dict[str, Metric]
+    evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
+
+
+@dataclass(eq=False, kw_only=True)
+class Saved:
+    """What a run goes on from; nothing if it is new.
+
+    Attributes:
+        initial: the tensors of the initial models; keys as in ``Run.models``.
+        states: the state of each phase that has begun, by name.
+        rows: the rows of ``rounds.csv``.
+        writer: writes the next checkpoints.
+        only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
+    """
+
+    initial: Mapping[str, Tree] = field(default_factory=dict)
+    states: dict[str, PhaseState] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    writer: CheckpointWriter | None = None
+    only_client: int | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class Run(Settings):
+    """One run of a federation: its settings and its state.
+
+    Attributes:
+        devices: the devices to train on, one for each client that is trained at the same time.
         models: the initial models: the federation's, by ``initial``, and those of phases that have one, by their names.
         datamodule: the data and the clients that hold them; already set up.
         training_data: the same, with the samples on the device that clients train on.
         identity: the run's seed and data (``resume.identify``).
         configuration: what the result depends on (``configuration.configuration``).
         record: the same for reports, which compare it with that of other runs (``configuration.recorded``).
-        folder: the run's folder, ``default_root_dir/name/version_N``.
         loggers: the run's loggers, as callbacks use them.
         store: holds the tensors that clients keep between rounds.
         given_results: results from checkpoints, by phase name, until the phase begins.
@@ -97,32 +142,19 @@ class Run:
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
         writer: writes the checkpoints, from the first one on.
-        failures: what happens when clients fail.
-        metrics: what is evaluated beside accuracy, by name.
         noise_multipliers: by phase and client, where noise follows from a target (``sample_privacy.set_noise``).
-        evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
         logged: with ``trainer.logger``, the means of what each client of the last round logged, one dict per epoch.
         only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
         other_test_set: names the test set that is not the run's, below what is printed; empty if it is.
     """
 
-    phases: Sequence[Phase]
-    starts: dict[str, Start]
-    trainer: dict[str, Any]
-    backend: Backend
     devices: list[torch.device]
-    callbacks: Sequence[FederationCallback]
-    seed: int
-    evaluate_every_n_rounds: int
-    enable_checkpointing: bool
-    hparams: dict[str, Any]
     models: dict[str, LightningModule]
     datamodule: FederatedDataModule
     training_data: FederatedDataModule
     identity: dict[str, Any]
     configuration: dict[str, str]
     record: dict[str, Any]
-    folder: Path
     loggers: RunLoggers = field(default_factory=RunLoggers)
     store: Store = field(default_factory=MemoryStore)
     given_results: dict[str, PhaseState] = field(default_factory=dict)
@@ -130,11 +162,7 @@ class Run:
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     writer: CheckpointWriter | None = None
-    evaluation_cohort_size: int | None = None
-    failures: ClientFailures = field(default_factory=ClientFailures)
-    metrics: dict[str, Metric] = field(default_factory=dict)
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
-    evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
     logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
     only_client: int | None = None
     other_test_set: str = ""

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,43 +39,44 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
-from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, read_result, share_memory, sized
-from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, share_memory, sized
+from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed, seeded
 from fedmoe_pl.setup.check_module import check_tensors, warn_of_eval_mode
 from fedmoe_pl.setup.check_run import check_run
+from fedmoe_pl.setup.check_trainer import check_trainer
 from fedmoe_pl.trees import Tree, copy_module, load_tree, same_bits
 
 
 def make_run(
     model: LightningModule,
     datamodule: FederatedDataModule,
-    phases: Sequence[Phase],
-    trainer: dict[str, Any],
-    backend: Backend,
-    devices: list[torch.device],
-    seed: int,
-    initial: Mapping[str, Tree] | None = None,
-    read_result: ReadResult = read_result,
-    **attributes: Any,
+    settings: Settings,
+    saved: Saved,
+    read_result: ReadResult,
+    configuration: dict[str, str],
+    record: dict[str, Any],
 ) -> Run:
-    """Makes a run and makes all its checks, before any training."""
-    backend = _with_workers(backend, trainer, devices)
+    """Makes a run and makes all its checks, before any training; ``configuration`` and ``record`` are those of Run."""
+    devices = check_trainer(settings.trainer)
+    backend = _with_workers(settings.backend, settings.trainer, devices)
     if not isinstance(backend, PoolBackend):
         end_fork()
     run = Run(
-        phases=phases,
-        trainer=trainer,
-        backend=backend,
+        **vars(replace(settings, backend=backend)),
         devices=devices,
-        seed=seed,
-        models=_models(model, phases, datamodule, seed, initial or {}),
+        models=_models(model, settings.phases, datamodule, settings.seed, saved.initial),
         datamodule=datamodule,
         # workers place the samples on their devices themselves
         training_data=datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, devices[0]),
-        identity=identify(seed, datamodule),
-        **attributes,
+        identity=identify(settings.seed, datamodule),
+        configuration=configuration,
+        record=record,
+        states=saved.states,
+        rows=saved.rows,
+        writer=saved.writer,
+        only_client=saved.only_client,
     )
     check_run(run, read_result)
     set_noise(run)
