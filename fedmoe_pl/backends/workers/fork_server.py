@@ -129,9 +129,12 @@ def fork_server(work: Callable[[socket.socket], None]) -> None:
     """Forks this process's server, which then imports nothing and shares the memory of what is imported here, too.
 
     Only for a process that has imported everything and done nothing else: it has used no GPU, and has no thread but
-    those of OpenBLAS, which ends them before a fork.
+    those of OpenBLAS, which ends them before a fork. Both then keep the memory that they free, for the next batch.
     """
     global _server
+    with suppress(AttributeError):  # only glibc has it
+        for name, parameter in _MALLOC.items():
+            ctypes.CDLL(None).mallopt(parameter, int(WORKER_ENVIRONMENT[name]))
     _server = ForkServer(partial(_forked, work))
 
 
@@ -165,9 +168,6 @@ def _forked(work: Callable[[socket.socket], None], ours: socket.socket, control:
         os.environ.update(WORKER_ENVIRONMENT)
         torch.set_num_threads(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))
         threadpool_limits(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))  # of NumPy and SciPy
-        with suppress(AttributeError):  # only glibc has it
-            for name, parameter in _MALLOC.items():
-                ctypes.CDLL(None).mallopt(parameter, int(WORKER_ENVIRONMENT[name]))
         serve(control.detach(), work)
     finally:
         os._exit(1)
