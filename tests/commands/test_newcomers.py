@@ -19,15 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Evaluate, Select
-from fedmoe_pl.algorithms import (
-    ClusterMixture,
-    EpsilonGreedyIFCA,
-    FedAvg,
-    FedMoEDA,
-    FineTuning,
-    Local,
-    PFedMoE,
-)
+from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FedMoEDA, FineTuning, Local, PFedMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, AGNews, CsvFile
 from fedmoe_pl.federation import Federation

@@ -9,18 +9,7 @@ import torch.nn.functional as F
 from helpers.models import count
 from torch import nn
 
-from fedmoe_pl.models import (
-    CNN,
-    IFCACNN,
-    LEAFCNN,
-    VGG16,
-    BiLSTM,
-    FedAvgCNN,
-    GateCNN,
-    LeNet5,
-    SmallMLP,
-    TwoConvCNN,
-)
+from fedmoe_pl.models import CNN, IFCACNN, LEAFCNN, VGG16, BiLSTM, FedAvgCNN, GateCNN, LeNet5, SmallMLP, TwoConvCNN
 
 
 def test_vgg16_has_the_papers_number_of_parameters_and_initial_convolutions():
