@@ -2,18 +2,7 @@
 
 import torch
 from helpers import blobs, phase, run
-from helpers.bare import (
-    COHORTS,
-    SEED,
-    assert_near,
-    gradient,
-    mean,
-    of_tree,
-    round_batches,
-    step,
-    two_experts,
-    values,
-)
+from helpers.bare import COHORTS, SEED, assert_near, gradient, mean, of_tree, round_batches, step, two_experts, values
 
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local
 from fedmoe_pl.models import GlobalOnly, LocalOnly

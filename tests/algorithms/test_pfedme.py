@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, mixture, phase, run
-from helpers.backends import WithBatchNorm
+from helpers import blobs, phase, run
 from helpers.bare import (
     COHORTS,
     RATE,
@@ -16,7 +15,6 @@ from helpers.bare import (
     mixed,
     of_tree,
     round_batches,
-    sgd,
     two_experts,
     values,
 )
@@ -82,20 +80,6 @@ def test_theta_is_evaluated_and_a_client_that_never_took_part_uses_the_server_s_
         used = values(federation.client_module("it", client), "local_expert.")
         expected = of_tree(state.clients[client], "local_") if client in state.clients else of_tree(state.server)
         assert all(map(torch.equal, used, expected))
-
-
-@pytest.mark.slow
-def test_theta_keeps_its_running_statistics_from_round_to_round_and_w_those_of_the_start(tmp_path):
-    model = mixture(LocalOnly(), WithBatchNorm(), optimizer=sgd)
-    phases = [phase(str(rounds), PFedMe(**GIVEN), rounds=rounds) for rounds in (1, 3)]
-    one, three = run(phases, model, blobs(), tmp_path, EPOCHS).run.states.values()
-    layer = "extractor.1."
-    for client in range(3):
-        batches = [of.clients[client][f"local_expert.{layer}num_batches_tracked"].item() for of in (one, three)]
-        assert batches[0] and batches[1] == 3 * batches[0]
-    for name in ("running_mean", "running_var"):
-        start = model.state_dict()[f"global_expert.{layer}{name}"]
-        assert torch.equal(three.server[f"global_expert.{layer}{name}"], start)
 
 
 def test_a_round_with_a_learning_rate_of_0_changes_nothing_of_w(tmp_path):

@@ -198,7 +198,7 @@ METHODS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_stacked_and_one_by_one_agree(method):
     algorithm, gate = METHODS[method]

@@ -72,7 +72,7 @@ def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
     assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
-@pytest.mark.few("PFL-FT-probabilities", "specialist and gate-log_probabilities")
+@pytest.mark.few("specialist and gate-log_probabilities")
 @pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
 @pytest.mark.parametrize("name", ["PFL-FT", "specialist and gate"])
 def test_backends_agree_whatever_is_mixed(name, mixing):
@@ -114,7 +114,7 @@ CLUSTERED = {
 }
 
 
-@pytest.mark.few("IFCA, epsilon-greedy", "mixture of clusters")
+@pytest.mark.few("IFCA, epsilon-greedy")
 @pytest.mark.parametrize("name", CLUSTERED)
 def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
     algorithm, gate = CLUSTERED[name]
@@ -200,7 +200,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_backends_agree(name):
     make, algorithm, data, arguments = OTHERS[name]

@@ -87,7 +87,7 @@ def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, serve
     for every_batch in (False, True):
         model = clustered() if name.startswith("clusters") else mixture(FeatureGate(6))
         arguments = {"backend": TrainerBackend(), "seed": 2, "every_batch": every_batch}
-        data = blobs() if name.startswith("clusters") else blobs(UNEQUAL)
+        data = blobs() if name.startswith("clusters") else blobs(FEW)
         federation = run(RUNS[name](), model, data, tmp_path / str(every_batch), **arguments)
         states.append(federation.run.states)
         assert bool(served) != every_batch
@@ -106,7 +106,7 @@ KEPT += ["an object", "a tensor that is no buffer", "a generator", "a weight", "
 KEPT += ["an attribute of a parameter", "an attribute of a buffer"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few("a buffer", "an attribute")
 @pytest.mark.parametrize("what", KEPT)
 def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_path, served):
     results = []
@@ -138,6 +138,7 @@ class OnGraph(Expert):
         return super().forward((self.matrix @ x.T).T)
 
 
+@pytest.mark.few("auto")
 @pytest.mark.parametrize("backend", ["auto", TrainerBackend()])
 def test_a_sparse_buffer_is_as_good_as_a_dense_one(backend, tmp_path):
     matrix = torch.eye(5, dtype=torch.float64).roll(1, 0)
@@ -159,7 +160,7 @@ LEAN = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few("0.0-clipping", "0.0-half precision")
 @pytest.mark.parametrize("name", LEAN)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):

@@ -194,6 +194,7 @@ def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path,
     assert optimizer.defaults["momentum"] == 0.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
 def test_a_plan_travels_without_the_features_that_it_has_computed(backend):
     algorithm = FineTuning("local_expert.classifier.*")

@@ -1,20 +1,18 @@
 """What it took to reach an accuracy."""
 
 import math
-from dataclasses import replace
 
 import pytest
-from helpers import blobs, mixture, run
+from helpers import blobs, run
 from helpers.pfedmoe import model
 from helpers.reports import csv_rows
 from helpers.runs import assert_same
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFedMoE, PFLMoE
+from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.cost_to_target import CostToTarget, target_rows
-from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.models import ConstantGate
 
 SIZES = (13, 8, 11, 9)
 
@@ -76,34 +74,6 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
     assert line.split()[1:5] == ["-"] * 4
-
-
-@pytest.mark.slow
-def test_the_cost_of_a_phase_is_that_of_all_phases_that_it_starts_from(tmp_path):
-    """A personalization that sends nothing costs what the federation did; of a given result, nobody knows the cost."""
-    phases = [
-        Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, evaluate=False),
-        Phase("Local", Local(), gate=ConstantGate(0)),
-        Phase("PFL-FB", FineTuning(gate_fraction=0.0)),
-        Phase("PFL-MF", PFLMoE(gate_fraction=0.0), start="PFL-FB", gate=LinearGate(5)),
-    ]
-
-    def costs(phases):
-        callbacks = [CostToTarget(0.01, "global_test")]
-        fed = run(phases, mixture(), blobs(SIZES), tmp_path, callbacks=callbacks, enable_checkpointing=True)
-        return fed, {row["method"]: row for row in csv_rows(fed.run_dir / "target.csv")}
-
-    fed, found = costs(phases)
-    parameters = 2 * 2 * len(SIZES) * sum(p.numel() for p in mixture().global_expert.parameters())
-    sent = parameters, 8 * parameters
-    expected = {"Local": (1, 0, 0), "PFL-FB": (3, *sent), "PFL-MF": (4, *sent)}
-    columns = ("rounds", "parameters", "bytes")
-    assert {name: tuple(int(row[column]) for column in columns) for name, row in found.items()} == expected
-    flops = {name: state.flops for name, state in fed.run.states.items()}
-    assert int(found["PFL-MF"]["flops"]) == flops["FedAvg"] + flops["PFL-FB"] + flops["PFL-MF"] > flops["PFL-MF"] > 0
-    phases[0] = replace(phases[0], ckpt_path=str(fed.run_dir / FILE))
-    _, found = costs(phases)
-    assert [found[name]["rounds"] for name in expected] == ["1", "", ""]
 
 
 def test_a_target_that_is_no_fraction_is_refused():

@@ -5,25 +5,16 @@ import numpy as np
 import pytest
 import torch
 from helpers.evaluations import evaluation, mixture
-from helpers.runs import data, federation, model
-from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.text import Text
 
-from fedmoe_pl.algorithms import Local
 from fedmoe_pl.callbacks.accuracy_monitor import sorted_accuracy_figure
 from fedmoe_pl.callbacks.cluster_monitor import _picks_figure, cluster_figure
 from fedmoe_pl.callbacks.expert_monitor import aggregation_figure, expert_usage_figure
 from fedmoe_pl.callbacks.figures import gate_figure, partition_figure, styled
 from fedmoe_pl.callbacks.representation_monitor import representation_figure
-from fedmoe_pl.callbacks.sample_monitor import (
-    GatedSamples,
-    certainty_figure,
-    image_samples_figure,
-    text_samples_figure,
-)
+from fedmoe_pl.callbacks.sample_monitor import GatedSamples, certainty_figure, image_samples_figure, text_samples_figure
 from fedmoe_pl.callbacks.token_gate_monitor import layer_figure, token_figure
 from fedmoe_pl.evaluation.evaluation import gate_rows
-from fedmoe_pl.phases.phase import Phase
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
 
@@ -138,10 +129,3 @@ def test_no_name_is_parsed_as_mathematics(drawn):
     texts = figure.findobj(Text)
     assert any(NAME[:12] in text.get_text() for text in texts)
     assert not any(text.get_parse_math() or text.get_usetex() for text in texts if text.get_text())
-
-
-@pytest.mark.slow
-def test_a_run_of_a_phase_whose_name_has_dollars_ends(tmp_path):
-    """Its figure of all methods is drawn after the phase, with the phase's name in the legend."""
-    it = federation(tmp_path, [Phase("A $x_$", Local())], logger=TensorBoardLogger(tmp_path))
-    assert [*it.fit(model(), data())] == ["A $x_$"]

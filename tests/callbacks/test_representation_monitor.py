@@ -7,15 +7,12 @@ import threadpoolctl
 import torch
 from helpers import Expert, blobs, mixture, run
 from helpers.map_style import Dicts, WordModel, padded
-from helpers.pfedmoe import model
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.manifold import TSNE
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from fedmoe_pl import Phase, Train
-from fedmoe_pl.algorithms import Local, PFedMoE
+from fedmoe_pl.algorithms import Local
 from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor, embed, representations_of
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDatasets
@@ -27,35 +24,6 @@ def shown(path, module, phases, datamodule=None, clients=None, samples=100):
     monitor = RepresentationMonitor(clients, samples_per_client=samples)
     datamodule = datamodule or blobs(dtype=torch.float32)
     return run(phases, module.float(), datamodule, path, callbacks=[monitor], logger=True), monitor
-
-
-@pytest.mark.slow
-def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensorboard(tmp_path):
-    """Client 0 has no held-out sample where the share is too small; the others show what they hold out."""
-    datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
-    fed, monitor = shown(
-        tmp_path, model(), [Phase("p FedMoE", PFedMoE(), train=Train(max_epochs=1))], datamodule, [0, 3], 3
-    )
-    found, classes, clients = monitor.compute(fed.run, "p FedMoE")
-    assert clients.tolist() == [0, 0, 0, 3, 3, 3]
-    for client, own in ((0, slice(0, 3)), (3, slice(3, 6))):
-        samples = datamodule.test_samples[client][:3]
-        module, x = fed.client_module("p FedMoE", client), datamodule.x[samples]
-        assert torch.equal(classes[own], datamodule.y[samples])
-        g = module.gate(x)
-        shared, local = module.shared_extractor(x), module.local_experts[0](x)
-        torch.testing.assert_close(found["shared"][own], shared)
-        torch.testing.assert_close(found["local"][own], local)
-        torch.testing.assert_close(found["mixed"][own], g[:, :1] * shared + g[:, 1:] * local)
-    assert isinstance(fed.run.loggers.all[0], TensorBoardLogger)
-    of_method = fed.run_dir / "p FedMoE"
-    log = EventAccumulator(str(of_method), size_guidance={"images": 0}).Reload()
-    (image,) = log.Images("representations")
-    assert image.width == 700
-    (folder,) = of_method.glob("00001/mixed")
-    lines = (folder / "metadata.tsv").read_text().splitlines()
-    assert lines == ["class\tclient", *(f"{c}\t{k}" for c, k in zip(classes.tolist(), clients.tolist(), strict=True))]
-    assert "mixed" in (of_method / "projector_config.pbtxt").read_text()
 
 
 def test_the_representations_of_any_model_are_the_outputs_of_its_extractors():

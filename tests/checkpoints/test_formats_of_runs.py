@@ -67,20 +67,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_client_s_model_is_that_of_contiguous_format_up_to_rounding(whole, tmp_path):
-    contiguous = federation(tmp_path)
-    contiguous.fit(model(channels_last=False), data())
-    for phase in phases():
-        for client in range(3):
-            module, expected = (run.client_module(phase.name, client) for run in (whole, contiguous))
-            torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-8, atol=1e-10)
-            assert in_channels_last(module) and not in_channels_last(expected)
-        for metric in ("global_test", "reweighted_test", "mean_gate_weight"):
-            values, others = (run.results[phase.name].values(metric) for run in (whole, contiguous))
-            assert values == pytest.approx(others, rel=1e-9), "the same accuracies"
-
-
-@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path, callbacks=[Kill("on_client_end", 8)]).fit(model(), data())

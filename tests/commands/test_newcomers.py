@@ -19,18 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Evaluate, Select
-from fedmoe_pl.algorithms import (
-    ClusterMixture,
-    EpsilonGreedyIFCA,
-    FedAvg,
-    FedKD,
-    FedMoEDA,
-    FineTuning,
-    Local,
-    OptInFedAvg,
-    PFedMoE,
-    SpecialistMixture,
-)
+from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FedMoEDA, FineTuning, Local, PFedMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, AGNews, CsvFile
 from fedmoe_pl.federation import Federation
@@ -305,25 +294,6 @@ def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expe
         assert not torch.equal(local["weight"], model.local_expert.weight)
 
 
-@pytest.mark.slow
-def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp_path):
-    phases = [
-        Phase("FedAvg", OptInFedAvg("global_expert.*", opt_out_clients=0.4), rounds=2, gate=ConstantGate(1.0)),
-        Phase("Fine-tuned", FineTuning(), gate=ConstantGate(0.0)),
-        Phase("Mixture", SpecialistMixture()),
-    ]
-    model = mixture(LinearGate(5), optimizer=sgd)
-    run, later = personalized(tmp_path, model, phases, blobs(), new_data(), 1)
-    for client in (0, 1):
-        module = later.client_module("Mixture", client)
-        known = {
-            name.removeprefix("global_expert."): tensor for name, tensor in run.run.states["FedAvg"].server.items()
-        }
-        assert_same_bits(dict(module.global_expert.state_dict()), known)
-        specialist = later.client_module("Fine-tuned", client).local_expert.state_dict()
-        assert not torch.equal(module.local_expert.classifier[1].weight, specialist["classifier.1.weight"])
-
-
 def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
     """IFCA keeps books that FedAvg's checkpoint does not have."""
     torch.manual_seed(0)
@@ -345,28 +315,6 @@ def test_a_result_with_more_than_the_phase_shares_is_refused(tmp_path):
     later = federation(tmp_path / "later", [fedavg(FEDPER)])
     with pytest.raises(MisconfigurationException, match=r"state of 'FedAvg' also has 'global_expert\.classifier"):
         later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
-
-
-def test_a_method_that_counts_its_rounds_has_no_part_of_another_method_beside_them(tmp_path):
-    """FedKD's server has its student only, and counts rounds from its first one on."""
-    everything = Phase("it", FedAvg(), gate=ConstantGate(1.0))
-    _, checkpoint = trained(tmp_path, everything)
-    later = federation(tmp_path / "later", [Phase("it", FedKD(), gate=ConstantGate(1.0))])
-    with pytest.raises(MisconfigurationException, match=r"state of 'it' also has 'local_expert\."):
-        later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
-
-
-def test_personalizing_twice_gives_the_same_models_twice(tmp_path):
-    _, checkpoint = trained(tmp_path, fedavg(FEDPER, rounds=2))
-    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])
-    states = []
-    for _ in range(2):
-        later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=2)
-        states.append([tensors(later.client_module("FedAvg", client)) for client in (0, 1)])
-        assert later.run_dir.parent == tmp_path / "later/federation/new_clients"
-    for client in (0, 1):
-        assert_same_bits(states[0][client], states[1][client])
-    assert later.run_dir.name == "version_1"
 
 
 def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):

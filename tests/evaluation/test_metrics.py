@@ -7,7 +7,6 @@ import pytest
 import torch
 import torchmetrics
 from helpers import TensorData, blobs, mixture
-from helpers.clusters import clustered, only
 from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
@@ -18,7 +17,7 @@ from torch import nn
 from torchmetrics import F1Score, MeanSquaredError, Metric, R2Score
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
-from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FineTuning, Local, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import CostToTarget
 from fedmoe_pl.callbacks.cost_to_target import target_rows
@@ -471,15 +470,6 @@ def test_a_partition_without_classes_is_a_table_and_a_figure_of_sizes():
     assert partition_table(data).startswith("3 clients, 32 training samples, 9 global test samples")
     assert len(partition_figure([*partition_rows(data)]).axes) == 1
     assert [row["train"] for row in partition_rows(data)] == sizes
-
-
-def test_clusters_are_chosen_by_the_loss_of_the_task(tmp_path):
-    torch.manual_seed(0)
-    module = clustered(gate=only(0), expert=nn.Linear(4, 1), task="regression").float()
-    run = federation(tmp_path, [Phase("IFCA", EpsilonGreedyIFCA(), rounds=2)])
-    run.fit(module, numbers())
-    losses = [client.metrics["local_test_loss"] for client in run.results["IFCA"].clients]
-    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
 
 
 def test_methods_of_a_run_may_differ_in_their_metrics(tmp_path, capsys):

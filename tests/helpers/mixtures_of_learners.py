@@ -32,14 +32,6 @@ def backbone() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), nn.Sigmoid())
 
 
-def equal_learners(**kwargs) -> SparseMoE:
-    """All experts are copies of the first one."""
-    module = learners(**kwargs)
-    for expert in module.experts:
-        expert.load_state_dict(module.experts[0].state_dict())
-    return module
-
-
 def rounds_by_hand(model, data, cohorts, epochs, optimizers) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     """Rounds of federated expectation-maximization; ``optimizers`` makes those of a client from its module.
 

@@ -120,12 +120,6 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
 # --- what mixtures compute ---
 
 
-def test_in_one_layer_mixing_inside_and_mixing_outputs_are_the_same():
-    for kind in (AdapterMoE, LayerwiseAdapterMoE):
-        module = set_factors(kind(Identity(), LORA, ConstantGate(0.25)))
-        torch.testing.assert_close(module(X), torch.tensor([[4.5, 8.0]], dtype=torch.float64))
-
-
 @pytest.mark.parametrize(("kind", "expected"), [(LayerwiseAdapterMoE, [-1.5, -1.0]), (AdapterMoE, [-2.0, -0.5])])
 def test_before_a_nonlinearity_they_differ(kind, expected):
     module = set_factors(kind(TwoLayers(), LORA, ConstantGate(0.25)))
@@ -166,12 +160,6 @@ def test_an_expert_takes_a_dict_as_keyword_arguments_as_its_base_does():
     module = tokens(AdapterMoE, GlobalOnly())
     assert torch.equal(module.global_expert(input_ids=IDS), module.global_expert(IDS))
     assert torch.equal(call(module.global_expert, {"input_ids": IDS}), module({"input_ids": IDS}))
-
-
-def test_equal_experts_with_equal_weights_are_one_expert_to_the_bit():
-    module = tokens(gate=EqualWeights())
-    module.local_expert.load_state_dict(module.global_expert.state_dict())
-    assert torch.equal(module(IDS), module.global_expert(IDS))
 
 
 def expected_of_tokens(module, weigh):
@@ -606,18 +594,6 @@ def test_a_mixture_of_clusters_weighs_its_places_by_the_number_of_clusters():
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4))
 
 
-def test_a_mixture_of_clusters_is_made_again_from_a_lightning_checkpoint(tmp_path):
-    from lightning.pytorch import Trainer
-
-    module = tokens(ClusteredAdapterMoE, max_clusters=3)
-    module.gate.num_clusters.fill_(2)
-    trainer = Trainer(logger=False, accelerator="cpu", default_root_dir=tmp_path)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "module.ckpt")
-    loaded = ClusteredAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens()).eval()
-    assert torch.equal(loaded(IDS), module(IDS))
-
-
 class SequenceFirst(nn.Module):
     """Layers that read samples (B, T, F) as (T, B, F), as recurrent layers and encoders of torch do by default."""
 
@@ -637,11 +613,6 @@ def test_layers_that_have_the_sequence_first_are_refused_also_if_there_are_as_ma
     module = LayerwiseAdapterMoE(SequenceFirst(), LoRA(["layer"], r=1, modules_to_save=["last"]), copy.deepcopy(gate))
     with pytest.raises(MisconfigurationException, match=r"target_modules is 'layer', but .* keeps the samples apart"):
         module(torch.zeros(4, tokens_of_sample, 2))
-
-
-def test_one_expert_takes_layers_that_have_the_sequence_first():
-    module = LayerwiseAdapterMoE(SequenceFirst(), LoRA(["layer"], r=1), GlobalOnly())
-    assert module(torch.zeros(4, 4, 2)).shape == (4, 3)
 
 
 @pytest.mark.parametrize(

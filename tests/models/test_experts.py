@@ -6,26 +6,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TensorData, momentum_sgd
-from helpers.backends import assert_agree, local_training
-from helpers.models import count, small_images
+from helpers.models import count
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.models import (
-    CNN,
-    IFCACNN,
-    LEAFCNN,
-    VGG16,
-    BiLSTM,
-    FedAvgCNN,
-    GateCNN,
-    LeNet5,
-    NetworkGate,
-    PersonalizedMoE,
-    SmallMLP,
-    TwoConvCNN,
-)
+from fedmoe_pl.models import CNN, IFCACNN, LEAFCNN, VGG16, BiLSTM, FedAvgCNN, GateCNN, LeNet5, SmallMLP, TwoConvCNN
 
 
 def test_vgg16_has_the_papers_number_of_parameters_and_initial_convolutions():
@@ -242,13 +226,3 @@ def test_initial_parameters_of_adaptive_expert_models_survive_drawing_all_layers
                 assert layer.weight.var().item() == pytest.approx(bound**2 / 3, rel=0.15)
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 assert torch.equal(layer.weight, before[f"{name}.weight"]) is not redrawn
-
-
-@pytest.mark.parametrize("expert", [LEAFCNN(1, 3, 2, 2, 4, 0.0, image_size=16), TwoConvCNN(1, 3, 16, 0.0, 2, 2, 4, 4)])
-def test_backends_agree_for_convolutional_experts_without_dropout(expert):
-    x, y = small_images(12), torch.arange(12) % 3
-    data = TensorData(x, y, torch.arange(12).split([7, 5]), dtype=torch.float64, batch_size=3)
-    data.setup()
-    gate = NetworkGate(GateCNN(1, 2, 2, 2, 4, 0.0, image_size=16))
-    module = PersonalizedMoE(copy.deepcopy(expert), gate=gate, optimizer=momentum_sgd).double()
-    assert_agree(local_training(module, FedAvg(), data), 1e-10)
