@@ -95,9 +95,11 @@ class Patterns:
         names = list(names)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
+                tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names})) or "none"
+                if any("_orig_mod." in name for name in names):
+                    tops += ". torch.compile(layer) has put _orig_mod into names; layer.compile() does not"
                 raise MisconfigurationException(
-                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops or 'none'}."
+                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops}."
                 )
 
 

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import registry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.checks import reason_of
 from fedmoe_pl.data import FederatedDataModule, SampleBatches
 
 LEAN_TRAINER: dict[str, Any] = {
@@ -68,6 +70,15 @@ def fit(
         trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trainer.fit(module, batches, validation)
+        except (MisconfigurationException, RuntimeError) as error:
+            validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
+            if validates or "conditioned on metric" not in str(error):
+                raise
+            reason = reason_of(error).partition(". ")[0]
+            raise MisconfigurationException(
+                f"Phase '{training.phase}': {reason}; clients validate, and log what they validate, only with "
+                "trainer.limit_val_batches above 0, such as 1.0, and a validation_fraction of the data above 0."
+            ) from error
         except SystemExit as exit:
             if not trainer.interrupted:
                 raise

@@ -168,7 +168,8 @@ def check_task(
     number = 1 if has_task(module, "causal_lm") else _TRIED_SAMPLES  # whose outputs are large
     samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
     who, whose = with_article(type(module).__name__), type(datamodule).__name__
-    with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}"):
+    of_others = "" if isinstance(module, MixtureOfExperts) else " alone; with evaluate: false, a phase only trains it"
+    with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}{of_others}"):
         with _naming_sizes(module, datamodule), evaluating(module):
             outputs = predict(module, datamodule, samples)[0]
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])

@@ -5,6 +5,9 @@ import torch
 from helpers import Expert, assert_same_bits, mixture, tensors
 from helpers.runs import Kill, assert_same, data, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
@@ -90,3 +93,61 @@ def test_a_start_whose_tensors_fit_is_what_the_own_model_begins_with(tmp_path):
     run = federation(tmp_path, [phases()[1], same])
     run.fit(narrow(), data())
     assert_same_bits(run.run.states["same"].server, run.run.states["wide"].server)
+
+
+class Linear(LightningModule):
+    """A module of someone else's, whose scheduler may follow what it validates."""
+
+    def __init__(self, follows=False):
+        super().__init__()
+        self.net, self.follows = torch.nn.Sequential(torch.nn.Linear(5, 3)), follows
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
+        return {"optimizer": optimizer, **({"lr_scheduler": scheduler} if self.follows else {})}
+
+
+class OfPairs(Linear):
+    def forward(self, x, y):
+        return self.net(x)
+
+
+def test_a_module_whose_forward_takes_more_than_samples_is_told_not_to_be_evaluated(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"not accept the samples .* with evaluate: false"):
+        federation(tmp_path, [Phase("FedAvg", FedAvg())]).fit(OfPairs(), data())
+    federation(tmp_path, [Phase("FedAvg", FedAvg(), evaluate=False)]).fit(OfPairs(), data())
+
+
+@pytest.mark.parametrize("waits", ["scheduler", "callback"])
+def test_what_waits_for_a_metric_that_nobody_validates_is_told_how_clients_validate(waits, tmp_path):
+    callbacks = [EarlyStopping("val_loss")] if waits == "callback" else []
+
+    def fit(limit, fraction):
+        trainer = {"accelerator": "cpu", "limit_val_batches": limit, "callbacks": callbacks}
+        run = federation(tmp_path, [Phase("FedAvg", FedAvg())], trainer=trainer)
+        return run.fit(Linear(follows=not callbacks), data(validation_fraction=fraction))
+
+    for limit, fraction in ((0, 0.0), (1.0, 0.0), (0, 0.3)):
+        with pytest.raises(MisconfigurationException, match=r"val_loss.*limit_val_batches .*validation_fraction"):
+            fit(limit, fraction)
+    assert fit(1.0, 0.3)
+
+
+def test_a_pattern_without_the_name_of_a_compiled_layer_is_told_how_to_compile():
+    module = Linear()
+    module.net = torch.compile(module.net)
+    with pytest.raises(MisconfigurationException, match=r"it has net.\*. .*_orig_mod .*layer.compile\(\) does not"):
+        FedAvg("net.0.*").server_init(module)
+    module = Linear()
+    module.net.compile()
+    assert FedAvg("net.0.*").server_init(module).keys() == {"net.0.weight", "net.0.bias"}
