@@ -469,7 +469,7 @@ def client_name(training: LocalTraining, client: Client) -> str:
 
 
 def client_folder(training: LocalTraining, client: Client) -> str:
-    """The ``default_root_dir`` of a client's Trainer: where checkpoint callbacks and profilers write without a logger."""
+    """A client Trainer's ``default_root_dir``, where checkpoint callbacks and profilers write if there is no logger."""
     root = training.trainer.get("default_root_dir") or os.getcwd()
     return os.path.join(root, training.run, client_name(training, client))
 
