@@ -9,17 +9,17 @@ from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, code_of_user, 
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 
-_MOST_OPERATIONS_ON_CPU = 5 * 10**8  # of a client's step: a core takes some 20 ms, and calls into PyTorch a tenth
+_MOST_OPERATIONS_ON_CPU = 5 * 10**8  # in a client's step: about 20 ms on one core, of which calls into PyTorch are 10 %
 
 
 class AutoBackend(Backend):
-    """Stacks clients if that gives the same result as a ``Trainer`` per client, only faster; else uses such Trainers.
+    """Stacks clients if that is faster than a ``Trainer`` per client and gives the same result; else uses Trainers.
 
-    The choice follows rules, not measured times. On a GPU stacked clients share kernel launches. On a CPU they share
+    The choice follows rules, not measured times. On a GPU, stacked clients share kernel launches. On a CPU, they share
     the overhead of calls into PyTorch, which dominates in small linear layers; convolutions gain nothing there. Only
-    the experts and gates may have code of your own: with an algorithm, a mixture, a loss, a scheduler or an
-    augmentation that neither PyTorch nor this package wrote, each client is trained alone. If you know that the loss is
-    a function of parameters, buffers and batch, choose :class:`StackedBackend`.
+    experts and gates may be code of your own: if you wrote the algorithm, mixture, loss, scheduler or augmentation,
+    each client is trained alone. If you know that the loss depends on nothing but parameters, buffers and batch,
+    choose :class:`StackedBackend`.
     """
 
     def plan(self, training: LocalTraining) -> Plan:

@@ -26,8 +26,8 @@ Chunk = list[list[int]]
 
 
 Job = Callable[["Plan", Tree, Sequence[Sequence[int]], Mapping[int, Tree]], Sequence[Any]]
-"""Work for some groups of clients: gets the phase's plan, the server's state, the groups, and the tensors that their
-clients keep; gives a result for each group."""
+"""Work on groups of clients: called with the phase's plan, the server's state, the groups, and the tensors that their
+clients keep; returns one result per group."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class GroupUpdate:
     """The result of training a group of clients.
 
     Attributes:
-        update: the updates of its clients, folded with ``combine`` of the algorithm or the phase's aggregation; None if
-            all of them failed.
-        clients: the tensors that each client keeps, by client, without those that failed.
-        sent: how much its clients sent.
-        transfers: each tensor that they sent, if ``LocalTraining.record_transfers``; otherwise none.
+        update: the clients' updates, folded with ``combine`` of the algorithm or the phase's aggregation; None if
+            all clients failed.
+        clients: the tensors that each client keeps, by client; clients that failed have no entry.
+        sent: how much the clients sent.
+        transfers: each tensor that the clients sent; empty unless ``LocalTraining.record_transfers`` is set.
         failed: why clients failed, by client.
-        logged: the means of what the Trainer of each client has logged in each local epoch, if it has loggers.
+        logged: the means of what each client's Trainer logged in each local epoch, if it has loggers.
     """
 
     update: Update | None
@@ -65,39 +65,39 @@ class Plan(ABC):
         self.description = description
 
     def begin(self, training: LocalTraining) -> Self:
-        """A plan with the same decisions for the start of the phase, which holds what rounds can reuse.
+        """Returns the plan to use in the phase: the same decisions, with room for what later rounds can reuse.
 
         All phases are planned before any training, with the untrained model. When a phase begins, its initial tensors
-        come from earlier phases.
+        may come from earlier phases.
 
         Args:
-            training: the planned training, now with its initial tensors, or on another device.
+            training: the planned training with the phase's initial tensors, or on another device.
         """
         plan = copy.copy(self)
         plan.training = training
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out cached properties, such as features, of a copy and in another process."""
+        """Leaves out cached properties, such as features, when the plan is copied or pickled."""
         kind, values = type(self), vars(self).items()
         return {name: value for name, value in values if not isinstance(getattr(kind, name, None), cached_property)}
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Divides a cohort into the groups that are trained and folded together; by default, each client is alone.
+        """Divides a cohort into groups that are trained and folded together; by default, each client is a group.
 
-        A sum of floating-point numbers depends on its order. Therefore the groups depend on the phase and the cohort
-        only, not on which device is free, and the result has the same bits wherever it is computed.
+        A sum of floating-point numbers depends on its order. Groups therefore depend only on the phase and the cohort,
+        not on which device is free, and the result is bit-identical wherever it is computed.
         """
         return [[client] for client in cohort]
 
     def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
-        """Divides the groups into neighbours that are trained in one call; by default, each group is alone.
+        """Divides the groups into chunks of neighbours that are trained in one call; by default, one group each.
 
-        What is trained together changes nothing in the result.
+        The division does not affect the result.
 
         Args:
             groups: the groups of a cohort, in order.
-            at_least: how many chunks there should be at least, if the groups can be so divided.
+            at_least: the smallest number of chunks to make, if there are enough groups.
         """
         return [[group] for group in groups]
 
@@ -108,42 +108,42 @@ class Plan(ABC):
         """Trains some groups in this process; other arguments as in :meth:`train`."""
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
-        """Does other work than training for groups of clients, such as their evaluation; yields their results in order.
+        """Does work other than training, such as evaluation, on groups of clients; yields their results in order.
 
         Args:
-            job: what to do; it must be possible to pickle it.
+            job: what to do; must be picklable.
             server: the server's state.
             groups: ids of the clients of each group.
             kept: the tensors that clients keep, by client.
         """
         yield from job(self, server, groups, kept)
 
-    def announce(  # noqa: B027  (most plans train when they are asked to)
+    def announce(  # noqa: B027  (most plans start training only in `train`)
         self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> None:
-        """Says who is trained next, before these models are evaluated; arguments as in :meth:`train`.
+        """Announces the next cohort before the current models are evaluated; arguments as in :meth:`train`.
 
-        A plan may have them trained at once, if it uses the result only where :meth:`train` is called with the same.
+        A plan may start this training at once, if it uses the result only in a :meth:`train` with equal arguments.
         """
 
-    def before_another_try(self) -> None:  # noqa: B027  (most plans' clients are always there)
-        """Called when too few clients have answered, before the round is tried again."""
+    def before_another_try(self) -> None:  # noqa: B027  (in most plans, clients are always reachable)
+        """Called when too few clients answered, before the round is retried."""
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
-        """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
-        algorithm = self.training.algorithm  # if it has no requests, what clients keep, perhaps on disk, is not read
+        """What each client asks the server for before its training; arguments as in :meth:`train`."""
+        algorithm = self.training.algorithm  # without requests, clients' kept tensors, perhaps on disk, are not read
         return {client: request_of(algorithm, kept.get(client, {}) if algorithm.request else {}) for client in clients}
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
     ) -> Iterator[tuple[int, Tree, Tree, Tree]]:
-        """Lets clients send each other tensors; those that failed in the round neither send nor receive.
+        """Lets clients send each other tensors; clients in ``failed`` neither send nor receive.
 
-        Other arguments as in :meth:`train`.
+        The other arguments are those of :meth:`train`.
 
         Yields:
-            A client, the tensors that it keeps from now on, those that the server sent it, and those that it received
-            from other clients, each with the sender's id and a dot before its name.
+            A client, the tensors that it keeps from now on, the tensors that the server sent it, and the tensors that
+            other clients sent it, their names prefixed with the sender's id and a dot.
         """
         algorithm, clients = self.training.algorithm, [client for client in kept if client not in failed]
         for client, sent, parts in algorithm.exchange(server, clients, round):
@@ -160,7 +160,7 @@ class Plan(ABC):
         Args:
             server: the server's state.
             cohort: ids of the clients to train.
-            kept: the tensors that clients kept from earlier rounds; a client without an entry has kept none.
+            kept: the tensors that clients kept from earlier rounds; a client without an entry kept none.
             round: the round of the phase, counted from 0.
         """
         for groups in self.chunks(self.groups(cohort)):
@@ -168,7 +168,7 @@ class Plan(ABC):
 
 
 class Backend(ABC):
-    """How clients are trained. It holds settings and perhaps connections to workers, but nothing about a phase."""
+    """How clients are trained: holds settings and perhaps connections to workers, but nothing about a phase."""
 
     @abstractmethod
     def plan(self, training: LocalTraining) -> Plan:
@@ -185,7 +185,7 @@ class Backend(ABC):
         """Acquires what a run needs, such as a connection to a cluster; called before a run begins.
 
         Raises:
-            MisconfigurationException: if the run's needs cannot be met, for example because there is no cluster.
+            MisconfigurationException: if something that the run needs is missing, such as the cluster.
         """
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
@@ -193,12 +193,12 @@ class Backend(ABC):
 
 
 def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
-    """Number of training samples of a group, as a measure of its training time."""
+    """The number of a group's training samples, a measure of its training time."""
     return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
 def fold(algorithm: Algorithm | Aggregation | SecureAggregation, updates: Sequence[Update]) -> Update:
-    """Folds updates with the ``combine`` of an algorithm or aggregation, in their order."""
+    """Folds updates, in order, with the ``combine`` of an algorithm or aggregation."""
     combined = updates[0]
     with one_thread():
         for update in updates[1:]:
@@ -207,7 +207,7 @@ def fold(algorithm: Algorithm | Aggregation | SecureAggregation, updates: Sequen
 
 
 def updated_server(algorithm: Algorithm, server: Tree, combined: Update) -> Tree:
-    """The server's next state from the folded updates, in the data types that it has."""
+    """The server's next state, computed from the folded updates; tensors keep the data types of the current state."""
     combined = replace(combined, sent=with_types_of(server, combined.sent))
     return with_types_of(server, algorithm.server_update(server, combined))
 
@@ -218,9 +218,9 @@ def group_updates(
     updates: Mapping[int, Update | Failure],
     logged: Mapping[int, list[dict[str, float]]] | None = None,
 ) -> list[GroupUpdate]:
-    """The results of groups, from the update of each client, or why it failed, and what the client logged."""
+    """The results of groups, given each client's update, or why it failed, and what it logged."""
     groups = [*groups]
-    for copies in {training.of(client).copies for group in groups for client in group}:  # also of those that failed
+    for copies in {training.of(client).copies for group in groups for client in group}:  # even if a client failed
         copies.check(training.algorithm)
     results = [_group_update(training, {client: updates[client] for client in group}) for group in groups]
     for result in results:

@@ -1,4 +1,4 @@
-"""Early stopping of a client at its best epoch."""
+"""Early stopping of a client, with its best epoch restored."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fedmoe_pl.trees import is_borrowed, load_tree
 class BestEpoch(EarlyStopping):
     """Ends a client's training when its validation metric stops improving, and restores its best epoch.
 
-    It belongs in ``train.callbacks`` of a phase. Its ``train.trainer`` says how often clients validate, for example
-    ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The best tensors are copied, because training changes
-    the module's; an optimizer that ``keep_optimizer`` keeps stays as it was after the last epoch. A client without
-    validation samples trains all epochs.
+    Add it to ``train.callbacks`` of a phase, and set in ``train.trainer`` how often clients validate, for example
+    ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The module's tensors are restored; the state of an
+    optimizer that ``keep_optimizer`` keeps is that after the last epoch. A client without validation samples trains
+    all epochs.
 
     Args:
         monitor: a metric that the clients' modules log on their validation samples.
-        min_delta: for ``patience``, a metric is better only if it improves by more than this; the best epoch is the one
-            with the best metric, however small its lead.
-        patience: training ends after this many validations in a row without an improvement.
+        min_delta: for ``patience``, only an improvement by more than this counts; the best epoch is the one with the
+            best metric, however small its lead.
+        patience: training ends after this many consecutive validations without an improvement.
         mode: ``min`` if a lower metric is better, ``max`` if a higher one is.
 
     Attributes:
-        steps: the number of optimizer steps until the best epoch so far; 0 without one.
+        steps: the number of optimizer steps up to the best epoch so far; 0 if there is none.
 
     Raises:
         MisconfigurationException: if ``min_delta``, ``patience`` or ``mode`` is out of range.
@@ -50,7 +50,7 @@ class BestEpoch(EarlyStopping):
         self._best: dict[str, Tensor] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copies the module's tensors if they are the best so far."""
+        """Copies the module's tensors if the metric is the best so far."""
         super().on_validation_end(trainer, pl_module)
         metric = trainer.callback_metrics.get(self.monitor)
         if trainer.sanity_checking or metric is None or metric.isnan():
@@ -61,7 +61,7 @@ class BestEpoch(EarlyStopping):
             self._best = {name: tensor.detach().clone() for name, tensor in tensors if not is_borrowed(tensor)}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the best epoch."""
+        """Restores the tensors of the best epoch."""
         if self._best:
             load_tree(pl_module, self._best)
         self._best_metric, self._best = None, {}

@@ -3,9 +3,9 @@
 ================  ==============================  ==================================================================
 topic             paper                           here
 ================  ==============================  ==================================================================
-batch             each sample by a draw           the same; ``batch_size`` is the expected number
-gradient          the sum over the expected       the same, also if the batch is empty
-                  number
+batch             each sample drawn by itself     the same; ``batch_size`` is the expected size
+gradient          the sum over the expected       the same, even if the batch is empty
+                  batch size
 clipping          flat, or per layer              flat, over all parameters that the step trains
 steps             plain SGD                       the client's own optimizer
 accountant        moments (Renyi)                 Renyi, by Opacus
@@ -27,26 +27,26 @@ from fedmoe_pl.aggregation.differential_privacy import epsilon
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.trees import Tree
 
-_BYTES_AT_ONCE = 2**28  # of the gradients of single samples
-_LARGE = 2**20  # bytes of a sample's gradient from which a CPU computes one after another in less time
+_BYTES_AT_ONCE = 2**28  # memory for the gradients of single samples
+_LARGE = 2**20  # bytes of a sample's gradient above which a CPU is faster computing one gradient at a time
 
 SampleLoss: TypeAlias = Callable[[Tree, Any], Tensor]
 
 
 @dataclass
 class DPSGD:
-    """Protects each single sample of a client in its training (differential privacy at the level of samples).
+    """Protects every single training sample of a client (sample-level differential privacy).
 
     In every step, the gradient of each sample is clipped, Gaussian noise is added to their sum, and the result is
-    divided by the expected number of samples. Each sample joins a batch by a draw of its own.
+    divided by the expected number of samples. Whether a sample joins a batch is drawn independently for each sample.
 
     Args:
-        max_grad_norm: the norm to which the gradient of a sample, over all parameters that the step trains, is clipped.
-        delta: the delta for which epsilon is computed, well below one over a client's number of samples.
-        noise_multiplier: the standard deviation of the noise, as a multiple of ``max_grad_norm``; 0 adds no noise, and
-            epsilon is infinite. Give either this or ``target_epsilon``.
-        target_epsilon: the highest epsilon of a client after all rounds of the phase, together with those of the phases
-            that it starts from. The noise multiplier is then each client's own, and follows from its number of samples.
+        max_grad_norm: the norm to which a sample's gradient, over all parameters that the step trains, is clipped.
+        delta: the delta for which epsilon is computed; should be well below one over a client's number of samples.
+        noise_multiplier: the standard deviation of the noise, as a multiple of ``max_grad_norm``; with 0 there is no
+            noise, and epsilon is infinite. Give either this or ``target_epsilon``.
+        target_epsilon: the highest epsilon of a client after all rounds of the phase and of the phases that it starts
+            from. Each client's noise multiplier then follows from its number of samples.
     """
 
     max_grad_norm: float
@@ -72,18 +72,18 @@ class DPSGD:
 
 
 def samples_at_once(parameters: Mapping[str, Tensor]) -> int:
-    """How many samples' gradients are computed at once, given the parameters of all clients that train together."""
+    """For how many samples gradients are computed at once, given the parameters of all clients trained together."""
     size = sum(tensor.nbytes for tensor in parameters.values())
     on_cpu = all(tensor.device.type == "cpu" for tensor in parameters.values())
     return 1 if on_cpu and size > _LARGE else max(_BYTES_AT_ONCE // max(size, 1), 1)
 
 
 def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: float, one_by_one: bool = False) -> Tree:
-    """The sum over samples of the loss's gradients, each clipped to a norm; one that is not finite counts as none.
+    """The sum over samples of the loss's gradients, each clipped to a norm; gradients that are not finite count as 0.
 
     Args:
-        loss: the loss of a sample, of shape (), given the parameters and the sample in a batch of its own.
-        parameters: what is differentiated.
+        loss: the loss of a sample, of shape (), given the parameters and a batch that holds only this sample.
+        parameters: the tensors to differentiate by.
         samples: tensors of shape (n, ...), perhaps in tuples and dicts.
         max_norm: the norm to which a gradient over all parameters is clipped.
         one_by_one: whether gradients are computed one after another, without ``vmap``.
@@ -101,7 +101,7 @@ def clipped_sum(loss: SampleLoss, parameters: Tree, samples: Any, max_norm: floa
 
 
 def zeros(parameters: Tree) -> Tree:
-    """Zeros of the parameters' shapes, in rows one after another."""
+    """Zeros of the parameters' shapes, in contiguous memory."""
     return {name: torch.zeros_like(each, memory_format=torch.contiguous_format) for name, each in parameters.items()}
 
 
@@ -115,7 +115,7 @@ def sample_gradients(loss: SampleLoss, parameters: Tree, samples: Any) -> Tree:
 
 
 def _gradient_of_one(loss: SampleLoss, parameters: Tree, sample: Any) -> Tree:
-    """The same for a batch of one; ``torch.func.grad`` takes twice the time, to be differentiated once more."""
+    """The same for a batch of one; ``torch.func.grad`` takes twice as long, since its result can be differentiated."""
     leaves = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
     with torch.enable_grad():
         found = torch.autograd.grad(loss(leaves, sample), [*leaves.values()], materialize_grads=True)
@@ -123,12 +123,12 @@ def _gradient_of_one(loss: SampleLoss, parameters: Tree, sample: Any) -> Tree:
 
 
 def add_clipped(sums: Tree, gradients: Tree, counts: Tensor, max_norm: float) -> None:
-    """Adds clipped gradients to sums, in place: a copy of a large model's takes longer than to compute them.
+    """Adds clipped gradients to sums, in place: copying a large model's gradients would cost more than computing them.
 
     Args:
-        sums: what is added to, of one client, or of several along the first axis.
-        gradients: those of n samples of each client, shape (n, ...) or (clients, n, ...).
-        counts: what each sample counts, shape (n,) or (clients, n), such as 0 for padding.
+        sums: the sums of one client, or of several along the first axis.
+        gradients: the gradients for n samples of each client, shape (n, ...) or (clients, n, ...).
+        counts: each sample's weight, such as 0 for padding, shape (n,) or (clients, n).
         max_norm: the norm to which a gradient over all parameters is clipped.
     """
     counts = counts.view(-1, counts.shape[-1])
@@ -144,14 +144,14 @@ def add_clipped(sums: Tree, gradients: Tree, counts: Tensor, max_norm: float) ->
 
 
 def noisy_mean(sums: Tree, expected: float, max_norm: float, noise_multiplier: float, generator: Generator) -> Tree:
-    """The gradient of a step: the sum of clipped gradients with noise, over the expected number of samples."""
+    """The gradient of a step: the sum of clipped gradients plus noise, divided by the expected number of samples."""
     return {
         name: (total + _noise(total, noise_multiplier * max_norm, generator)) / expected for name, total in sums.items()
     }
 
 
 def _noise(like: Tensor, std: float, generator: Generator) -> Tensor | float:
-    """Noise of a tensor's shape and type, drawn on the CPU so that it is the same on every device."""
+    """Noise with a tensor's shape and data type, drawn on the CPU so that it is the same on every device."""
     if not std:
         return 0.0
     return (std * torch.randn(like.shape, generator=generator, dtype=like.dtype)).to(like.device)

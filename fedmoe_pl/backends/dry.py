@@ -1,4 +1,4 @@
-"""Rounds without training, which show what the algorithm sends."""
+"""Rounds without training, to show what an algorithm sends."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NOISE = 1e-3
 
 
 class DryPlan(Plan):
-    """Calls the hooks of a round as for any training, but in place of it, adds noise to the trained parameters.
+    """Calls all hooks of a round, but adds noise to the parameters instead of training them.
 
-    So every parameter changes that would be trained, and clients keep and send it. Noise has full rank: what an
-    algorithm compresses is never larger after training.
+    Every parameter that would be trained thus changes, and clients keep and send it. Noise has full rank: what an
+    algorithm compresses is never larger after real training.
     """
 
     def __init__(self, training: LocalTraining) -> None:
@@ -29,13 +29,13 @@ class DryPlan(Plan):
 
     @cached_property
     def weights(self) -> dict[int, tuple[float, int]]:
-        """The weights of the last updates, and the numbers of samples that they were trained on, by client."""
+        """Each client's weight in its last update, and the number of samples that it would train on."""
         return {}
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
-        """One client after another."""
+        """Adds noise to one client after another."""
         with one_thread():
             updates = {client: self._update(server, client, kept, round) for group in groups for client in group}
             return group_updates(self.training, groups, updates)

@@ -1,4 +1,4 @@
-"""A client whose training fails is left out, and the others go on."""
+"""Lets a round go on without the clients whose training fails."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedmoe_pl.aggregation.secure import OutOfRangeError
 from fedmoe_pl.trees import Tree
 
 Result = TypeVar("Result")
-_AGAIN = 1.0  # seconds after which the alarm rings again, in case that the client's code caught it
+_AGAIN = 1.0  # seconds after which the alarm rings again, in case the client's code caught the first one
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a client is left out of a round: in a few words, and by the exception that its training raised.
+    """Why a client is left out of a round: a short reason, and the exception that its training raised, if any.
 
-    ``trace`` is the text of the exception's traceback, if it was raised in another process. ``is_absent`` says that the
-    client is on another machine, and nothing was sent to it. ``kind`` is all that a client on another machine says of
-    a failure without an exception.
+    ``trace`` is the text of the exception's traceback if it was raised in another process. ``is_absent`` is True if
+    nothing was sent to the client because its machine is not connected. ``kind`` is all that a client on another
+    machine reports about a failure without an exception.
     """
 
     reason: str
@@ -39,7 +39,7 @@ class Failure:
     kind: str = "training"
 
     def __reduce__(self) -> tuple[type[Failure], tuple[Any, ...]]:
-        """For another process, which can read the traceback only as a text."""
+        """Pickles the traceback as text, because another process can read it only in this form."""
         if self.error is None:
             return Failure, (self.reason, None, self.trace, False, self.kind)
         return Failure, (self.reason, portable(self.error), self.trace or "".join(format_exception(self.error)))
@@ -59,14 +59,14 @@ class NotFiniteError(Exception):
 
 
 class _Expired(BaseException):
-    """The time of a client is over. No Exception, so that a client's code does not catch it by mistake."""
+    """A client's time limit was exceeded; not an Exception subclass, so that user code cannot catch it by accident."""
 
 
 def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failure:
-    """Calls a function that trains a client; returns why it failed if it raises an exception or takes too long.
+    """Calls a function that trains a client; returns a Failure if it raises an exception or takes too long.
 
-    An alarm (``SIGALRM``) interrupts it, which Python notices in the main thread, between two operations of the
-    interpreter. Elsewhere, or inside an operation that never ends, only the end of the process helps.
+    An alarm (``SIGALRM``) interrupts the function. Python handles alarms only in the main thread and between two of
+    its own instructions: in another thread, or in a library call that hangs, only ending the process helps.
     """
     limited = seconds is not None and threading.current_thread() is threading.main_thread()
     try:
@@ -94,15 +94,15 @@ def _call_within(seconds: float, call: Callable[[], Result]) -> Result:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except _Expired:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have interrupted the other call
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the alarm may have interrupted the same call above
         raise
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
 def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tensor]) -> None:
-    """Refuses values of a client that are not finite, except for infinite ones in ``known``, such as a mask."""
-    # a finite sum has only finite terms; what that costs is in benchmarks/idle.py
+    """Refuses a client's values that are not finite, except infinite ones that ``known`` has too, such as in a mask."""
+    # a finite sum has only finite terms; benchmarks/idle.py measures what this check costs
     total = weight
     new = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor is not known.get(name)]
     floating = [(name, tensor) for name, tensor in new if tensor.is_floating_point()]
@@ -118,7 +118,7 @@ def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tenso
 
 
 def _is_wrong(tensor: Tensor, known: Tensor | None) -> bool:
-    """Whether a tensor has nan, or infinite values that ``known`` lacks."""
+    """Whether a tensor contains NaN, or an infinite value that ``known`` does not have in the same place."""
     wrong = ~tensor.isfinite()
     if known is not None and known.shape == tensor.shape:
         wrong &= tensor != known

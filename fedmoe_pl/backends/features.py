@@ -1,4 +1,4 @@
-"""Features: outputs of frozen parts that depend on the sample only, which steps look up instead of computing them."""
+"""Features: outputs of frozen parts that depend only on the sample, so that steps look them up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedmoe_pl.trees import Tree, changed, copy_module, of_parts
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
-_MOST_BYTES = 4  # most bytes of rows per byte of samples, so that rows do not need much more memory than the data
+_MOST_BYTES = 4  # limit of the bytes of rows per byte of samples, so that rows stay comparable to the data in memory
 
 Rows = dict[str, Tensor]
 """Outputs of frozen submodules by name, one row per sample."""
@@ -34,7 +34,7 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """Submodules whose outputs can be looked up in every step, and whether other parts read the samples, too."""
+    """Submodules whose outputs can be looked up in every step, and whether other parts also read the samples."""
 
     names: tuple[str, ...]
     reads_input: bool
@@ -42,7 +42,7 @@ class FrozenParts:
 
 @dataclass(frozen=True)
 class Features:
-    """The outputs of frozen parts that a client's steps look up: a row for each of its samples, on its device."""
+    """The outputs of frozen parts that a client's steps look up: a row for each of its samples, on the device."""
 
     parts: FrozenParts
     rows: Rows
@@ -53,25 +53,25 @@ class FeatureCache:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
-        self._too_large: set[int] = set()  # architectures whose frozen parts have larger outputs than is worth keeping
+        self._too_large: set[int] = set()  # architectures whose frozen parts have outputs too large to keep
 
     def find(
         self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
     ) -> Features | None:
-        """The features of a client that begins its local training; None if there are none to look up."""
+        """The features of a client that begins its local training; None if it has none."""
         pays = training.max_epochs * training.rounds > 1
         datamodule, device = training.datamodule, training.device
         if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_in_use:
-            return None  # what is read one by one may be changed at random
+            return None  # a reader may change a sample at random each time it reads it
         if has_own_train(client.module) or overrides(training.algorithm, "client_batches"):
             return None
         architecture = training.architecture(client.id)
         if architecture in self._too_large:
             return None
-        module = copy_module(client.module, training.untrained)  # a step may change more than values of tensors
+        module = copy_module(client.module, training.untrained)  # a step may change more than tensor values
         tracing = _Tracing(training, training.copies.move(module, device), on_device(constants, device))
         with (
-            seeded(0),  # whatever is drawn, the client goes on from where its generators are
+            seeded(0),  # restores the generators, so that the client's training draws the same numbers as without this
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.autocast(device.type, torch.bfloat16, enabled=training.in_half_precision),
         ):
@@ -81,7 +81,7 @@ class FeatureCache:
             return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
 
     def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Rows:
-        """The rows of a client; computed again only if the frozen parts or the samples have changed."""
+        """The rows of a client; recomputed only if the frozen parts or the samples have changed."""
         if tracing.training.rounds == 1:
             return tracing.rows(samples)
         kept, kept_samples, rows = self._kept.get((client_id, parts), ({}, None, {}))
@@ -95,7 +95,7 @@ class FeatureCache:
 
 
 class NoTrainer:
-    """Takes the place of a module's Trainer in a trial, and notes what it is asked for: a client's would say else."""
+    """Stands in for a module's Trainer in a trial and records what is read: a client's own may have other values."""
 
     def __init__(self, *modules: LightningModule) -> None:
         self.asked: list[str] = []
@@ -103,26 +103,26 @@ class NoTrainer:
             module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):  # Python asks, such as to copy
+        if not name.startswith("__"):  # Python itself reads such names, for example to copy
             self.asked.append(name)
         raise AttributeError(name)
 
 
 def states_of_generators(device: torch.device) -> tuple[Any, ...]:
-    """The states of the global generators of Python, NumPy and PyTorch, to be compared."""
+    """The states of the global generators of Python, NumPy and PyTorch, in a form that can be compared."""
     on_device = bytes(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else b""
     of_numpy: Any = np.random.get_state()
     return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], torch.get_rng_state().numpy().tobytes(), on_device
 
 
 class _Tracing:
-    """A copy of a client's module, whose frozen parts are found by computing losses of some samples as steps do.
+    """A copy of a client's module that finds its frozen parts by computing the loss of some samples, as steps do.
 
     Attributes:
-        calls: the name of each frozen part that reads nothing but samples and outputs of such parts, in the order of
-            their calls, and its arguments: 0 for the samples, 1, 2, ... for the outputs of the calls before it.
-        names: those that are called once, so that their outputs can be looked up.
-        are_too_large: whether these outputs have many more bytes than the samples, whichever client's they are.
+        calls: each call, in order, of a frozen part that reads nothing but samples and outputs of such parts: its name
+            and its arguments, 0 for the samples and 1, 2, ... for the outputs of earlier calls.
+        names: the parts that are called exactly once, so that their outputs can be looked up.
+        are_too_large: whether these outputs have many more bytes than the samples; the same for all clients.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, constants: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class _Tracing:
 
     @in_full_precision()
     def find(self, samples: Tensor) -> FrozenParts | None:
-        """Finds the frozen parts whose outputs depend on the sample only, whatever is trained with them."""
+        """Finds the frozen parts whose outputs depend only on the sample, whichever parameters an epoch trains."""
         (x, y), found = self._batch(samples[:_TRACED_SAMPLES]), set[FrozenParts | None]()
         trainer = NoTrainer(self.module)
         for round, epoch in self.training.trainable.values():
@@ -148,19 +148,19 @@ class _Tracing:
         return found.pop() if len(found) == 1 and not trainer.asked else None
 
     def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
-        """The same for the parameters that are trained now."""
-        # copies of the samples, because steps may change them in place, and each step gets them anew
+        """The same for the parameters that are trainable now."""
+        # each step gets a new copy of the samples, because it may change them in place
         self._find_calls(x.clone(), y)
         if not (names := self.names) or self.are_too_large:
             return None
         expected, state = self._loss_and_gradients(x.clone(), y)
-        # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
+        # one sample at a time: an output that depends on other samples of the batch cannot be looked up
         of_each = [self._of_parts(one) for one in x.clone().split(1)]
         with looked_up(self.module, names, {name: torch.cat([rows[name] for rows in of_each]) for name in names}):
             for reads_input in (False, True):
                 try:
                     actual, new_state = self._loss_and_gradients(x.clone() if reads_input else no_input(x, y.shape), y)
-                except Exception:  # whatever another part says to samples without values, which it needs
+                except Exception:  # another part needs the samples and got an empty tensor
                     continue
                 if state == new_state and len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
@@ -175,7 +175,7 @@ class _Tracing:
     def _of_parts(self, x: Tensor) -> Rows:
         known = [x]
         for name, arguments in self.calls:
-            part = self.module.get_submodule(name).eval()  # as frozen parts are in steps
+            part = self.module.get_submodule(name).eval()  # the mode of frozen parts in steps
             known.append(part(*(known[index] for index in arguments)))
         return {name: output for (name, _), output in zip(self.calls, known[1:], strict=True) if name in self.names}
 
@@ -188,7 +188,7 @@ class _Tracing:
         return self.training.algorithm.client_loss(self.module, (x, y), self.constants)
 
     def _loss_and_gradients(self, x: Tensor, y: Tensor) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """A batch's loss, its gradients by the trained parameters that it depends on, and the generators after it."""
+        """A batch's loss, its gradients by the trained parameters that it depends on, and the generators afterwards."""
         seed_all(0)
         loss = self._loss(x, y)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -206,7 +206,7 @@ class _Tracing:
 
         def before(name: str, part: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             is_known = arguments and not options and None not in map(place, arguments)
-            # random numbers that were drawn before may decide, in another step, that the part reads something else
+            # if random numbers were drawn before the call, they may make the part read something else in another step
             if not inside and is_known and states_of_generators(x.device) == start:
                 inside.append(name)
 
@@ -218,7 +218,7 @@ class _Tracing:
                     known.append(output)
 
         frozen = {name: self.module.get_submodule(name) for name in self.training.frozen_in_use}
-        # a base whose layers have adapters computes more; found before there are hooks of this method
+        # a base whose layers have adapters computes more; checked before this method adds hooks of its own
         parts = {name: part for name, part in frozen.items() if not computes_more(part)}
         with ExitStack() as hooks:
             for name, part in parts.items():
@@ -233,7 +233,7 @@ class _Tracing:
 
 @contextmanager
 def looked_up(module: nn.Module, names: Sequence[str], lookup: Rows) -> Iterator[None]:
-    """In this context, each named submodule returns the tensor under its name in ``lookup``, whatever its input."""
+    """In this context, each named submodule ignores its input and returns the tensor under its name in ``lookup``."""
     with ExitStack() as replaced:
         for name in names:
             replaced.enter_context(replaced_forward(module.get_submodule(name), partial(_look_up, lookup, name)))
@@ -245,12 +245,12 @@ def _look_up(lookup: Rows, name: str, *inputs: Tensor) -> Tensor:
 
 
 def no_input(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor in place of samples that no part reads: of their type, shape (*shape, 0)."""
+    """An empty tensor in place of samples that no part reads, with their data type and shape (*shape, 0)."""
     return x.new_empty(*shape, 0)
 
 
 class LookedUpBatches:
-    """A client's batches, with the frozen parts' outputs for each in ``lookup``; every iteration is one epoch."""
+    """A client's batches; puts the frozen parts' outputs for the current batch into ``lookup``."""
 
     def __init__(self, batches: SampleBatches, features: Features, lookup: Rows) -> None:
         assert isinstance(batches, Batches), "there are no features of samples that are read one by one"

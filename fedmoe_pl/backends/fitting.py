@@ -33,11 +33,11 @@ LEAN_TRAINER: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "limit_val_batches": 0,
 }
-"""Defaults of a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
+"""Defaults for a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
 TRAINER_DEFAULTS: dict[str, Any] = {
     name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()
 }
-"""Lightning's, given to each Trainer, which takes what is missing from the environment (``PL_TRAINER_MAX_STEPS``)."""
+"""Lightning's defaults, passed to every Trainer so that none comes from the environment (``PL_TRAINER_MAX_STEPS``)."""
 _entry_points = cache(entry_points)
 
 
@@ -49,15 +49,15 @@ def fit(
     callbacks: list[Callback],
     **arguments: Any,
 ) -> Trainer:
-    """Fits a module with a new Trainer, which takes a few milliseconds to make."""
-    # a copy of WandbLogger would open its run
+    """Fits a module with a new Trainer, whose construction takes a few milliseconds."""
+    # copying a WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
     settings: dict[str, Any] = {**TRAINER_DEFAULTS, **copied, "logger": False, **arguments}
     settings["callbacks"] = [*callbacks, *listed(settings, "callbacks")]
     devices = training.devices or [training.device]
     settings["devices"] = [device.index or 0 for device in devices] if training.device.type == "cuda" else len(devices)
     if training.devices:
-        # or a scheduler's environment, such as Slurm's, would tell the ranks of other processes
+        # otherwise Lightning would read ranks from a cluster's environment, such as Slurm's
         settings["plugins"] = [*listed(settings, "plugins"), LightningEnvironment()]
         if settings["strategy"] == "ddp":  # experts may get no samples, and parts are frozen in some epochs
             settings["strategy"] = "ddp_find_unused_parameters_true"
@@ -66,7 +66,7 @@ def fit(
             trainer = Trainer(**settings)
         if settings["profiler"]:
             profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
-            profiler.filename = getattr(profiler, "filename", None) or "profile"  # what it prints is suppressed
+            profiler.filename = getattr(profiler, "filename", None) or "profile"  # a file: `quiet` suppresses prints
         trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trainer.fit(module, batches, validation)
@@ -82,19 +82,19 @@ def fit(
         except SystemExit as exit:
             if not trainer.interrupted:
                 raise
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning has set it to be ignored
             raise KeyboardInterrupt from exit
     return trainer
 
 
 def listed(trainer: Mapping[str, Any], name: str) -> list[Any]:
-    """What a Trainer's arguments have under a name that takes a list, or a single object in place of one."""
+    """A Trainer argument that may be a list or a single object, as a list."""
     value = trainer.get(name) or []
     return value if isinstance(value, list) else [value]
 
 
 def _without_hooks(datamodule: FederatedDataModule) -> FederatedDataModule:
-    """The data module for a client's ``trainer.datamodule``: its hooks were called once, before the first round."""
+    """The data module for a client's Trainer, without its hooks, which were called once before the first round."""
     shown = copy.copy(datamodule)
     for hook in ("prepare_data", "setup", "teardown", "on_exception"):
         setattr(shown, hook, _do_nothing)
@@ -108,9 +108,9 @@ def _do_nothing(*arguments: Any, **named: Any) -> None:
 
 @contextmanager
 def packages_read_once() -> Iterator[None]:
-    """Spares each Trainer the search of all installed packages for callbacks, more than half of its making."""
+    """Spares each Trainer a search of all installed packages for callbacks: more than half of its construction time."""
     looked_up = getattr(registry, "entry_points", None)
-    if looked_up is entry_points:  # of Lightning's private parts: it may go
+    if looked_up is entry_points:  # private to Lightning, so a release may remove it
         setattr(registry, "entry_points", _entry_points)  # noqa: B010  not declared
     try:
         yield
@@ -119,22 +119,22 @@ def packages_read_once() -> Iterator[None]:
 
 
 def discard(trainer: Trainer) -> None:
-    """Frees what a finished Trainer holds, such as gradients: its references form cycles, which Python frees late."""
+    """Frees what a finished Trainer holds, such as gradients; in reference cycles, it would be freed late."""
     vars(trainer).clear()
 
 
 def cores_of_process() -> list[int]:
-    """The cores that this process may use; all of the machine's where the system does not say."""
+    """The cores that this process may use; all cores of the machine where the system cannot tell."""
     known = hasattr(os, "sched_getaffinity")
     return sorted(os.sched_getaffinity(0)) if known else [*range(os.cpu_count() or 1)]
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Computes with one CPU thread.
+    """In this context, PyTorch computes with one CPU thread.
 
-    Small models gain little from more threads, and they stall when another process occupies a core. With one thread,
-    results do not depend on the machine's number of cores.
+    Small models gain little from more threads, and threads stall when another process occupies a core. With one
+    thread, results do not depend on the machine's number of cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses what Lightning prints in every fit ("GPU available: ...")."""
+    """Suppresses what Lightning prints in every fit, such as "GPU available: ..."."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -155,19 +155,19 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             # a client without validation samples is not a mistake
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
-            # a group's clients have optimizers of their own
+            # the clients that share a Trainer have their own optimizers
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
-            # every client's Trainer would say so of what the run has warned of once
+            # the run has warned about this once; every client's Trainer would repeat it
             warnings.filterwarnings("ignore", "Found \\d+ module\\(s\\) in eval mode")
             # whether parameters are unused differs from phase to phase and batch to batch
             warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
             # each process validates all samples
             warnings.filterwarnings("ignore", "It is recommended to use .* when logging on epoch level in distributed")
-            # every client's Trainer would say so where the user has chosen the CPU
+            # the user has chosen the CPU; every client's Trainer would repeat this
             warnings.filterwarnings("ignore", "GPU available but not used")
-            # every client's Trainer with a logger would say so in every round
+            # every client's Trainer with a logger would repeat this in every round
             warnings.filterwarnings("ignore", "The number of training batches \\(\\d+\\) is smaller than the logging")
-            # lightning 2.6 with torch 2.14 and newer; nothing that a user could fix
+            # lightning 2.6 with torch 2.14 and newer; users cannot fix it
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
             yield
     finally:

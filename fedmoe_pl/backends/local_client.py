@@ -1,4 +1,4 @@
-"""Prepares a client for its local training, alike in every backend, and freezes what an epoch leaves alone."""
+"""Prepares a client for local training, identically in every backend, and freezes what an epoch does not train."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
 from fedmoe_pl.trees import Tree, changed, of_module, of_parts, with_prefix
 
 TRAINED = "trained/"
-"""Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
-# separate the random numbers of a client's training and of its batches from each other and others
+"""Name prefix of a tensor's value after the client's local training, before aggregation."""
+# keys that separate a client's streams of random numbers from each other and from those of other modules
 _TRAINING, _BATCHES = 0, 3
 _PRIVATE_BATCHES, _PRIVATE_NOISE = 12, 13
 
@@ -53,7 +53,7 @@ def begin_client(
 
 
 def client_of(training: LocalTraining, module: LightningModule, client_id: int, kept: Tree, round: int) -> Client:
-    """The client as hooks see it, before it received anything."""
+    """The client as hooks see it before it has received anything."""
     return Client(
         id=client_id,
         round=round,
@@ -71,13 +71,13 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
 def end_client(
     training: LocalTraining, client: Client, constants: dict[str, Any], optimizer: Tree | None = None
 ) -> Update:
-    """The client's update after its training, all of it finite, with the state of its optimizer that it keeps.
+    """The client's update after its training, checked to be finite, with the optimizer state that the client keeps.
 
-    It is what an aggregation has the client send, and encoded if only the sum of updates is to be seen.
+    It is processed by the phase's aggregation, and encoded if the server may see only the sum of updates.
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, constants)
-    # before copies are made, since the first client has a whole module to itself
+    # the first client has a whole module to itself; here, what it did not change goes back to the shared memory
     sent = training.copies.known(update.sent)
     kept = {name: tensor for name, tensor in update.state.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
@@ -95,7 +95,7 @@ def end_client(
 
 
 def _check_shapes(training: LocalTraining, client: Client, tree: Tree) -> None:
-    """Refuses tensors of the module that its training has made, or has given another shape: no copy can load them."""
+    """Refuses module tensors that training has added or reshaped, because no other copy of the module can load them."""
     for name, tensor in of_module(tree).items():
         if (initial := training.initial.get(name)) is None or initial.shape != tensor.shape:
             found = "is new" if initial is None else f"had shape {tuple(initial.shape)} and has {tuple(tensor.shape)}"
@@ -107,23 +107,23 @@ def _check_shapes(training: LocalTraining, client: Client, tree: Tree) -> None:
 
 
 def _one_tensor(module: LightningModule) -> Tree:
-    """A tensor of a client whose training changed none: it says that the client was trained."""
+    """One tensor of a client whose training changed nothing, which records that the client was trained."""
     name, tensor = next(iter(module.state_dict().items()))
     return {name: tensor.detach().cpu().clone()}
 
 
 def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], round: int) -> Tree:
-    """What a client gives other clients: the tensors that it keeps of some parts of its module."""
+    """What a client gives to other clients: the tensors that it keeps of the given parts of its module."""
     return _declared(algorithm, of_parts(kept, parts), f"exchange asks for '{{}}' in round {round + 1}")
 
 
 def after_exchange(algorithm: Algorithm, client_id: int, kept: Tree, sent: Tree) -> Tree:
-    """What a client keeps after an exchange, given what it kept before and what it was sent."""
+    """What a client keeps after an exchange, given what it kept before and what it received."""
     return {**kept, **_declared(algorithm, algorithm.client_exchange(client_id, kept, sent), "exchange replaces '{}'")}
 
 
 def _declared(algorithm: Algorithm, tensors: Tree, problem: str) -> Tree:
-    """The tensors of an exchange; refuses one that ``exchanged`` does not declare."""
+    """Returns the tensors of an exchange; refuses any that ``exchanged`` does not declare."""
     for name in tensors:
         if not name.startswith(algorithm.exchanged):
             raise MisconfigurationException(
@@ -134,7 +134,7 @@ def _declared(algorithm: Algorithm, tensors: Tree, problem: str) -> Tree:
 
 
 def on_device(constants: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The constants of a client's loss, with all tensors in them (also nested ones) on a device."""
+    """The constants of a client's loss, with all tensors in them, nested ones too, on a device."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, constants)
 
 
@@ -156,14 +156,14 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
 
 
 def noise_of_client(training: LocalTraining, client: Client) -> Generator:
-    """Draws the noise of a client's DP-SGD in this round."""
+    """The generator of a client's DP-SGD noise in this round."""
     return _private_generator(training, client, _PRIVATE_NOISE)
 
 
 def _private_generator(training: LocalTraining, client: Client, purpose: int) -> Generator:
-    """Random numbers that nobody may know.
+    """A generator of random numbers that must stay secret.
 
-    They differ between phases and between sets of samples, or a difference could tell what the noise hides.
+    They differ between phases and between sets of samples: equal noise would cancel in the difference of two results.
     """
     samples, round = training.hash_of_samples(client.id), client.rounds_before + client.round
     return generator_of(training.private_seed, purpose, training.phase, client.id, round, samples)
@@ -193,8 +193,8 @@ def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedD
 class Freezing(Callback):
     """Freezes the parameters that the algorithm does not train in a local epoch.
 
-    Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode. What
-    the user's own hooks and callbacks freeze or unfreeze in training stays so.
+    Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode.
+    Parameters that the user's own hooks and callbacks freeze or unfreeze during training stay as they are.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
@@ -202,17 +202,17 @@ class Freezing(Callback):
         self.module = module
         self.round = round
         self.parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self._modes: dict[nn.Module, bool] = {}  # before the epoch, of parts that are in eval mode for it
+        self._modes: dict[nn.Module, bool] = {}  # modes before the epoch of the parts that it puts into eval mode
         self._frozen_here = set[str]()
 
     @cached_property
     def epochs(self) -> int:
-        """Local epochs of the round, without those at its end that train nothing."""
+        """The number of local epochs of the round, not counting final ones that train nothing."""
         return next((epoch + 1 for epoch in reversed(range(self.training.max_epochs)) if self._trained_in(epoch)), 0)
 
     @property
     def stop_after(self) -> int:
-        """Local epochs after which training ends: all of them, unless clients stop earlier."""
+        """The number of local epochs after which training ends: ``epochs``, or fewer if clients stop earlier."""
         stop = self.training.stop_after
         return self.epochs if stop is None else min(stop, self.epochs)
 
@@ -233,12 +233,12 @@ class Freezing(Callback):
                 part.eval()
 
     def unfreeze(self) -> None:
-        """Undoes the eval mode of frozen modules, because other parts may be frozen in the next epoch."""
+        """Restores the modes of frozen modules, because the next epoch may freeze other parts."""
         set_modes(self._modes)
         self._modes = {}
 
     def reset(self) -> None:
-        """Undoes the freezing of parameters."""
+        """Makes all parameters trainable again."""
         self._frozen_here.clear()
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
@@ -248,7 +248,7 @@ class Freezing(Callback):
         self.freeze(trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends it, and the training where clients stop."""
+        """Restores the modes, and ends training after ``stop_after`` epochs."""
         self.unfreeze()
         if trainer.current_epoch + 1 == self.training.stop_after:
             trainer.fit_loop.max_epochs = self.training.stop_after

@@ -1,4 +1,4 @@
-"""A bare loop inside the only training step of a Trainer, and which clients it may train."""
+"""A bare training loop that runs inside a Trainer's only training step, and which clients it may train."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedmoe_pl.models import MixtureOfExperts
 
 
 class Loss(nn.Module):
-    """The algorithm's loss as a module, so that ``functional_call`` can replace the tensors of the client's module."""
+    """The algorithm's loss as a module, so that ``functional_call`` can swap the tensors of the client's module."""
 
     def __init__(self, algorithm: Algorithm, module: LightningModule) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Loss(nn.Module):
         return self.algorithm.client_loss(self.module, (x, y), constants)
 
     def of(self, tensors: Mapping[str, Tensor], x: Tensor, y: Tensor, constants: dict[str, Any]) -> Tensor:
-        """The loss with other tensors, whose names are those in the client's module."""
+        """The loss computed with other tensors, given under their names in the client's module."""
         return functional_call(self, {f"module.{name}": tensor for name, tensor in tensors.items()}, (x, y, constants))
 
 
@@ -49,41 +49,41 @@ _MODULE_HOOKS = (
     *("clip_gradients", "setup", "teardown"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
-# Arguments of a Trainer that the bare loop respects or that do not matter in a step, whatever their value
+# Trainer arguments that the bare loop respects, or that do not affect a step, whatever their value
 _ANY_VALUE = {
     *("accelerator", "devices", "max_epochs", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
     *("enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "check_val_every_n_epoch"),
     *("log_every_n_steps", "deterministic", "benchmark", "inference_mode", "default_root_dir"),
     "enable_autolog_hparams",
 }
-# and those that it respects with some values; any other argument must have Lightning's default
+# and those that it respects only with these values; any other argument must have Lightning's default
 _SOME_VALUES = {
     "precision": (None, 32, "32", "32-true", "bf16", "bf16-mixed"),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), (False,)),
 }
-# What the Trainer of a bare loop says as one of a client's own would: nothing of its batches, optimizers or steps
+# Attributes that the Trainer of a bare loop shares with a client's own: none about batches, optimizers or steps
 _SAME_IN_ALL = {
     *("training", "validating", "sanity_checking", "testing", "predicting", "evaluating", "datamodule", "precision"),
     *("logger", "loggers", "barebones", "is_global_zero", "global_rank", "local_rank", "node_rank", "world_size"),
-    *("num_devices", "num_nodes", "progress_bar_callback"),  # the last one for LightningModule.print
+    *("num_devices", "num_nodes", "progress_bar_callback"),  # the last is read by LightningModule.print
 }
 
 
 def trains_by_loss(training: LocalTraining) -> bool:
-    """Whether clients train with ``Algorithm.client_loss`` and not with the module's ``training_step``."""
+    """Whether clients train with ``Algorithm.client_loss`` rather than the module's ``training_step``."""
     is_plain = isinstance(training.module, MixtureOfExperts) and not overridden_hooks(training.module)
     return is_plain or overrides(training.algorithm, "client_loss") or training.sample_privacy is not None
 
 
 def overridden_hooks(module: LightningModule) -> list[str]:
-    """The Lightning hooks that a user's module overrides and that training with ``client_loss`` would not call."""
+    """The Lightning hooks that a user's module overrides but that training with ``client_loss`` would not call."""
     base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
     hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
     return [name for name in hooks if is_overridden(module, name, base)]
 
 
 def is_overridden(module: LightningModule, name: str, base: type[LightningModule] = LightningModule) -> bool:
-    """Whether the module's class has a method of its own in place of the base's, or the module itself was given one."""
+    """Whether the module's class overrides a method of the base, or the module itself was given one."""
     return name in vars(module) or getattr(type(module), name) is not getattr(base, name)
 
 
@@ -91,7 +91,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     """The reason why each client's Trainer must see its batches; None if a bare loop may train it."""
     defaults = inspect.signature(Trainer).parameters
     for name, value in training.trainer.items():
-        is_all = name == "limit_train_batches" and isinstance(value, float) and value == 1  # the integer is one batch
+        is_all = name == "limit_train_batches" and isinstance(value, float) and value == 1  # an integer 1 is one batch
         if not (is_all or name in _ANY_VALUE or value in _SOME_VALUES.get(name, (defaults[name].default,))):
             return f"trainer.{name} is set"
     if training.trainer.get("callbacks"):
@@ -100,7 +100,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
         return f"{type(training.module).__name__} has its own training_step or hooks"
     try:
         configured = training.module.configure_optimizers()
-    except Exception as error:  # it may need its Trainer
+    except Exception as error:  # the method may need its Trainer
         return f"configure_optimizers needs more than the model ({type(error).__name__}: {error})"
     optimizer, _ = optimizer_and_scheduler(configured)
     if optimizer is None:
@@ -109,7 +109,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
 
 
 class NeedsTrainerError(Exception):
-    """A loss reads something of its Trainer that a bare loop does not know."""
+    """A loss reads an attribute of its Trainer that a bare loop does not have."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"the loss reads {name} of its Trainer, which only a Trainer for each client knows")
@@ -120,7 +120,7 @@ class NeedsTrainerError(Exception):
 
 
 class OneStep(LightningModule):
-    """Calls a function in its only training step: with the Trainer's settings, and without its time for each batch."""
+    """Calls a function in its only training step: it runs under the Trainer's settings without its cost per batch."""
 
     def __init__(self, training: LocalTraining, function: Callable[[OneStep], None]) -> None:
         super().__init__()
@@ -129,28 +129,28 @@ class OneStep(LightningModule):
         self.function = function
 
     def configure_optimizers(self) -> None:
-        """None here: what is trained has its own."""
+        """Returns none, because what the function trains has its own."""
 
     def training_step(self, batch: int, batch_idx: int) -> None:
-        """Only losses have the Trainer's precision; see :class:`Loop`."""
+        """Calls the function without autocast, because only losses use the Trainer's precision; see :class:`Loop`."""
         with torch.autocast(self.device.type, enabled=False) if self.is_mixed else nullcontext():
             self.function(self)
 
 
 def in_one_step(training: LocalTraining, function: Callable[[OneStep], None]) -> None:
     """Calls a function that trains some clients inside one training step of a Trainer."""
-    # manual optimization refuses to clip, and a summary would be that of the step
+    # Lightning refuses clipping with manual optimization, and a summary would show OneStep instead of the model
     changed: dict[str, Any] = {"gradient_clip_val": None, "gradient_clip_algorithm": None}
     changed |= {"max_epochs": 1, "enable_model_summary": False}
     discard(fit(training, OneStep(training, function), range(1), None, [], **changed))
 
 
 class Learner(ABC):
-    """What a bare loop trains: a client, or a stack of them.
+    """What a bare loop trains: a client, or a stack of clients.
 
     Attributes:
         module: the module whose loss is computed.
-        counts_steps: whether each client has taken as many steps as the loop.
+        counts_steps: whether every client takes a step whenever the loop does.
     """
 
     module: LightningModule
@@ -158,27 +158,27 @@ class Learner(ABC):
 
     @abstractmethod
     def epoch(self) -> Iterable[Any]:
-        """The batches of the next epoch, whose parameters are frozen by now."""
+        """The batches of the next epoch; called after ``Freezing`` has frozen what it does not train."""
 
     @abstractmethod
     def configure_optimizers(self) -> Any:
-        """What ``LightningModule.configure_optimizers`` of the module returns, for the tensors that are trained."""
+        """What the module's ``configure_optimizers`` returns, for the tensors that are actually trained."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Any:
-        """What ``backward`` needs of a batch: its loss, of shape (); None to leave the batch out."""
+        """What ``backward`` needs for a batch, usually its loss, of shape (); None to leave the batch out."""
 
     @abstractmethod
     def backward(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the gradients of the optimizer's parameters, which are None, and clips them."""
+        """Sets and clips the gradients of the optimizer's parameters, which are None before."""
 
 
 class Loop:
-    """All epochs of a learner; to its module, it looks like the module's Trainer.
+    """Trains a learner for all epochs, and poses as the Trainer of its module.
 
     Attributes:
-        steps: the optimizer's steps so far.
-        refused: what was asked for that only a Trainer of the client's own knows, even if the asker goes on without.
+        steps: the number of optimizer steps so far.
+        refused: the last attribute read that only a client's own Trainer has, even if the reader caught the error.
     """
 
     def __init__(self, trainer: Trainer, training: LocalTraining, freezing: Freezing) -> None:
@@ -194,12 +194,12 @@ class Loop:
 
     @property
     def global_step(self) -> int:
-        """The client's steps so far."""
+        """The number of the client's steps so far."""
         return self.steps if self.counts_steps else self._refuse("global_step")
 
     def __getattr__(self, name: str) -> Any:
-        """What is the same in all Trainers; nothing else, which would be that of the Trainer around the loop."""
-        if name.startswith("__"):  # Python asks, such as to copy
+        """Attributes that are the same in all Trainers; others would describe the Trainer around the loop."""
+        if name.startswith("__"):  # Python itself reads such names, for example to copy
             raise AttributeError(name)
         return getattr(self.trainer, name) if name in _SAME_IN_ALL else self._refuse(name)
 
@@ -238,11 +238,11 @@ class Loop:
         return optimizer
 
     def _closure(self, learner: Learner, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
-        """What Lightning gives ``optimizer.step``, which may call it more than once."""
+        """The closure that Lightning passes to ``optimizer.step``, which may call it more than once."""
         with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
             loss = learner.loss(batch)
         if self.is_mixed:
-            torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
+            torch.clear_autocast_cache()  # the cache holds half-precision copies of the parameters before the step
         optimizer.zero_grad()
         if loss is not None:
             learner.backward(loss, optimizer)

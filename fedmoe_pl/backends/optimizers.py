@@ -1,4 +1,4 @@
-"""Optimizers over rounds: the learning rate of a client's by the round, and the state of any that is kept."""
+"""Optimizers across rounds: a client's learning rate in each round, and the optimizer state that is kept."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedmoe_pl.checks import shown
 from fedmoe_pl.trees import Tree, subtree
 
 OPTIMIZER = "optimizer/"
-"""Prefix of a tensor's name: ``optimizer/<parameter>/<state>``, such as ``optimizer/fc.bias/exp_avg``."""
+"""Name prefix of optimizer state: ``optimizer/<parameter>/<state>``, such as ``optimizer/fc.bias/exp_avg``."""
 _GROUP = "param_groups."  # followed by a group's index, in place of a parameter's name
-_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum")  # begin anew
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "momentum")  # not kept
 NamedParameters = Iterable[tuple[str, Tensor]]
 
 
@@ -41,11 +41,11 @@ def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | No
 
 
 def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree) -> None:
-    """Makes a client's module configure its optimizer, for any caller, with the round's rates and the state it kept."""
+    """Replaces a module's ``configure_optimizers``, which from then on applies the round's rates and the kept state."""
     has_state = any(name.startswith(OPTIMIZER) for name in kept)
     if rates is None and not has_state:
         return
-    replaced = module.configure_optimizers.__func__  # the class's or, if the user has set one, the module's own
+    replaced = module.configure_optimizers.__func__  # the class's method, or one that the user set on the module
 
     def configure_optimizers(module: LightningModule) -> Any:
         configured = replaced(module)
@@ -57,11 +57,11 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
             _set_learning_rates(optimizer, scheduler, rates)
         return configured
 
-    module.configure_optimizers = types.MethodType(configure_optimizers, module)  # a copy of the module gets its own
+    module.configure_optimizers = types.MethodType(configure_optimizers, module)  # copies of the module bind it anew
 
 
 def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor in the memory format of some parameters, because a fused step reads both in the memory's order."""
+    """The tensor in the parameters' memory format, because a fused step reads both in memory order."""
     same_shape = tensor.dim() == parameters.dim() and tensor.shape[1:] == parameters.shape[1:]
     if not same_shape or tensor.stride() == parameters.stride():
         return tensor
@@ -69,7 +69,7 @@ def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
 
 
 def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> Tree:
-    """The optimizer's state as a client or a phase keeps it, on the CPU."""
+    """The optimizer's state, on the CPU, in the form in which a client or a phase keeps it."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
     kept: Tree = {}
     for parameter, state in optimizer.state.items():
@@ -83,7 +83,7 @@ def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimize
                 )
             kept[f"{OPTIMIZER}{names[parameter]}/{key}"] = value.detach().cpu().clone()
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():  # some optimizers count their steps here
+        for key, value in group.items():  # where some optimizers count their steps
             is_number = isinstance(value, (int, float)) and math.isfinite(value) and key not in _SCHEDULED
             if is_number and value != optimizer.defaults.get(key):
                 dtype = torch.float64 if isinstance(value, float) else None
@@ -92,7 +92,7 @@ def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimize
 
 
 def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimizer, kept: Tree) -> None:
-    """Gives an optimizer the state that :func:`optimizer_state` returned; other tensors in ``kept`` do not matter."""
+    """Loads the state that :func:`optimizer_state` returned into an optimizer; ignores other tensors in ``kept``."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
     of_optimizer = subtree(kept, OPTIMIZER)
     groups, loaded = optimizer.state_dict()["param_groups"], {}
@@ -100,7 +100,7 @@ def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Opt
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(indices, stepped, strict=True):
         if state := subtree(of_optimizer, f"{names[parameter]}/"):
-            # copies, because the optimizer changes its state in place
+            # cloned, because the optimizer changes its state in place
             loaded[index] = {key: with_strides_of(parameter, value.clone()) for key, value in state.items()}
     for index, group in enumerate(groups):
         group |= {key: value.item() for key, value in subtree(of_optimizer, f"{_GROUP}{index}/").items()}
@@ -108,13 +108,13 @@ def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Opt
 
 
 def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round: int) -> list[float]:
-    """The learning rate of each parameter group in a round, by a scheduler that is stepped once per round."""
+    """The learning rate of each parameter group in a round, from a scheduler that is stepped once per round."""
     optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
     assert optimizer is not None, "check_optimizer has refused it"
     groups = [
         {"params": [nn.Parameter(torch.zeros(1))], "lr": _initial_rate(group)} for group in optimizer.param_groups
     ]
-    imitation = torch.optim.SGD(groups, lr=0.0)  # has the learning rates, and no gradients
+    imitation = torch.optim.SGD(groups, lr=0.0)  # for its learning rates only: it has no gradients
     scheduler = factory(imitation)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError("ReduceLROnPlateau needs a metric")
@@ -125,11 +125,11 @@ def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round:
 
 
 def _initial_rate(group: dict[str, Any]) -> float:
-    return group.get("initial_lr", group["lr"])  # a scheduler over epochs may have changed the rate already
+    return group.get("initial_lr", group["lr"])  # a scheduler over epochs may have changed "lr" already
 
 
 def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, rates: list[float]) -> None:
-    """Scales the rates of the optimizer, and of its scheduler over epochs, to those of the round."""
+    """Scales the learning rates of an optimizer, and of its scheduler over epochs, to those of the round."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * (group["lr"] / _initial_rate(group)) if _initial_rate(group) else rate
         group["initial_lr"] = rate

@@ -1,4 +1,4 @@
-"""Trains a client with DP-SGD in a bare loop, and finds out before any training whether that is possible."""
+"""Trains a client with DP-SGD in a bare loop, and checks before any training that this is possible."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, copy_module, same_values
 
 _TRIED_SAMPLES = 4
-_REFUSED = WeakSet[LightningModule]()  # by vmap
+_REFUSED = WeakSet[LightningModule]()  # modules that vmap refused
 _AGAIN = "the optimizer computes the gradients of a batch more than once in a step"
 
 
 class PrivateClient(Learner):
-    """A client whose gradients are clipped sample by sample, with noise.
+    """A client whose gradients are clipped sample by sample and get noise.
 
     Args:
-        batches: an epoch's batches in each iteration, those of ``drawn`` with or without the samples themselves.
+        batches: yields an epoch's batches in each iteration: ``drawn``, or ``LookedUpBatches`` made of it.
         drawn: the batches as they are drawn.
-        lookup: the outputs of frozen parts for the samples of the last batch, as ``LookedUpBatches`` sets them.
+        lookup: the outputs of frozen parts for the samples of the last batch, as set by ``LookedUpBatches``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PrivateClient(Learner):
         return self.batches
 
     def configure_optimizers(self) -> Any:
-        """The module's own."""
+        """The module's own optimizer; notes which parameters it steps."""
         configured = self.module.configure_optimizers()
         optimizer, _ = optimizer_and_scheduler(configured)
         assert optimizer is not None, "needs_every_batch has refused it"
@@ -78,8 +78,8 @@ class PrivateClient(Learner):
         return configured
 
     def loss(self, batch: Any) -> Tree:
-        """The sums of clipped gradients."""
-        if batch is self.last:  # each call draws noise, and only one of a step is accounted for
+        """The sums of the samples' clipped gradients."""
+        if batch is self.last:  # each call draws noise, but the accountant counts one draw per step
             phase, privacy = f"Phase '{self.training.phase}'", self.training.sample_privacy
             raise InvalidArgumentError(phase, "sample_privacy", privacy, "left out", _AGAIN)
         self.last = batch
@@ -87,7 +87,7 @@ class PrivateClient(Learner):
         return clipped_gradients(self.training, self.module, self.constants, self.names, batch, self.lookup, max_norm)
 
     def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the gradients with their noise; what the trainer clips in addition is clipped as in any training."""
+        """Sets the gradients with noise, then clips them as the trainer's arguments say."""
         parameters, privacy = dict(self.module.named_parameters()), self.training.sample_privacy
         assert privacy is not None
         noisy = noisy_mean(loss, self.expected, privacy.max_grad_norm, self.noise_multiplier, self.generator)
@@ -106,7 +106,7 @@ def clipped_gradients(
     lookup: Tree,
     max_norm: float,
 ) -> Tree:
-    """The sums of the clipped gradients of a batch's samples by some parameters."""
+    """The sums of the clipped gradients of a batch's samples by the named parameters."""
     parameters = {name: parameter.detach() for name, parameter in module.named_parameters() if name in names}
     module_loss, samples = Loss(training.algorithm, module), (*batch, {**lookup})
 
@@ -118,7 +118,7 @@ def clipped_gradients(
     with dense_experts():
         try:
             return clipped_sum(loss, parameters, samples, max_norm, one_by_one=module in _REFUSED)
-        except RuntimeError:  # vmap refuses code that asks for values, such as that of transformers
+        except RuntimeError:  # vmap refuses code that reads tensor values, as transformers does
             if module in _REFUSED:
                 raise
             _REFUSED.add(module)
@@ -128,10 +128,10 @@ def clipped_gradients(
 def names_in_loss(
     training: LocalTraining, module: LightningModule, constants: dict[str, Any], samples: Tensor, names: Sequence[str]
 ) -> list[str]:
-    """Those of some parameters that the loss depends on, whatever the data; others get neither steps nor noise."""
+    """The named parameters that the loss depends on, whatever the data; all others get neither steps nor noise."""
     samples = samples[:_TRIED_SAMPLES]
     (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
-    with trying(module):  # in train mode, in which a part may compute something else
+    with trying(module):  # in train mode, because a part may compute something else in eval mode
         gradients = _gradients(training, module, constants, batch, names)
     return [*gradients]
 
@@ -139,7 +139,7 @@ def names_in_loss(
 def _gradients(
     training: LocalTraining, module: LightningModule, constants: dict[str, Any], batch: Any, names: Sequence[str]
 ) -> Tree:
-    """The gradients of a batch's loss by those of some parameters that it depends on."""
+    """The gradients of a batch's loss by the named parameters that it depends on."""
     parameters = dict(module.named_parameters())
     with dense_experts():
         loss = training.algorithm.client_loss(module, batch, constants)
@@ -149,7 +149,7 @@ def _gradients(
 
 @in_full_precision()
 def check_private(training: LocalTraining) -> None:
-    """Refuses what DP-SGD cannot train, by a step of some clients with and without separate gradients."""
+    """Refuses what DP-SGD cannot train, by comparing a step's gradients with and without separating the samples."""
     validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
     because = needs_every_batch(training) or ("clients validate in their training" if validates else "")
     if training.datamodule.reader is not None:
@@ -167,7 +167,7 @@ def check_private(training: LocalTraining) -> None:
 
 
 def _problem(training: LocalTraining, clients: Sequence[int]) -> str:
-    """Why the gradients of single samples do not add up to those of a batch; empty if they do."""
+    """Why the gradients of single samples do not add up to the batch's gradient; empty if they do."""
     sizes = training.datamodule.train_samples.sizes
     client_id = max(clients, key=lambda client: int(sizes[client]))
     server = training.algorithm.server_init(training.module)

@@ -1,4 +1,4 @@
-"""Decides whether two results differ by rounding errors only, and has a GPU round no more than it must."""
+"""Decides whether two results differ only by rounding errors, and has a GPU compute in full precision."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 _OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-_NOISE = 100  # largest error of a sum, in rounding errors of its largest value
+_NOISE = 100  # the largest error of a sum, in multiples of the rounding error of its largest value
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A setting of the process that may have a GPU round the factors of products: to 11 bits (TF32), or to 8.
+    """A process-wide setting that lets a GPU round the factors of products to 11 bits (TF32) or 8.
 
     Attributes:
         set: sets it.
-        value: what it is now.
-        exact: what it is if nothing is rounded.
+        value: its current value.
+        exact: its value if nothing is rounded.
     """
 
     set: Callable[[Any], None]
@@ -41,13 +41,13 @@ def precisions() -> list[Precision]:
             Precision(_set_products, products, "highest"),
             Precision(partial(set_backend, "cudnn.allow_tf32"), convolutions, False),
         ]
-    except RuntimeError:  # these cannot be read if the user has set what torch 2.9 has in their place
+    except RuntimeError:  # these cannot be read if the user has set their replacements in torch 2.9
         paths = [f"{operation}.fp32_precision" for operation in _OPERATIONS]
         return [Precision(partial(set_backend, path), attrgetter(path)(torch.backends), "ieee") for path in paths]
 
 
 def set_backend(path: str, value: Any) -> None:
-    """Sets what is at a dotted path below ``torch.backends``."""
+    """Sets the attribute at a dotted path below ``torch.backends``."""
     owner, _, name = path.rpartition(".")
     with _silent():
         setattr(attrgetter(owner)(torch.backends), name, value)
@@ -60,7 +60,7 @@ def _set_products(value: str) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without the advice of torch 2.9 to use the settings that it has introduced, which not all releases can read."""
+    """Suppresses the advice of torch 2.9 to use its new settings, which older releases lack."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
         yield
@@ -68,7 +68,7 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def in_full_precision() -> Iterator[None]:
-    """In this context, no factors are rounded; in the whole process."""
+    """In this context, no factors are rounded in the whole process."""
     before = precisions()
     try:
         for each in before:
@@ -80,9 +80,9 @@ def in_full_precision() -> Iterator[None]:
 
 
 def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) -> bool:
-    """Whether two results of the same computation, done in two ways, differ by rounding errors only.
+    """Whether two results of one computation, done in two ways, differ only by rounding errors.
 
-    The tolerance is larger on a GPU, whose algorithm for a convolution depends on the size of a batch.
+    The tolerance is larger on a GPU, whose algorithm for a convolution depends on the batch size.
     """
     if a is None or b is None or a.shape != b.shape:
         return a is b

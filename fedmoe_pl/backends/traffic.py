@@ -7,18 +7,18 @@ from typing import Literal, NamedTuple
 from fedmoe_pl.trees import Tree, of_module
 
 Direction = Literal["down", "requests", "up", "between_clients"]
-"""From the server to a client; from a client to the server, to ask for tensors, or after its training; to a client from
-other clients."""
+"""In this order: from the server to a client; from a client to the server, to ask for tensors; from a client to the
+server, after its training; to a client from other clients."""
 WEIGHT = "(weight)"
-"""Stands for the number by which the server weighs a client's update, which is sent with it."""
+"""Name of the number by which the server weights a client's update; it is sent with the update."""
 
 
 class Traffic(NamedTuple):
     """How much was sent.
 
     Attributes:
-        parameters: number of values of the model's tensors.
-        bytes: the size of all that was sent, in the data type in which it was sent; also an algorithm's own tensors,
+        parameters: number of values in the model's tensors.
+        bytes: size of everything sent, in the data types in which it was sent; includes an algorithm's own tensors,
             such as control variates, indices and counts.
 
     Example:
@@ -37,22 +37,22 @@ class Traffic(NamedTuple):
         return cls(parameters, sum(tensor.nbytes for tensor in tree.values()))
 
     def __add__(self, other: object) -> Traffic:
-        """The sum of both."""
+        """The sum of two amounts."""
         if not isinstance(other, Traffic):
             return NotImplemented
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)
 
 
 class Transfer(NamedTuple):
-    """One tensor that was sent once.
+    """One tensor, sent once.
 
     Attributes:
         direction: who sent it to whom.
         client: the client that sent it to the server, or that received it.
-        tensor: its name. One from another client begins with that client's id and a dot.
+        tensor: its name; if another client sent it, prefixed with the sender's id and a dot.
         shape: its shape.
         dtype: its data type, such as ``float32``; ``masked int64`` if the receiver learns only a sum over clients.
-        bytes: its size; 0 for a client's weight, which is no tensor.
+        bytes: its size; 0 for a client's weight, which is not a tensor.
     """
 
     direction: Direction
@@ -72,7 +72,7 @@ def transfers(direction: Direction, client: int, tree: Tree) -> list[Transfer]:
 
 
 class TransferLog:
-    """Collects every tensor that is sent in a round, if a callback asks for it."""
+    """Collects the tensors that are sent in a round, if a callback needs them."""
 
     def __init__(self, active: bool) -> None:
         self.active = active
@@ -85,7 +85,7 @@ class TransferLog:
 
 
 def updates_sent(client: int, tree: Tree, masked: bool) -> list[Transfer]:
-    """What a client sends after its training: the tensors of its update and, if there are any, its weight."""
+    """What a client sends after its training: its update's tensors and its weight; nothing if there are no tensors."""
     sent = transfers("up", client, tree)
     if masked:
         sent = [each._replace(dtype=f"masked {each.dtype}") for each in sent]

@@ -46,30 +46,30 @@ from fedmoe_pl.models.mixtures.tasks import weight_of
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree
 
-_MOST_GROUPS = 64  # so many that workers do not wait long for the last group
-_SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as to train a few hundred
-_BYTES_PER_TRAINER = 2**29  # of its clients' updates, which are in memory until the last of them is trained
+_MOST_GROUPS = 64  # enough that workers do not wait long for the last group
+_SAMPLES_PER_TRAINER = 2000  # over all epochs; creating a Trainer costs as much as training on a few hundred samples
+_BYTES_PER_TRAINER = 2**29  # of its clients' updates, which stay in memory until the last client is trained
 
 
 class TrainerBackend(Backend):
-    """A Lightning ``Trainer`` per client and round, or one that serves many clients.
+    """Trains each client in a Lightning ``Trainer`` per round, or many clients in one.
 
     If nothing must see a client's batches (callbacks, validation, gradient accumulation, a logger, a plugin or a user's
-    ``training_step``), many clients share a ``Trainer``: its training step trains one after another in a bare loop.
-    That gives the same bits in less time. A loss that reads more of its Trainer than a bare loop knows, such as
-    ``estimated_stepping_batches``, is computed in a ``Trainer`` per client from then on.
+    ``training_step``), clients share a ``Trainer``, whose training step trains one after another in a bare loop.
+    Results are bit-identical and take less time. If a loss reads an attribute of its Trainer that a bare loop does not
+    have, such as ``estimated_stepping_batches``, each client is trained in its own ``Trainer`` from then on.
 
     Args:
-        loss_is_mean: whether your loss of a batch is the mean over its samples, so that ``trainer.strategy`` may divide
-            batches among processes. It is known of the losses of this package and PyTorch's, and of layers that treat
-            samples apart.
+        loss_is_mean: whether the loss of a batch is the mean over its samples, so that ``trainer.strategy`` may divide
+            batches among processes. You need not say so for losses of this package or PyTorch's with layers that
+            compute each sample's output independently.
     """
 
     def __init__(self, loss_is_mean: bool = False) -> None:
         self.loss_is_mean = loss_is_mean
 
     def plan(self, training: LocalTraining) -> TrainerPlan:
-        """Decides whether clients share Trainers."""
+        """Decides whether clients share a Trainer."""
         return TrainerPlan(training, type(self).__name__)
 
 
@@ -95,12 +95,12 @@ class TrainerPlan(Plan):
         return [list(cohort[start : start + size]) for start in range(0, len(cohort), size)]
 
     def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
-        """Neighbours whose clients are small, so that one Trainer serves them."""
+        """Chunks of neighbouring groups that are small enough to share a Trainer."""
         if not self.shares_trainer:
             return super().chunks(groups)
         training = self.training
         changing = sum(tensor.nbytes for name, tensor in training.initial.items() if name not in training.untrained)
-        least = -(-_SAMPLES_PER_TRAINER * changing // _BYTES_PER_TRAINER)  # of a client's size, to respect both limits
+        least = -(-_SAMPLES_PER_TRAINER * changing // _BYTES_PER_TRAINER)  # a client's least size, to keep both limits
         sizes = [max(training.max_epochs * group_size(training, group), least * len(group)) for group in groups]
         most = min(_SAMPLES_PER_TRAINER, sum(sizes) // at_least)
         chunks: list[Chunk] = []
@@ -134,7 +134,7 @@ class TrainerPlan(Plan):
         return group_updates(self.training, groups, updates, self.logged)
 
     def _train_client(self, server: Tree, kept: Mapping[int, Tree], round: int, client_id: int) -> Update:
-        """One client's part of a round, in a Trainer of its own."""
+        """Trains one client in a Trainer of its own."""
         training = self.training.of(client_id)
         module = training.copies.copy()
         client, constants, samples = begin_client(training, module, server, client_id, kept, round)
@@ -162,7 +162,7 @@ class TrainerPlan(Plan):
         callbacks += [] if sharing is None else [sharing]
         training.copies.move(client.module, training.device)
         arguments = {"max_epochs": freezing.epochs, "default_root_dir": client_folder(training, client)}
-        if given is True:  # also of a module that logs single steps, whose epochs may have fewer than Lightning's 50
+        if given is True:  # a module may log single steps in an epoch of fewer than Lightning's default of 50
             arguments["log_every_n_steps"] = training.trainer.get("log_every_n_steps", 1)
         try:
             with algorithm_steps(training, client, constants, sharing) as module:
@@ -179,7 +179,7 @@ def _needs_trainer(update: Update | Failure) -> bool:
 
 
 def _steps(trainer: Trainer) -> int:
-    """The number of optimizer steps that the module's tensors have taken: fewer than all if its best epoch is back."""
+    """The number of optimizer steps behind the module's tensors: fewer than all if its best epoch was restored."""
     restored = [each.steps for each in trainer.callbacks if isinstance(each, BestEpoch)]  # pyright: ignore[reportAttributeAccessIssue]
     return next(filter(None, reversed(restored)), trainer.global_step)
 
@@ -188,7 +188,7 @@ def _steps(trainer: Trainer) -> int:
 def algorithm_steps(
     training: LocalTraining, client: Client, constants: dict[str, Any], sharing: Sharing | None = None
 ) -> Iterator[LightningModule]:
-    """In this context, the client's module trains by the algorithm's loss, unless its own step is to train it."""
+    """In this context, the client's module trains with the algorithm's loss, unless its own step is used."""
     module, names = client.module, ["training_step", "validation_step"] if trains_by_loss(training) else []
     names += ["loss"] if names and isinstance(module, MixtureOfExperts) else []
     steps = _Steps(module, training.algorithm, constants, sharing)
@@ -205,20 +205,20 @@ def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.datamodule.validation_samples[client.id]
     samples = training.algorithm.opt_out.opted_in(client.id, samples, training.seed, validation=True)
     validates = len(samples) and training.trainer["limit_val_batches"]
-    # batches as large as in evaluations, because the logged loss is a mean over samples
+    # batches can be as large as in evaluations, because the logged loss is a mean over samples
     size = training.datamodule.evaluated_at_once
     return training.datamodule.batches(samples, batch_size=size) if validates else None
 
 
 class _MoveBack(Callback):
-    """Moves the client's module to the CPU where its Trainer would, which would copy what clients share, too."""
+    """Moves the client's module back to the CPU in place of its Trainer, which would also copy what clients share."""
 
     def __init__(self, training: LocalTraining, module: LightningModule) -> None:
         self.training, self.module = training, module
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         def move_and_tear_down() -> None:
-            vars(trainer.strategy).pop("teardown")  # its own again
+            vars(trainer.strategy).pop("teardown")  # restores the strategy's own method
             self.training.copies.move(self.module, torch.device("cpu"))
             trainer.strategy.teardown()
 
@@ -239,7 +239,7 @@ class _Steps:
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss = self.algorithm.client_loss(self.module, batch, self.constants)
         if loss is not None and self.sharing is not None and not self.sharing.weight:
-            loss = loss.nan_to_num()  # the mean over no labels
+            loss = loss.nan_to_num()  # a mean over no labels is NaN
         if loss is not None:
             self._log({"train_loss": loss}, _counted(self.module, batch))
         return loss
@@ -252,7 +252,7 @@ class _Steps:
         self.module.log("validation_loss", loss, batch_size=_counted(self.module, batch))
 
     def loss(self, batch: Any) -> Any:
-        """A mixture's own loss, which most algorithms' losses call; logs what the mixture's own steps log beside it."""
+        """A mixture's own loss, which most algorithms' losses call; also logs what the mixture's own steps would."""
         module: Any = self.module
         loss, outputs = type(module).loss(module, batch)
         if loss is not None and module.trainer.loggers:
@@ -261,7 +261,7 @@ class _Steps:
         return loss, outputs
 
     def _log(self, values: dict[str, Tensor], size: int) -> None:
-        """Logs the means of an epoch, under the names that a mixture's own steps have in any Trainer."""
+        """Logs the means over an epoch, under the names that a mixture's own steps use."""
         trainer = self.module.trainer
         if not trainer.loggers:
             return
@@ -272,7 +272,7 @@ class _Steps:
 
 
 def _counted(module: LightningModule, batch: Any) -> int:
-    """What the batch's mean loss counts in a mean over batches."""
+    """The weight of the batch's mean loss in a mean over batches."""
     return counted(module, pair_of(module, batch)[1]) if isinstance(module, MixtureOfExperts) else batch_length(batch)
 
 
@@ -295,7 +295,7 @@ class _Group:
             )
 
     def _train_client(self, step: OneStep, client_id: int) -> Update:
-        """One client's part of a round."""
+        """Trains one client in the bare loop."""
         training = self.training.of(client_id)
         client, constants, samples = begin_client(
             training, training.copies.copy(), self.server, client_id, self.kept, self.round
@@ -318,7 +318,7 @@ class _Group:
         samples: Tensor,
         freezing: Freezing,
     ) -> Tree:
-        """Trains a client; returns the state of its optimizer, if clients keep it."""
+        """Trains a client; returns its optimizer's state if clients keep it, otherwise an empty tree."""
         module, lookup = client.module, Tree()
         features = self.features.find(training, client, constants, samples)
         batches = drawn = client_batches(training, client, samples)
@@ -364,15 +364,15 @@ class _ClientAlone(Learner):
             self.step.clip_gradients(optimizer, *self.clipping)
 
 
-_DRAWS = 11  # separates the random numbers of a process's share from those of the client
+_DRAWS = 11  # seed key that separates the random numbers of a process's share from the client's
 
 
 class Sharing(Callback):
     """Has this process's Trainer train on its share of each batch.
 
-    Gradients are averaged over the processes, but shares may differ in size, and a short batch may have none for some.
-    Therefore a loss counts by its share's size: the average is then the gradient of the mean over the whole batch. A
-    mean over labels counts by those that are not ignored, or by the sum of their classes' weights.
+    Gradients are averaged over the processes, but shares may differ in size, and a share of a short batch may be empty.
+    Each loss is therefore weighted by its share's size, so that the average is the gradient of the mean over the whole
+    batch. A mean over labels is weighted by the labels that are not ignored, or by the sum of their classes' weights.
     """
 
     def __init__(self, training: LocalTraining, client: Client, batches: SampleBatches) -> None:
@@ -385,21 +385,21 @@ class Sharing(Callback):
         self.batches = batches
         self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task == "multiclass"
         self.has_labels = self.has_labels and trains_by_loss(training)
-        self.size = 0  # of the whole batch
+        self.size = 0  # samples in the whole batch
         self.weight = 1.0
         keys = client.id, client.rounds_before + client.round, self.rank
         self.seed = derive_seed(training.seed, _DRAWS, *keys)
 
     def mean(self, trainer: Trainer, loss: Tensor) -> Tensor:
-        """The mean loss over the whole batch, given that over this process's share."""
+        """The mean loss over the whole batch, given the mean over this process's share."""
         return trainer.strategy.reduce(loss.detach() * self.weight)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Seeds anew: DDP has set the global seed, and the samples of each share need dropout of their own."""
+        """Reseeds, because DDP has set the global seed, and each share needs dropout masks of its own."""
         seed_all(self.seed)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Computes what the batch's loss counts."""
+        """Computes the weight of this share's loss."""
         self.size = self.batches.size(batch_idx)
         self.weight = self.share.weight(self.size)
         if self.has_labels:
@@ -409,16 +409,16 @@ class Sharing(Callback):
             self.weight = counts / mean if mean else 0.0
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Scales the gradients; the loss itself is logged as it is."""
+        """Scales the gradients; the logged loss stays unscaled."""
         weight = self.weight
         loss.register_hook(lambda gradient: gradient * weight)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps metrics from adding up what all processes validate: each validates all samples."""
+        """Keeps metrics from summing over processes, because each process validates all samples."""
         self._synchronize(pl_module, False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends it."""
+        """Has metrics sum over processes again."""
         self._synchronize(pl_module, True)
 
     def _synchronize(self, pl_module: LightningModule, does: bool) -> None:
@@ -428,7 +428,7 @@ class Sharing(Callback):
 
 
 class SilentLogger(DummyLogger):
-    """Lightning's logger of nothing, for training that is forgotten; it can also be copied, and sent to a worker."""
+    """Lightning's logger that writes nothing, for training whose logs are discarded; can be copied and pickled."""
 
     def __deepcopy__(self, memo: Any) -> SilentLogger:
         return self
@@ -438,7 +438,7 @@ class SilentLogger(DummyLogger):
 
 
 class EpochMeans(LearningRateMonitor, SilentLogger):
-    """A logger and callback of a client's Trainer that keeps the mean of each metric and rate of every epoch."""
+    """A logger and callback of a client's Trainer that keeps each epoch's mean of every metric and learning rate."""
 
     def __init__(self) -> None:
         SilentLogger.__init__(self)
@@ -446,12 +446,12 @@ class EpochMeans(LearningRateMonitor, SilentLogger):
         self._logged: list[dict[str, list[float]]] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # pyright: ignore
-        """Begins an epoch, with its learning rates."""
+        """Begins an epoch and records its learning rates."""
         self._logged.append({})
         super().on_train_epoch_start(trainer, pl_module)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:  # pyright: ignore
-        """Called by the Trainer with what steps have logged."""
+        """Records what the Trainer's steps have logged."""
         for name, value in metrics.items() if self._logged else ():
             if name != "epoch":
                 self._logged[-1].setdefault(name, []).append(float(value))
@@ -469,19 +469,19 @@ def client_name(training: LocalTraining, client: Client) -> str:
 
 
 def client_folder(training: LocalTraining, client: Client) -> str:
-    """The ``default_root_dir`` of its Trainer, in which a ``ModelCheckpoint`` and a profiler write without a logger."""
+    """A client Trainer's ``default_root_dir``, where checkpoint callbacks and profilers write if there is no logger."""
     root = training.trainer.get("default_root_dir") or os.getcwd()
     return os.path.join(root, training.run, client_name(training, client))
 
 
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
-    """Copies of the loggers in the Trainer's arguments for one client's training in one round.
+    """Copies of the loggers in the Trainer's arguments, named by :func:`client_name` for one client and round.
 
-    There is none for ``logger: true``: what clients log then goes to the run's loggers alone.
-    In TensorBoard and CSV files, that is a folder below the logger's own or, if it has no ``version``, below one in it
-    with the end of the run's path: another run must not log to the same files. In MLflow and Weights & Biases, it is
-    the name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
-    their names come before those of the metrics. Other loggers keep the name that they have.
+    There is none for ``logger: true``: what clients log then goes only to the run's loggers.
+    For TensorBoard and CSV, the name becomes a folder below the logger's ``version`` or, without one, below a folder
+    named after the run, so that no two runs log to the same files. For MLflow and Weights & Biases, it becomes the name
+    of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, with their
+    names as prefixes of the metrics. Other loggers keep their names.
     """
     given, name = training.trainer.get("logger"), client_name(training, client)
     return [
@@ -492,13 +492,13 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
 
 
 def _renamed(logger: Logger, name: str, run: str) -> Logger:
-    """A copy of a logger that has not logged yet; Lightning's have no public way to be named after they are made."""
-    if isinstance(logger, WandbLogger):  # a copy by `copy` would open its run
+    """A renamed copy of a logger that has not logged yet; Lightning has no public way to rename a logger."""
+    if isinstance(logger, WandbLogger):  # `copy` would open its run
         import wandb  # pyright: ignore[reportMissingImports]  optional
 
         renamed = object.__new__(type(logger))
         vars(renamed).update(vars(logger), _wandb_init={**logger._wandb_init, "name": name}, _name=name)
-        if wandb.run is not None:  # one process has one run
+        if wandb.run is not None:  # a process can have only one run
             renamed._experiment = wandb.run
             renamed._prefix = f"{name}/{logger._prefix}".rstrip("/")
             setattr(renamed, "LOGGER_JOIN_CHAR", "/")  # noqa: B010  typed as a constant
@@ -514,7 +514,7 @@ def _renamed(logger: Logger, name: str, run: str) -> Logger:
 
 
 def finish(loggers: list[Logger]) -> None:
-    """Ends the clients' own runs of Weights & Biases, because the next client would go on with one that is open."""
+    """Ends the clients' own Weights & Biases runs, because the next client would continue an open one."""
     for logger in loggers:
         if isinstance(logger, WandbLogger) and getattr(logger.experiment, "name", None) == logger._name:
             logger.experiment.finish()

@@ -1,4 +1,4 @@
-"""The local training of a phase: what is the same for all of its clients."""
+"""The local training of a phase: everything that is the same for all its clients."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.trees import Tree, copy_module, of_module
 
-_MOST_EPOCHS = 100_000  # looking at so many takes about a second
-_AT_ONCE = 4096  # samples that are copied to be hashed
+_MOST_EPOCHS = 100_000  # going through so many takes about a second
+_AT_ONCE = 4096  # samples that are copied and hashed at once
 
 
 def epochs_to_try(algorithm: Algorithm, rounds: range, max_epochs: int) -> tuple[Iterator[tuple[int, int]], bool]:
-    """Pairs of round and epoch that show which parameters an algorithm trains together, and whether they show all."""
+    """Pairs of round and epoch for which to ask an algorithm what it trains, and whether they cover the phase."""
     epochs = range(max_epochs)
     if not overrides(algorithm, "is_trainable"):
         rounds, epochs = rounds[:1], epochs[:1]
-    rounds = rounds if epochs else rounds[:0]  # the product makes a list of them
+    rounds = rounds if epochs else rounds[:0]  # `itertools.product` would first make a list of all rounds
     shows_all = len(rounds) * len(epochs) <= _MOST_EPOCHS
     if not shows_all:
         rounds = rounds[: max(math.isqrt(_MOST_EPOCHS), _MOST_EPOCHS // len(epochs))]
@@ -45,7 +45,7 @@ def epochs_to_try(algorithm: Algorithm, rounds: range, max_epochs: int) -> tuple
 
 
 def is_distributed(trainer: Mapping[str, Any]) -> bool:
-    """Whether a strategy among the arguments of a Trainer trains each client in several processes."""
+    """Whether the strategy in a Trainer's arguments trains each client in several processes."""
     strategy = trainer.get("strategy", "auto")
     return isinstance(strategy, ParallelStrategy) or (isinstance(strategy, str) and strategy.startswith("ddp"))
 
@@ -56,33 +56,33 @@ class LocalTraining:
 
     Attributes:
         module: the phase's module with its initial tensors; clients train copies of it.
-        initial: those tensors by name, on the CPU.
+        initial: the module's initial tensors by name, on the CPU.
         algorithm: the phase's algorithm.
         datamodule: the data and the clients that hold them; already set up.
         trainer: arguments of every client's ``Trainer``, except its devices.
         batch_size: overrides the data module's batch size; None keeps it.
         seed: the run's seed.
         rounds: number of rounds of the phase.
-        rounds_before: number of rounds of the phases that this one goes on from; random numbers depend on the sum of
-            both counts, so that a phase does not repeat those of the phase that it starts from.
+        rounds_before: number of rounds of the phases that this one goes on from; random numbers depend on this number
+            plus the round, so that a phase does not repeat the random numbers of an earlier one.
         round_lr_scheduler: makes a scheduler of the learning rate that is stepped once per round; None for none.
         keep_optimizer: whether clients keep the state of their optimizer for their next round.
         keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
         aggregation: combines the clients' updates; None for the algorithm itself.
         secure_aggregation: how clients encode what they send; None if the server sees it as it is.
         sample_privacy: how single samples are protected; None if they are not.
-        noise_multipliers: the noise multiplier of each client, by its id, where ``sample_privacy`` has a target.
-        secret_seed: takes the place of ``seed`` in what nobody else may know, on a client's own machine; None for none.
-        record_transfers: whether each tensor that clients send is described, for callbacks.
+        noise_multipliers: each client's noise multiplier, by client id, if ``sample_privacy`` has a target epsilon.
+        secret_seed: replaces ``seed`` for random numbers that must stay secret, on a client's own machine; or None.
+        record_transfers: whether to describe each tensor that clients send, for callbacks.
         device: the device that clients train on.
-        devices: those of the processes that train each client together, this one's among them; empty if a client is
-            trained in one process.
-        client_timeout: seconds that a client's training may take; None for any.
+        devices: the devices of all processes that train each client together, this process's among them; empty if one
+            process trains a client.
+        client_timeout: the most seconds that a client's training may take; None for no limit.
         stop_after: the number of local epochs after which clients stop, as if interrupted; None to train all of them.
         phase: the phase's name.
         run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
-        metrics: what is evaluated beside accuracy, by name.
-        elsewhere: what clients share, on another device than the CPU.
+        metrics: the metrics that are evaluated besides accuracy, by name.
+        elsewhere: copies of what clients share, on a device other than the CPU.
     """
 
     module: LightningModule
@@ -114,12 +114,12 @@ class LocalTraining:
 
     @property
     def max_epochs(self) -> int:
-        """Local epochs of a client."""
+        """The number of local epochs of a client."""
         return self.trainer["max_epochs"]
 
     @property
     def private_seed(self) -> int:
-        """The seed of batches, noise and dropout, from which the server must not know them."""
+        """The seed of batches, noise and dropout: the secret one, if the server must not be able to compute these."""
         return self.seed if self.secret_seed is None else self.secret_seed
 
     @property
@@ -129,22 +129,22 @@ class LocalTraining:
 
     @property
     def combining(self) -> Algorithm | Aggregation | SecureAggregation:
-        """What folds updates with its ``combine``."""
+        """The object whose ``combine`` folds updates."""
         return self.secure_aggregation or self.aggregation or self.algorithm
 
     def start_of_changes(self, tensors: Tree) -> Tree:
-        """Those of the tensors that every client has at the start of a round from which its encoded ones differ."""
+        """Of the tensors at the start of a round, those that are subtracted for encoding and added after decoding."""
         by_aggregation = self.aggregation is not None and self.aggregation.averages_changes
         return {} if by_aggregation or self.algorithm.sends_changes else of_module(tensors)
 
     def noise_multiplier(self, client_id: int) -> float:
-        """The noise multiplier of a client, with ``sample_privacy``."""
+        """The noise multiplier of a client; requires ``sample_privacy``."""
         assert self.sample_privacy is not None
         fixed = self.sample_privacy.noise_multiplier
         return self.noise_multipliers[client_id] if fixed is None else fixed
 
     def hash_of_samples(self, client_id: int) -> str:
-        """A hash of every byte of a client's training samples, which without the seed tells nothing about them."""
+        """A hash of every byte of a client's training samples, which reveals nothing to those without the seed."""
         if client_id not in self._hashes:
             samples = self.datamodule.train_samples[client_id]
             keyed = hmac.new(str(self.private_seed).encode(), digestmod="sha256")
@@ -176,14 +176,14 @@ class LocalTraining:
         return self.module.client_architecture(client_id) if isinstance(self.module, MixtureOfExperts) else 0
 
     def by_architecture(self, clients: Sequence[int]) -> list[list[int]]:
-        """Groups clients by architecture, in their order."""
+        """Groups clients by architecture, keeping their order."""
         groups: dict[int, list[int]] = {}
         for client in clients:
             groups.setdefault(self.architecture(client), []).append(client)
         return list(groups.values())
 
     def of(self, client_id: int) -> LocalTraining:
-        """The training of this client's architecture, whose module has only that architecture's parts."""
+        """The local training for a client's architecture; its module has only the parts of that architecture."""
         architecture = self.architecture(client_id)
         if architecture not in self._of_architectures:
             module = copy_module(self.module, {name for name, _ in self.module.named_parameters()})
@@ -191,10 +191,10 @@ class LocalTraining:
                 module.keep_architecture(architecture)
             names = module.state_dict().keys()
             if names == self.module.state_dict().keys():
-                self._of_architectures[architecture] = None  # in a cycle, it would be freed late
+                self._of_architectures[architecture] = None  # `self` would make a reference cycle, which is freed late
             else:
                 initial = {name: self.initial[name] for name in names}
-                module = copy_module(module)  # with memory of its own
+                module = copy_module(module)  # which owns its memory
                 self._of_architectures[architecture] = replace(self, module=module, initial=initial)
         return self._of_architectures[architecture] or self
 
@@ -203,7 +203,7 @@ class LocalTraining:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out cached values, which can be computed again."""
+        """Leaves out cached values, which can be recomputed."""
         return {name: getattr(self, name) for name in (field.name for field in fields(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ class LocalTraining:
         self.__dict__.update(state)
 
     def trainable_in(self, round: int, epoch: int) -> frozenset[str]:
-        """Names of the parameters that the algorithm trains in a local epoch, also if the user has frozen some."""
+        """Names of the parameters that the algorithm trains in a local epoch, even those that the user has frozen."""
         moment = (round, epoch) if overrides(self.algorithm, "is_trainable") else (0, 0)
         if moment not in self._trainable_in:
             is_trainable = self.algorithm.is_trainable
@@ -225,7 +225,7 @@ class LocalTraining:
 
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
-        """Every set of parameter names that are trained together, with the first (round, epoch) in which they are."""
+        """Every set of parameters that are trained together, with the first (round, epoch) that trains exactly it."""
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         is_trainable, first = self.algorithm.is_trainable, {}
         for round, epoch in epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[0]:
@@ -235,31 +235,31 @@ class LocalTraining:
 
     @cached_property
     def untrained(self) -> frozenset[str]:
-        """Names of the parameters that no client trains; none if there are too many epochs to know."""
+        """Names of the parameters that no client trains; empty if there are too many epochs to tell."""
         all_known = epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[1]
         names = {name for name, _ in self.module.named_parameters()} if all_known else ()
         return frozenset(names).difference(*self.trainable)
 
     @cached_property
     def copies(self) -> Untrained:
-        """Makes the modules of clients, which share what none of them trains."""
+        """Makes the clients' modules, which share the parameters that no client trains."""
         return Untrained(self.module, self.initial, self.untrained, self.elsewhere)
 
     @cached_property
     def shared_parts(self) -> SharedParts:
-        """What parts of the models of clients gave on the global test set in this process."""
+        """Outputs of parts of the clients' models on the global test set, remembered in this process."""
         return SharedParts()
 
     @cached_property
     def has_batch_norm(self) -> bool:
-        """Whether the module has batch normalization in train mode, which needs more than one sample in a batch."""
+        """Whether the module has batch normalization in train mode, which needs at least two samples in a batch."""
         return has_batch_norm(self.module)
 
     @cached_property
     def frozen_modules(self) -> frozenset[str]:
-        """Names of the submodules whose parameters never change in the phase: neither trained nor received anew.
+        """Names of the submodules whose parameters never change in the phase: neither trained nor received again.
 
-        There are none if there are too many epochs to know what each trains, of which ``trained_names`` warns.
+        Empty if there are too many epochs to know what each of them trains; ``trained_names`` then warns.
         """
         all_known = epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[1]
         if self.algorithm.frozen_train_mode or not all_known:
@@ -273,7 +273,7 @@ class LocalTraining:
         return frozenset(self.parts_without(frozenset(changing))) - {""}
 
     def parts_without(self, names: frozenset[str]) -> tuple[str, ...]:
-        """Names of the submodules that have parameters, but none of these; that of the module itself is empty."""
+        """Names of the submodules that have parameters, but none of these; the module itself has the empty name."""
         if names not in self._parts_without:
             parameters = self.module.named_parameters(remove_duplicate=False)
             these = {id(parameter) for name, parameter in parameters if name in names}
@@ -287,19 +287,19 @@ class LocalTraining:
 
     @cached_property
     def idle(self) -> tuple[str, ...]:
-        """Prefixes of the names in experts that no loss computes, because a fixed gate leaves them out."""
+        """Name prefixes of experts that no loss computes, because a fixed gate never selects them."""
         if overrides(self.algorithm, "client_loss") or not isinstance(self.module, MixtureOfExperts):
             return ()
         return tuple(f"{part}." for part in self.module.idle_parts)
 
     @cached_property
     def frozen_in_use(self) -> frozenset[str]:
-        """Those of ``frozen_modules`` that a loss may compute."""
+        """The names in ``frozen_modules`` that a loss may compute."""
         return frozenset(name for name in self.frozen_modules if not f"{name}.".startswith(self.idle))
 
     @cached_property
     def convolves(self) -> bool:
-        """Whether a convolution is trained, so that every step computes it."""
+        """Whether some convolution is trained, and thus computed in every step."""
         trained = frozenset().union(*self.trainable)
         layers = [f"{name}." for name, part in self.module.named_modules() if isinstance(part, _ConvNd)]
         names = [name for name in trained if not name.startswith(self.idle)]

@@ -1,4 +1,4 @@
-"""What the models of clients have in common: parameters in memory once, and outputs of parts that are looked up."""
+"""What the models of clients have in common: parameters that are in memory once, and outputs that are looked up."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchan
 
 
 class DeviceCopies:
-    """Copies, on another device than the CPU, of what the clients of a phase share; other processes have their own."""
+    """Copies of what a phase's clients share, on a device other than the CPU; each process has its own copies."""
 
     def __init__(self) -> None:
         self.tensors: Tree = {}
         self._sums: dict[str, int] = {}
 
     def of(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
-        """The copy of a tensor; made if there is none yet."""
+        """The copy of a tensor, which is made at the first request."""
         if name not in self.tensors:
             self.tensors[name] = tensor.to(device)
             self._sums |= _sums({name: self.tensors[name]})
         return self.tensors[name]
 
     def clear(self) -> None:
-        """Forgets them at the end of a phase: Trainers are in cycles of references, which are freed late."""
+        """Drops the copies at the end of a phase; the reference cycles of Trainers would free them late."""
         self.tensors.clear()
 
     def changed(self) -> list[str]:
-        """Names of the copies that are no longer what they were."""
+        """Names of the copies whose values have changed since they were made."""
         return [name for name, value in _sums(self.tensors).items() if value != self._sums[name]]
 
     def __reduce__(self) -> tuple[type[DeviceCopies], tuple[()]]:
-        """Without the copies."""
+        """Pickles without the copies."""
         return DeviceCopies, ()
 
 
 class Untrained:
     """Makes copies of a phase's module that share what no client trains, such as a frozen base.
 
-    The first client that a process trains has all parameters to itself, which shows whether the module's own code
-    changes some of them all the same, as that of a teacher that follows its student; clients never share these. On
-    another device than the CPU, what they share is there once, for all architectures of the phase.
+    The first client that a process trains has all parameters to itself, to find out which of them the module's own
+    code changes without training, as in a teacher that follows its student; clients never share these. On a device
+    other than the CPU, one copy serves all architectures of the phase.
 
     Args:
         module: the phase's module.
-        initial: its tensors.
+        initial: the module's initial tensors.
         names: the parameters that no client trains.
-        elsewhere: the copies on another device, which the phase's other architectures share.
+        elsewhere: the copies on another device, shared with the phase's other architectures.
     """
 
     def __init__(self, module: LightningModule, initial: Tree, names: Collection[str], elsewhere: DeviceCopies) -> None:
@@ -74,30 +74,30 @@ class Untrained:
         self._sums = _sums(self.shared)
         self._elsewhere = elsewhere
         on_cpu = all(tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers()))
-        # others do more when they are moved: metrics of torchmetrics take the default dtype
+        # a part with its own `_apply` does more when it is moved: torchmetrics' metrics take the default data type
         self._stays_on_cpu = on_cpu and all(type(part)._apply is nn.Module._apply for part in module.modules())
 
     @property
     def lent(self) -> Collection[str]:
-        """Names of what copies share now: nothing before a first client has been trained."""
+        """Names of the parameters that copies share; none until a first client was trained."""
         return self.shared if self.is_tried else ()
 
     def known(self, tree: Tree) -> Tree:
-        """A client's tensors, but the phase's initial ones where they are the same, so that they are in memory once."""
+        """A client's tensors, replaced by the phase's initial ones where equal, so that these are in memory once."""
         return {
             name: self.initial[name] if name in self.shared and same_bits(self.initial[name], tensor) else tensor
             for name, tensor in tree.items()
         }
 
     def copy(self) -> LightningModule:
-        """A module for clients to train or to be evaluated with."""
+        """A copy of the module, for training or evaluating a client."""
         return copy_module(self.module, self.lent)
 
     def move(self, module: LightningModule, device: torch.device) -> LightningModule:
-        """Moves a copy to a device; what it shares goes there once."""
+        """Moves a copy to a device, to which the shared parameters are copied only once."""
         elsewhere = device.type != "cpu"
         self._stays_on_cpu &= not elsewhere
-        if self._stays_on_cpu:  # checking every tensor takes as long as a small training step
+        if self._stays_on_cpu:  # checking every tensor would take as long as a small training step
             return module
         with torch.inference_mode(False):
             for name, parameter in module.named_parameters() if self.lent else ():
@@ -110,9 +110,9 @@ class Untrained:
         return module.to(device)
 
     def try_out(self, client: Client) -> None:
-        """Finds what others can share in the first client that was trained: what its training left as it was.
+        """Lets later clients share what the training of the first one left unchanged.
 
-        A module may change parameters in eval mode, too: adapters are merged into the weights that they adapt.
+        It looks in eval mode, too, in which a module may change parameters, such as merge adapters into weights.
         """
         if self.is_tried or not client.steps:
             return
@@ -123,7 +123,7 @@ class Untrained:
         self.is_tried = True
 
     def check(self, algorithm: Algorithm) -> None:
-        """Refuses a change of what clients share, also on another device and of other architectures."""
+        """Refuses changes of what clients share, including copies on another device for other architectures."""
         sums = _sums(self.shared)
         changed = [*self._elsewhere.changed(), *(name for name in sums if sums[name] != self._sums[name])]
         if changed:
@@ -136,29 +136,29 @@ class Untrained:
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Checksums of the sums of blocks of 4096 bytes, which take a fifth of the time of copies."""
+    """Checksums of the sums of 4096-byte blocks, computed in a fifth of the time that copying would take."""
     parts = list[Tensor]()
     for tensor in tensors.values():
         values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        values = values.clone() if values.storage_offset() % 8 else values  # or it is no view of numbers of 8 bytes
+        values = values.clone() if values.storage_offset() % 8 else values  # aligned, to be viewed as 8-byte integers
         end = len(values) // 4096 * 4096
         blocks = values[:end].view(torch.int64).view(-1, 512).sum(1)
         parts.append(torch.cat([blocks.view(torch.uint8), values[end:]]))
     if not parts:
         return {}
-    # from another device at once
+    # one transfer from another device
     of_tensors = torch.cat(parts).cpu().split([len(part) for part in parts])
     return {name: zlib.crc32(part.numpy().data) for name, part in zip(tensors, of_tensors, strict=True)}
 
 
-_MOST_BYTES = 2**28  # of what is remembered in a process, so that it never weighs much more than the data
+_MOST_BYTES = 2**28  # limit of the outputs that a process remembers, so that they do not outweigh the data by much
 
 
 class SharedParts:
-    """Remembers what the parts of one model gave for each batch, for the next models that have the same parts.
+    """Remembers the outputs of one model's parts for each batch, for the next models that have the same parts.
 
-    A part is looked up if its tensors are the same objects and its input is equal, and only in models of layers that
-    are known to treat samples apart: an output is then a function of both.
+    A part's output is looked up if its tensors are the same objects and its input is equal, and only if all layers of
+    the model are known to treat samples apart: the output is then a function of tensors and input.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class SharedParts:
 
     @contextmanager
     def looked_up(self, module: LightningModule, state: Tree) -> Iterator[None]:
-        """In this context, the module, with the tensors of ``state``, is called for one batch after another."""
+        """In this context, outputs are looked up while the module, with ``state`` loaded, is called batch by batch."""
         same = {name for name, tensor in state.items() if self._is_last(name, tensor)}
         self._tensors = {name: (weakref.ref(tensor), _version(tensor)) for name, tensor in state.items()}
         parts = _parts_of(module, same, state.keys() - same) if same and treats_samples_apart(module) else {}
@@ -198,7 +198,7 @@ class SharedParts:
             return forward(*inputs, **options)
         if place < len(calls):
             known, output = calls[place]
-            # a copy, which the next part may change in place
+            # a copy, because the next part may change it in place
             return output.clone() if torch.equal(known, inputs[0]) else forward(*inputs)
         self._inside = True
         try:
@@ -218,7 +218,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _parts_of(module: nn.Module, same: Set[str], others: Set[str]) -> dict[str, nn.Module]:
-    """Submodules by name that hold tensors with names in ``same`` and none with names in ``others``."""
+    """Submodules, by name, that hold tensors named in ``same`` and none named in ``others``."""
     with_same, with_others = (
         {name[:end] for name in names for end, letter in enumerate(name) if letter == "."} for names in (same, others)
     )

@@ -1,1 +1,1 @@
-"""From settings to a run: data and models are set up, checked, and a run is made or resumed."""
+"""From settings to a run: sets up data and models, checks them, and makes or resumes a run."""

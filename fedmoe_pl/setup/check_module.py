@@ -1,4 +1,4 @@
-"""Checks of a module that a phase is to train: its tensors, hooks, loss, what it shares, its optimizers."""
+"""Checks of a module that a phase is to train: its tensors, hooks, loss, shared parameters and optimizers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fedmoe_pl.rounds.fit import server_parameters, server_step
 from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
-_MOST_STEPS = 1000  # of a scheduler that is tried, which take a few milliseconds
+_MOST_STEPS = 1000  # steps for which a scheduler is tried; they take a few milliseconds
 
 
 def check_tensors(module: LightningModule) -> None:
-    """Refuses a state dict with more than dense tensors of numbers, or without some of the module's own tensors."""
+    """Refuses a state dict that has other values than dense numeric tensors, or lacks some of the module's tensors."""
     with tried(f"{type(module).__name__}.state_dict cannot be called as PyTorch's"):
         state = module.state_dict(keep_vars=True)
     because = "what is in a state dict is sent and averaged"
@@ -63,7 +63,7 @@ def check_tensors(module: LightningModule) -> None:
 
 
 def check_predictions(module: LightningModule) -> None:
-    """Refuses hooks that evaluations do not call, and normalization by the samples that an evaluation has together."""
+    """Refuses hooks that evaluations do not call, and normalization by the statistics of an evaluated batch."""
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         if is_overridden(module, name):
             because = "evaluations do not call it; change inputs in forward, or in the dataset"
@@ -75,7 +75,7 @@ def check_predictions(module: LightningModule) -> None:
 
 
 def warn_of_eval_mode(modules: Iterable[LightningModule]) -> None:
-    """Warns once of parts of any module that are in eval mode, as Lightning does in every fit."""
+    """Warns once of parts of the modules that are in eval mode, as Lightning does in every fit."""
     found = {name or "the model itself" for each in modules for name, part in each.named_modules() if not part.training}
     if found:
         rank_zero_warn(
@@ -86,7 +86,7 @@ def warn_of_eval_mode(modules: Iterable[LightningModule]) -> None:
 
 
 def check_loss(phase: Phase, module: LightningModule) -> None:
-    """Refuses modules that an algorithm with its own loss cannot train, or whose hooks it would skip."""
+    """Refuses modules that an algorithm with a loss of its own cannot train, or whose hooks it would skip."""
     if not overrides(phase.algorithm, "client_loss") and phase.sample_privacy is None:
         return
     because, hooks, name = "", overridden_hooks(module), type(module).__name__
@@ -103,17 +103,17 @@ def check_loss(phase: Phase, module: LightningModule) -> None:
 
 
 def _has_own_loss(module: LightningModule) -> bool:
-    """Whether a mixture's subclass of the user's has a loss of its own for a batch."""
+    """Whether the module is a mixture of a user's class that overrides the loss of a batch."""
     return isinstance(module, MixtureOfExperts) and not type(module).loss.__module__.startswith("fedmoe_pl.")
 
 
 def check_shared(phase: Phase, module: LightningModule, num_clients: int) -> None:
-    """Refuses to share what clients keep under another name, and what clients of some architectures do not have."""
+    """Refuses to share tensors that clients also keep under another name, or that some architectures lack."""
     name = type(phase.algorithm).__name__
     for names in names_of_same_tensors(module):
         shared = [name for name in names if phase.algorithm.is_shared(name)]
         others = [name for name in names if name not in shared]
-        if shared and others:  # what a client keeps would replace what it receives
+        if shared and others:  # the kept tensor would overwrite the received one
             raise MisconfigurationException(
                 f"{phase}: {name} shares '{shared[0]}', but not '{others[0]}', another name of the same tensor of the "
                 f"{type(module).__name__}; share all of its names or none."
@@ -134,7 +134,7 @@ def check_shared(phase: Phase, module: LightningModule, num_clients: int) -> Non
 
 
 def check_tied(phase: Phase, module: LightningModule, epochs: Iterable[tuple[int, int]]) -> None:
-    """Refuses to train a tensor under one of its names and not under another, in some pairs of round and epoch."""
+    """Refuses to train a tensor under one of its names but not under another, in any of the (round, epoch) pairs."""
     state, groups = module.state_dict(keep_vars=True), names_of_same_tensors(module)
     groups = [names for names in groups if state[names[0]].requires_grad]
     for pair in epochs if groups else ():
@@ -149,12 +149,12 @@ def check_tied(phase: Phase, module: LightningModule, epochs: Iterable[tuple[int
 
 
 def check_has_optimizer(phase: Phase, module: LightningModule) -> None:
-    """Refuses a module without an optimizer, with which Lightning trains nothing."""
+    """Refuses a module without an optimizer, because Lightning would train nothing."""
     if isinstance(module, MixtureOfExperts) or not module.automatic_optimization:
         return
     try:
         configured = module.configure_optimizers()
-    except Exception:  # it may need its Trainer
+    except Exception:  # the method may need its Trainer
         return
     if configured is None:
         because = f"{phase} would train nothing"
@@ -162,7 +162,7 @@ def check_has_optimizer(phase: Phase, module: LightningModule) -> None:
 
 
 def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) -> None:
-    """Refuses optimizers and schedulers that cannot be made or stepped, and options that would be overlooked."""
+    """Refuses optimizers and schedulers that cannot be made or stepped, and options that would have no effect."""
     if isinstance(module, MixtureOfExperts):
         own = "train.optimizer" if phase.train.optimizer is not None else "the model's optimizer"
         scheduler = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
@@ -172,7 +172,7 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         _, stepped = optimizer_and_scheduler(configured)
         if stepped is not None:
             with tried(f"{phase}: {scheduler} cannot be stepped once per epoch"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizer makes no step
+                warnings.simplefilter("ignore")  # torch warns that the optimizer is not stepped
                 for _ in range(min(max_epochs, _MOST_STEPS)):
                     stepped.step()
     if phase.server_optimizer is not None:
@@ -197,12 +197,12 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         raise InvalidArgumentError(str(phase), option, "given", "left out", because)
     if phase.train.round_lr_scheduler is not None:
         with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
-            may_end = phase.select is not None or overrides(phase.algorithm, "server_final")  # before its last round
+            may_end = phase.select is not None or overrides(phase.algorithm, "server_final")  # may need fewer rounds
             learning_rates(module, phase.train.round_lr_scheduler, min(1 if may_end else _MOST_STEPS, phase.rounds - 1))
 
 
 def check_kept_optimizers(phase: Phase, module: LightningModule, state: PhaseState | None) -> None:
-    """Refuses optimizers whose state clients cannot keep, or that cannot go on from that of a run which is resumed."""
+    """Refuses optimizers whose state clients cannot keep, or that cannot load the state of a resumed run."""
     other = "must have the class and options with which the phase began, whose state it cannot go on from"
     if state is not None and state.server_optimizer and phase.server_optimizer is not None:
         new = {name: torch.ones_like(tensor) for name, tensor in state.server.items()}
@@ -226,7 +226,7 @@ def check_kept_optimizers(phase: Phase, module: LightningModule, state: PhaseSta
 
 
 def _check_rates(phase: Phase, key: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuses a learning rate that is infinite or no number, which torch does not."""
+    """Refuses a learning rate that is infinite or NaN, which torch accepts."""
     for rate in (float(group.get("lr") or 0) for group in optimizer.param_groups):
         if not math.isfinite(rate):
             raise InvalidArgumentError(str(phase), f"lr of {key}", rate, "a finite number")

@@ -1,4 +1,4 @@
-"""Checks of a run before any training: what would otherwise give numbers that are not those that were asked for."""
+"""Checks of a run before any training: refuses what would give results other than those asked for."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _NEEDS: dict[Need, str] = {
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
-    """Refuses phases of the same name, and one that selects a round although its rounds are not evaluated."""
+    """Refuses phases with equal names, and a phase that selects a round although no rounds are evaluated."""
     for phase in phases:
         every = phase.evaluation.every_n_rounds
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
@@ -77,7 +77,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
 
 
 def check_run(run: Run, read_result: ReadResult) -> None:
-    """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint."""
+    """Checks a run before any training, and reads the results that phases take from checkpoints."""
     _check_evaluated(run)
     by_name, trained = {phase.name: phase for phase in run.phases}, dict[str, set[str]]()
     for phase in run.phases:
@@ -111,7 +111,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
 
 
 def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None:
-    """Refuses to start from models that clients choose or correct by themselves, and never have if they drop out."""
+    """Refuses to start from models that clients make in training, because clients that drop out would have none."""
     for _, name in sources(run.starts[phase.name]):
         before = by_name[name]
         if run.failures.dropout and not before.aggregates and chooses_model(before.algorithm) and not before.ckpt_path:
@@ -120,7 +120,7 @@ def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None
 
 
 def _check_evaluated(run: Run) -> None:
-    """Refuses to evaluate more clients than there are, and none of those by whom a phase selects its result."""
+    """Refuses to evaluate more clients than there are, or none of those by which a phase selects its result."""
     number, num_clients = run.evaluation_cohort_size, run.datamodule.num_clients
     check_at_least("Federation", "evaluation_cohort_size", number, 1, num_clients)
     for phase in run.phases:
@@ -131,7 +131,7 @@ def _check_evaluated(run: Run) -> None:
 
 
 def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
-    """Refuses a cohort that is larger than the participants, or smaller than what must answer."""
+    """Refuses a cohort larger than the number of participants, or smaller than the number that must answer."""
     size = phase.clients_per_round
     if cohort.size > (most := len(cohort.participants)):
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"at most {most}, the clients that take part")
@@ -143,10 +143,10 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
 def check_needs(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, trainer: Mapping[str, Any]
 ) -> None:
-    """Refuses a phase that lacks something of what its algorithm needs (``Algorithm.needs``)."""
+    """Refuses a phase that lacks something that its algorithm needs (``Algorithm.needs``)."""
     owner, size, algorithm = str(phase), phase.clients_per_round, phase.algorithm
     number = datamodule.num_clients if takes_all(size) else cohort_size(datamodule.num_clients, size)
-    is_mixture = isinstance(module, MixtureOfExperts)  # which also knows the targets in a dict
+    is_mixture = isinstance(module, MixtureOfExperts)  # a mixture also finds targets in a dict
     has_classes = (datamodule.has_pairs or is_mixture) and predicts_classes(module, datamodule)
     another = owner, "algorithm", algorithm, "another for these data and this model"
     clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
@@ -178,7 +178,7 @@ def check_needs(
             bool(stepping),
             (owner, stepping, trainer.get(stepping.rpartition(".")[2]), "left out"),
         ),
-        "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # resumed runs are checked
+        "fixed_rounds": (False, (owner, "rounds", phase.rounds, "")),  # checked when a run is resumed
     }
     if is_mixture and module.task == "causal_lm" and is_distributed(trainer):
         because = "processes would average the mean losses of different numbers of tokens"
@@ -219,7 +219,7 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
     train = datamodule.train_samples
     sizes = phase.algorithm.opt_out.opted_in_of_all(train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
-        because = "it depends on the classes of all samples of a client, also of those that opt out"
+        because = "it depends on the classes of all samples of a client, even of those that opt out"
         raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
     single = (train.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):
@@ -231,9 +231,9 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
 
 
 def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set[str]:
-    """The parameters that a phase trains: by a mixture's own loss, those of the experts that are weighed.
+    """The parameters that a phase trains; with a mixture's own loss, only those of experts that its gate weighs.
 
-    Refuses a phase whose epochs and rounds are too few to train any of the shared parameters.
+    Refuses a phase that has too few epochs or rounds to train any of the shared parameters.
     """
     algorithm = phase.algorithm
     epochs, shows_all = epochs_to_try(algorithm, range(phase.rounds), max(max_epochs, 1))
@@ -252,7 +252,7 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
         raise InvalidArgumentError(
             str(phase), "train.max_epochs", max_epochs, "higher, or other parameters shared", because
         )
-    if "fresh_optimizers" in algorithm.needs:  # it trains shared ones under other names
+    if "fresh_optimizers" in algorithm.needs:  # such an algorithm trains shared parameters under other names
         return trained | (shared & {*names})
     if overrides(algorithm, "client_loss"):
         return trained
@@ -265,10 +265,10 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
 
 
 def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
-    """Refuses a gate that weighs an expert which neither the phase nor one that it starts from has trained.
+    """Refuses a gate that weighs an expert which neither the phase nor the phases that it starts from have trained.
 
-    Of an expert whose parameters are all frozen, it warns: the user may have trained it. It also warns of a gate that
-    leaves out all that the phase trains.
+    If all of the expert's parameters are frozen, it only warns, because the user may have trained them. It also warns
+    of a gate that gives no weight to anything that the phase trains.
     """
 
     def is_trained(part: str) -> bool:
@@ -312,13 +312,13 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
 
 
 def _notes(phase: Phase, module: LightningModule) -> bool:
-    """Whether the phase fills a ``SimilarityGate``; an algorithm of the user's may."""
+    """Whether the phase may fill a ``SimilarityGate``, as a user's algorithm always may."""
     of_user = not type(phase.algorithm).__module__.startswith("fedmoe_pl.")
     return of_user or (isinstance(module, LayerwiseAdapterMoE) and isinstance(phase.algorithm, FedDPA | FineTuning))
 
 
 def _warn_of_lost(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
-    """Warns of a shared parameter that each client has trained for itself before: the server begins anew."""
+    """Warns of a shared parameter that clients trained only for themselves before: the server begins anew."""
     for name in (name for name, _ in module.named_parameters() if phase.algorithm.is_shared(name)):
         for other in chain_of_starts(run.phases, run.starts, phase.name, name.split(".")[0])[1:]:
             if other.algorithm.is_shared(name):
@@ -332,24 +332,24 @@ def _warn_of_lost(run: Run, trained: dict[str, set[str]], phase: Phase, module: 
 
 
 def _parts(module: LightningModule) -> Sequence[str]:
-    """The parts of a mixture that its gate weighs, in order; none of other modules."""
+    """The parts of a mixture that its gate weighs, in order; empty for other modules."""
     return module.weighed_parts if isinstance(module, MixtureOfExperts) else []
 
 
 def _weighed(module: LightningModule) -> list[str]:
-    """Those of them to which the gate gives a weight."""
+    """The parts of a mixture to which its gate may give weight."""
     return [part for part in _parts(module) if part not in getattr(module, "idle_parts", ())]
 
 
 def check_aggregation(
     phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase], trained: Collection[str]
 ) -> None:
-    """Refuses an aggregation of what is no mean of parameters, what it refuses itself, and privacy that has a leak."""
+    """Refuses an aggregation that does not fit the algorithm or that refuses the phase, and privacy that would leak."""
     aggregation, algorithm, name = phase.aggregation, phase.algorithm, type(phase.algorithm).__name__
     if aggregation is None:
         return
     is_private, allowed, because = isinstance(aggregation, DifferentialPrivacy), "left out", ""
-    if phase.ckpt_path is None:  # a given result is not aggregated
+    if phase.ckpt_path is None:  # a result from a checkpoint is not aggregated
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
         idle = [name for name, _ in module.named_parameters() if name in shared and name not in trained]
@@ -373,7 +373,7 @@ def check_aggregation(
 
 
 def check_secure_aggregation(run: Run, phase: Phase, module: LightningModule, cohort: Cohort) -> None:
-    """Refuses secure aggregation where the server needs more than a sum, and where it would hide nothing."""
+    """Refuses secure aggregation where the server needs more than a sum, or where it would hide nothing."""
     secure, aggregation, algorithm = phase.secure, phase.aggregation, phase.algorithm
     if secure is None or phase.ckpt_path is not None:
         return
@@ -386,7 +386,7 @@ def check_secure_aggregation(run: Run, phase: Phase, module: LightningModule, co
     elif wrong := [each for each, tensor in shared_by(algorithm, server).items() if not _is_summable(tensor)]:
         because = f"the shared '{wrong[0]}' is no mean, or not finite; use FedBN, GroupNorm, or another `shared`"
     elif not _receives_all(algorithm, server, cohort):
-        because = f"clients of {name} receive others than the server's shared tensors, and send their changes"
+        because = f"clients of {name} receive tensors other than the server's shared ones, and send their changes"
     if because:
         raise InvalidArgumentError(str(phase), "secure_aggregation", phase.secure_aggregation, "left out", because)
     if aggregation is not None and not aggregation.averages_changes:
@@ -405,12 +405,12 @@ def check_secure_aggregation(run: Run, phase: Phase, module: LightningModule, co
 
 
 def _is_summable(tensor: Tensor) -> bool:
-    """Whether the server takes the mean of clients' tensors, and integers can express their changes."""
+    """Whether the server averages clients' tensors and integers can express their changes."""
     return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
 def _receives_all(algorithm: Algorithm, server: Tree, cohort: Cohort) -> bool:
-    """Whether a client receives the server's shared tensors as they are."""
+    """Whether clients receive the server's shared tensors unchanged."""
     sent, shared = algorithm.server_send(server, cohort.participants[0], {}), shared_by(algorithm, server)
     return all(name in sent and same_memory(sent[name], tensor) for name, tensor in shared.items())
 
@@ -424,8 +424,8 @@ def check_sample_privacy(
 ) -> None:
     """Refuses DP-SGD where epsilon would not hold; the backend refuses what it cannot train.
 
-    A phase that starts from one without it is refused, also if only clients kept what that one trained: all gradients
-    of a client depend on it, so that one sample more or less in the earlier phase changes each of them, and not one.
+    A phase with DP-SGD must not start from one without, even if only clients kept what the earlier phase trained: one
+    sample more or less there would change all gradients of a client here, not just one.
     """
     privacy, algorithm, name = phase.sample_privacy, phase.algorithm, type(phase.algorithm).__name__
     if privacy is None:
@@ -445,7 +445,7 @@ def check_sample_privacy(
         raise InvalidArgumentError(*refused, because)
     sizes = algorithm.opt_out.opted_in_of_all(datamodule.train_samples, 0).sizes
     if phase.ckpt_path is None and privacy.delta * (most := int(sizes.max())) >= 1:
-        because = f"a client has {most} samples, and delta allows to publish each with this probability"
+        because = f"a client has {most} samples, and delta allows publishing each with this probability"
         raise InvalidArgumentError(str(phase), "sample_privacy.delta", privacy.delta, f"below {1 / most:.3g}", because)
     for other in earlier:
         if other.sample_privacy is None:
@@ -458,4 +458,4 @@ def check_sample_privacy(
             raise InvalidArgumentError(
                 str(phase), argument, privacy.target_epsilon, "left out, with a noise_multiplier in its place", because
             )
-    privacy.epsilon([[1.0, privacy.noise_multiplier or 1.0, 1]])  # needs Opacus
+    privacy.epsilon([[1.0, privacy.noise_multiplier or 1.0, 1]])  # raises if Opacus is not installed

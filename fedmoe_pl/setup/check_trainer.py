@@ -1,4 +1,4 @@
-"""Checks of the arguments of Trainers, alone and with the samples of clients."""
+"""Checks of Trainer arguments, by themselves and against the clients' samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
 
-_AVERAGES = (StochasticWeightAveraging, WeightAveraging)  # of the parameters after several steps
+_AVERAGES = (StochasticWeightAveraging, WeightAveraging)  # callbacks that average parameters over several steps
 _PROCESSES_PER_CORE = 8
 _LEFT_OUT = {
     "overfit_batches": "every epoch would draw other batches; limit_train_batches limits their number",
@@ -55,13 +55,13 @@ _OF_KIND = {
     "logger": (Logger | bool, "Loggers, true or false"),
     "profiler": (Profiler | str, "a Profiler or the name of one"),
 }
-_KNOWN = ("fedmoe_pl.", "lightning.")  # what is not in these packages may log any metric
+_KNOWN = ("fedmoe_pl.", "lightning.")  # code outside these packages may log any metric
 
 
 def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
-    """Refuses arguments of a Trainer that no client can have; gives a device for each process that trains clients.
+    """Refuses Trainer arguments that no client can have; returns the device of each process that trains clients.
 
-    A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use. Where processes
+    The CPU appears once per process; with ``devices: auto``, once per core that this process may use. Where processes
     cannot be forked, there is one device.
     """
     key, known = "trainer" if owner == "Trainer" else "train.trainer", inspect.signature(Trainer).parameters
@@ -76,7 +76,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
     for name, because in _LEFT_OUT.items():
         value = arguments.get(name)
-        is_all = isinstance(value, float) and value == 1  # the integer is one batch
+        is_all = isinstance(value, float) and value == 1  # an integer 1 is one batch
         if value not in (None, TRAINER_DEFAULTS[name]) and not is_all:
             raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
     if SLURMEnvironment.detect() and (tasks := os.environ["SLURM_NTASKS"]) != "1":
@@ -98,7 +98,7 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
             devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
         try:
             parsed = accelerator.parse_devices(devices)
-        except Exception as error:  # whatever Lightning or a library of accelerators raises
+        except Exception as error:  # anything that Lightning or an accelerator's library may raise
             because = reason_of(error)
             raise InvalidArgumentError(owner, f"{key}.devices", devices, "what a Trainer accepts", because) from error
     if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
@@ -116,28 +116,28 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
 
 
 def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
-    """Refuses what a Trainer would take, but not train with; ``train.trainer`` of a file may be anything."""
+    """Refuses values that a Trainer accepts but cannot train with; in a file, ``train.trainer`` may hold anything."""
     for name, value in arguments.items():
         kind, allowed = _OF_KIND.get(name, (object, "an object"))
         for each in value if isinstance(value, list | tuple) else [value]:
             is_unmade = isinstance(each, Mapping) and "class_path" in each
             if is_unmade or not isinstance(each, kind | None):
-                because = "its class_path is no whole import path of a class" if is_unmade else ""
+                because = "its class_path is not the full import path of a class" if is_unmade else ""
                 raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, because)
             if isinstance(each, float) and math.isnan(each):
                 raise InvalidArgumentError(owner, f"{key}.{name}", value, "a number")
 
 
 def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:
-    """A Trainer for one device; if it cannot be made, the argument that it does not accept alone is named."""
-    # it changes a strategy that it is given; a copy of WandbLogger would open its run
+    """Makes a Trainer for one device; if that fails, names the argument that fails by itself."""
+    # copies, because a Trainer changes its strategy; copying a WandbLogger would open its run
     copied = {name: value if name == "logger" else copy.deepcopy(value) for name, value in arguments.items()}
     try:
         return Trainer(**{**TRAINER_DEFAULTS, **copied, "devices": 1})
     except Exception:
-        # where no argument is to blame but the environment, such as the number of SLURM's tasks, this fails, too
+        # fails as well if the cause is not an argument but the environment, such as the number of SLURM's tasks
         Trainer(**{**TRAINER_DEFAULTS, "accelerator": "cpu", "devices": 1})
-        # the accelerator first, because every other argument is tried with it
+        # the accelerator first, because every other argument is tried together with it
         for name, value in sorted(copied.items(), key=lambda argument: argument[0] != "accelerator"):
             try:
                 accelerator = copied.get("accelerator", "auto")
@@ -149,7 +149,7 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
 
 
 def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: str) -> None:
-    """Refuses a folder for all clients, machines for one, and strategies that would not give one device's result."""
+    """Refuses one checkpoint folder for all clients, several machines, and strategies that would change the result."""
     if trainer.num_nodes > 1:
         because = "a client trains on one machine; RayBackend trains clients on several machines"
         raise InvalidArgumentError(owner, f"{key}.num_nodes", trainer.num_nodes, "left out", because)
@@ -165,7 +165,7 @@ def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, 
 
 
 def epochs_of_all(trainer: Mapping[str, Any]) -> int:
-    """How many epochs all clients train at least; not more than one where something may end training early."""
+    """The number of epochs that every client surely trains; at most 1 if something may end training early."""
     may_end = any(trainer.get(name) not in (None, -1, False) for name in ("max_steps", "max_time", "fast_dev_run"))
     may_end |= any(isinstance(each, EarlyStopping | Timer) for each in listed(trainer, "callbacks"))
     return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
@@ -174,7 +174,7 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
 def check_batches(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
-    """Refuses shares of batches that leave none to a client, and validations that its epochs never reach."""
+    """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
     if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
         return  # Lightning or the algorithm chooses the batches
     limits = [trainer.get(name) for name in ("limit_train_batches", "limit_val_batches")]
@@ -204,7 +204,7 @@ def check_batches(
     if limit is not None:
         most = int(most * limit) if isinstance(limit, float) else min(most, limit)
     is_share = isinstance(interval, float) and interval <= 1
-    highest = math.inf if trainer.get(epochs, 1) is None else most  # else an epoch must reach it
+    highest = math.inf if trainer.get(epochs, 1) is None else most  # None counts batches across epochs
     if most and isinstance(interval, int | float) and not is_share and not 1 <= interval <= highest:
         allowed, because = f"a share, or from 1 to {most}", f"{client} has that many batches in an epoch"
         raise InvalidArgumentError(str(phase), trainer_key(phase, name), interval, allowed, because)
@@ -217,7 +217,7 @@ def _fewest_batches(
     batch_size: int | None,
     drop_single: bool = False,
 ) -> tuple[int, str]:
-    """Batches of the client with the fewest samples, of those that train and have any, and its name."""
+    """The client with the fewest samples, of those that train and have any: its number of batches, and its name."""
     clients = [client for client, trained in train.items() if len(trained) and len(samples[client])]
     if not clients:
         return 0, ""
@@ -229,14 +229,14 @@ def _fewest_batches(
 def check_monitored(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
-    """Refuses early stopping and schedulers that wait for a metric, if the training of clients does not log it."""
+    """Refuses early stopping and schedulers that follow a metric which the clients' training does not log."""
     callbacks = listed(trainer, "callbacks")
     for callback in (each for each in callbacks if isinstance(each, LearningRateFinder | BatchSizeFinder)):
         because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"
         raise InvalidArgumentError(str(phase), "callbacks", type(callback).__name__, "left out", because)
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
-    is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # with the user's functions
+    is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # calls users' functions
     if is_known and trainer["max_epochs"] and isinstance(module, MixtureOfExperts) and not overridden_hooks(module):
         logged = ["validation_loss", *(["train_loss"] * bool(trainer["logger"]))]
         for each in (each for each in stopping if each.monitor not in logged):
@@ -248,7 +248,7 @@ def check_monitored(
             key = "train.lr_scheduler" if phase.train.lr_scheduler is not None else "the model's lr_scheduler"
             allowed = "lightning.pytorch.cli.ReduceLROnPlateau(monitor='validation_loss') or one without a metric"
             because = "the training of clients logs no other metric"
-            raise InvalidArgumentError(str(phase), key, "a ReduceLROnPlateau of something else", allowed, because)
+            raise InvalidArgumentError(str(phase), key, "a ReduceLROnPlateau of another metric", allowed, because)
         names.append("ReduceLROnPlateau")
     if not (trainer["max_epochs"] and names):
         return
@@ -260,7 +260,7 @@ def check_monitored(
         fraction = datamodule.validation_fraction
         raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", because)
     if scheduler is None:
-        return  # early stopping leaves alone, or fails, only the clients that cannot validate
+        return  # early stopping skips, or fails, only the clients that cannot validate
     opt_out = phase.algorithm.opt_out
     trained = opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes > 0
     validated = opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True).sizes > 0
@@ -270,7 +270,7 @@ def check_monitored(
 
 
 def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
-    """The scheduler of a mixture that the federation trains, if it waits for a metric."""
+    """The scheduler of a mixture that the federation trains, if it follows a metric."""
     if not isinstance(module, MixtureOfExperts) or module.lr_scheduler is None or overridden_hooks(module):
         return None
     scheduler = module.lr_scheduler(module.optimizer(module.parameter_groups()))
@@ -278,7 +278,7 @@ def _plateau(module: LightningModule) -> ReduceLROnPlateau | None:
 
 
 def other_steps(phase: Phase, trainer: Mapping[str, Any]) -> str:
-    """The key because of which parameters are not those after one step per batch; empty if they are."""
+    """The key that keeps training from taking one plain step per batch; empty if there is none."""
     if trainer.get("accumulate_grad_batches", 1) != 1:
         return trainer_key(phase, "accumulate_grad_batches")
     for callback in listed(trainer, "callbacks"):
@@ -289,5 +289,5 @@ def other_steps(phase: Phase, trainer: Mapping[str, Any]) -> str:
 
 
 def trainer_key(phase: Phase, name: str) -> str:
-    """Where an argument of a phase's Trainers stands."""
+    """The key under which an argument of a phase's Trainers is set."""
     return f"{'train.' if name in (phase.train.trainer or {}) else ''}trainer.{name}"

@@ -1,4 +1,4 @@
-"""The data of a run: set up, and checked against model and metrics."""
+"""Sets up the data of a run, and checks them against model and metrics."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _OWN_CLIENT = "client.json"
 
 
 def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> None:
-    """Sets the data up so that preprocessing learns only from training samples that opt in in every phase.
+    """Sets up the data so that preprocessing learns only from training samples that opt in to every phase.
 
-    If nothing opts out, it learns from all training samples of the data set, as without a federation.
-    Data that are already set up do not change.
+    If no sample opts out, preprocessing learns from all training samples, as without a federation. Data that are
+    already set up stay as they are.
     """
     hint = ", such as FromDatasets or FromDataModule, which deal the samples of any others"
     if isinstance(datamodule, LightningDataModule):
@@ -73,9 +73,9 @@ def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) 
 
 
 def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> Tensor | None:
-    """The training samples that opt in in every phase, shape (n,); None if no sample opts out of any phase.
+    """The training samples that opt in to every phase, shape (n,); None if no sample opts out of any phase.
 
-    A phase whose result comes from a checkpoint does not count: nothing leaves its clients.
+    Phases whose result comes from a checkpoint do not count, because nothing leaves their clients.
     """
     train, validation = datamodule.train_samples, datamodule.validation_samples
     samples, number = train.indices, len(train.indices) + len(validation.indices)
@@ -89,20 +89,20 @@ def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase
 
 @dataclass(frozen=True)
 class OwnClient:
-    """The client of a deployed federation whose machine this is, and what it knows of the others."""
+    """The client of a deployed federation that runs on this machine, and what it knows about the federation."""
 
     id: int
     num_clients: int
     num_classes: int
 
     def write(self, folder: Path) -> None:
-        """Writes it into the folder of the client's run."""
+        """Writes the object into the folder of the client's run."""
         with replacing(folder / _OWN_CLIENT) as temporary:
             write_json(temporary, asdict(self))
 
     @classmethod
     def read(cls, checkpoint: Path) -> OwnClient | None:
-        """Reads it from the run that a checkpoint belongs to; None if that is no client's."""
+        """Reads the object from the run that a checkpoint belongs to; None if that is not a client's run."""
         path = checkpoint.parent.parent / _OWN_CLIENT
         if not (is_of_run(checkpoint) and path.is_file()):
             return None
@@ -117,7 +117,7 @@ class OwnClient:
 def set_up_as_saved(
     datamodule: FederatedDataModule, checkpoint: Path, phases: Sequence[Phase], seed: int
 ) -> int | None:
-    """Sets the data up for a checkpoint's run; returns the id of the only client with samples, if there is only one."""
+    """Sets up the data for a checkpoint's run; returns the client's id if the run was a single client's, else None."""
     own = OwnClient.read(checkpoint)
     if own is not None and not datamodule.is_set_up:
         datamodule.partitioner = AllToOne(own.id)
@@ -165,7 +165,7 @@ def check_task(
             "Federation", "metrics", None, f"given for {with_article(type(module).__name__)}", because
         )
     only_shape = has_classes and not metrics
-    number = 1 if has_task(module, "causal_lm") else _TRIED_SAMPLES  # whose outputs are large
+    number = 1 if has_task(module, "causal_lm") else _TRIED_SAMPLES  # outputs of language models are large
     samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:number]
     who, whose = with_article(type(module).__name__), type(datamodule).__name__
     of_others = "" if isinstance(module, MixtureOfExperts) else " alone; with evaluate: false, a phase only trains it"
@@ -191,14 +191,14 @@ def check_task(
 
 
 def _sized(module: LightningModule) -> tuple[Any, Collection[str]]:
-    """The network that sizes a mixture, and its constructor's arguments; none for networks that note no sizes."""
+    """The network that sizes a mixture, and its constructor's arguments; empty if the network does not record sizes."""
     part = getattr(module, getattr(module, "sized_by", None) or "", None)
     return part, inspect.signature(type(part)).parameters if hasattr(part, "input_shape") else ()
 
 
 @contextmanager
 def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> Iterator[None]:
-    """Tries a model in this context; names a size of one of the package's networks that does not fit the samples."""
+    """If the model fails in this context, names a size of the package's network that does not fit the samples."""
     try:
         yield
     except Exception:
@@ -216,10 +216,10 @@ def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> I
 
 
 def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
-    """Refuses batches of samples that are read one by one, if a mixture would take the wrong targets, or none."""
+    """Refuses batches of a reader in which a mixture would find the wrong targets, or none."""
     if (reader := datamodule.reader) is None:
         return
-    is_text = module.task == "causal_lm"  # of several lengths, if there are enough of them
+    is_text = module.task == "causal_lm"  # texts: enough of them to have different lengths
     indices = [*range(min(_TRIED_SAMPLES if is_text else _TRIED_OF_READER, len(datamodule.y)))]
     for source in (reader.training, reader.evaluation):
         batch, key, of_data = source[indices, 0], module.target_key, reader.data.target_key
@@ -248,7 +248,7 @@ def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) ->
 
 
 def _check_gate(module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
-    """Refuses a gate whose weights of some samples are not what a gate's are."""
+    """Refuses a gate whose weights for some samples are not valid."""
     samples = datamodule.train_samples.indices[:_TRIED_OF_GATE]
     if isinstance(getattr(module, "gate", None), FixedGate | None) or not len(samples):
         return
@@ -259,7 +259,7 @@ def _check_gate(module: MixtureOfExperts, datamodule: FederatedDataModule) -> No
 
 
 def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
-    """Refuses a language model whose scores for the first predicted token of a text change with this token."""
+    """Refuses a language model whose scores for a token depend on this token or later ones."""
     samples = datamodule.train_samples.indices[: int(module.task == "causal_lm")]
     for batch, _ in labelled_batches(datamodule, samples, module):
         x, y = inputs_and_targets(move_data_to_device(batch, module.device), module.target_key)
@@ -278,17 +278,17 @@ def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedD
 
 
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:
-    """Refuses a task of a mixture whose loss would compare its outputs with something else than the targets."""
-    known = datamodule.y if datamodule.y.numel() else targets  # of samples that are read one by one, a few
+    """Refuses a mixture's task if its loss cannot compare the outputs with the targets."""
+    known = datamodule.y if datamodule.y.numel() else targets  # from a reader, only a few are known
     if module.task == "multiclass" and targets.is_floating_point():
-        because = f"its targets are {targets.dtype} and no integers, which classes must be"
+        because = f"its targets are {targets.dtype}, but classes must be integers"
     elif not fits(module.task, outputs, targets):
         shapes = tuple(outputs.shape[1:]), tuple(targets.shape[1:])
         because = f"outputs of shape {shapes[0]} do not fit targets of shape {shapes[1]} for this task"
     elif problem := range_problem(module.task, module.criterion, outputs, known):
         because = f"they have {problem}"
     else:
-        if (loss := module.loss_of(outputs, targets)).dim():  # a stack would train its sum
+        if (loss := module.loss_of(outputs, targets)).dim():  # stacked clients would train the sum
             because = f"it gives values of shape {tuple(loss.shape)}"
             raise InvalidArgumentError(
                 module, "loss", module.criterion, "one that gives the mean, as a tensor", because
@@ -306,7 +306,7 @@ def check_metric(
     metrics: Mapping[str, Metric],
     modules: Iterable[LightningModule],
 ) -> None:
-    """Refuses a metric that would be nan for all clients."""
+    """Refuses a metric that would be NaN for all clients."""
     known = [] if metric is None else measured(datamodule, metrics, modules)
     if metric is not None and metric not in known:
         allowed, because = f"one of {', '.join(known)}" if known else "left out", "no client has another metric"
@@ -321,7 +321,7 @@ def check_metric(
 def measured(
     datamodule: FederatedDataModule, metrics: Mapping[str, Metric], modules: Iterable[LightningModule]
 ) -> list[str]:
-    """The names of the metrics that some client has."""
+    """The names of the metrics that at least one client has."""
     modules = [*modules]
     has_classes = any(predicts_classes(module, datamodule) for module in modules)
     has_loss = any(measures_loss(module, datamodule) for module in modules)
@@ -337,7 +337,7 @@ def measured(
 
 
 def check_direction(owner: object, argument: str, monitor: str | None, metrics: Mapping[str, Metric]) -> None:
-    """Refuses a metric of which nobody knows whether a higher value is better."""
+    """Refuses a metric that does not say whether a higher value is better."""
     for name, metric in metrics.items():
         if monitor in [f"{split}_{name}" for split in SPLITS] and metric.higher_is_better is None:
             allowed = "a metric whose higher_is_better is true or false"

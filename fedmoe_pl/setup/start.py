@@ -1,4 +1,4 @@
-"""Makes a run and prepares it for its rounds: models, checks, workers, plans for the phases, folder, store, loggers."""
+"""Makes a run and prepares its rounds: models, checks, workers, plans of the phases, folder, store and loggers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_run(
     configuration: dict[str, str],
     record: dict[str, Any],
 ) -> Run:
-    """Makes a run and makes all its checks, before any training; ``configuration`` and ``record`` are those of Run."""
+    """Makes a run and checks all of it before any training; ``configuration`` and ``record`` are those of ``Run``."""
     devices = check_trainer(settings.trainer)
     backend = _with_workers(settings.backend, settings.trainer, devices)
     if not isinstance(backend, PoolBackend):
@@ -68,7 +68,7 @@ def make_run(
         devices=devices,
         models=_models(model, settings.phases, datamodule, settings.seed, saved.initial),
         datamodule=datamodule,
-        # workers place the samples on their devices themselves
+        # workers put the samples on their devices themselves
         training_data=datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, devices[0]),
         identity=identify(settings.seed, datamodule),
         configuration=configuration,
@@ -90,7 +90,7 @@ def _models(
     seed: int,
     initial: Mapping[str, Tree],
 ) -> dict[str, LightningModule]:
-    """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
+    """Copies of the federation's model and of the phases' own models, sized for the data, with the initial tensors."""
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for name, module in given.items():
         _check_model("Federation" if name == INITIAL else f"Phase '{name}'", module)
@@ -104,7 +104,7 @@ def _models(
 
 
 def _check_model(owner: str, model: LightningModule) -> None:
-    """Refuses what is no model, what is no tensor in its state dict, and layers that a Trainer would make too late."""
+    """Refuses what is not a LightningModule, an unsuitable state dict, and hooks that change the model too late."""
     if not isinstance(model, LightningModule):
         allowed = "a LightningModule of lightning.pytorch, such as a PersonalizedMoE with any module as its expert"
         raise InvalidArgumentError(owner, "model", model, allowed)
@@ -115,7 +115,7 @@ def _check_model(owner: str, model: LightningModule) -> None:
 
 
 def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
-    """Refuses a hook that changes the model before a Trainer uses it, where evaluations use it without a Trainer."""
+    """Refuses a Trainer's hook that changes the model, because evaluations use the model without a Trainer."""
     configured = _copied(model)
     try:
         with seeded(0):
@@ -124,7 +124,7 @@ def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
         if hook == "configure_model":
             because = f"evaluations do not call it, and without a Trainer it fails with {reason_of(error)}"
             raise InvalidArgumentError(model, hook, "overridden", "left as it is", because) from error
-        # setup needs the client's Trainer, which calls it; evaluations fail if they need what it makes
+        # `setup` needs the client's Trainer, which calls it; an evaluation that needs its result will fail
     if added := configured.state_dict().keys() - model.state_dict().keys():
         because = f"{hook} makes '{min(added)}' only after clients and server have exchanged the others"
         raise InvalidArgumentError(owner, "model", model, "one that makes all layers in its constructor", because)
@@ -141,7 +141,7 @@ def _check_hook(owner: str, model: LightningModule, hook: str) -> None:
 
 
 def _tensors(model: LightningModule) -> Tree:
-    """Parameters and buffers, without those whose bytes cannot be compared: lazy, sparse and quantized ones."""
+    """Parameters and buffers, except those whose bytes cannot be compared: lazy, sparse and quantized ones."""
     tensors = {**dict(model.named_buffers()), **model.state_dict()}
     return {
         name: tensor
@@ -156,7 +156,7 @@ def _copied(model: LightningModule) -> LightningModule:
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
-    """The backend; with a worker process for each device if there are several, or all train one client together."""
+    """The backend, wrapped in one with worker processes if there are several devices or all train a client together."""
     requested = trainer.get("devices", "auto")
     if isinstance(backend, WorkersBackend):
         if requested not in ("auto", 1):
@@ -173,7 +173,7 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
         return DistributedBackend(devices, getattr(backend, "loss_is_mean", False))
     if len(devices) == 1:
         return backend
-    # The imports of the processes take seconds, often longer than a whole run on a CPU.
+    # imports in the processes take seconds, often longer than a whole run on a CPU
     lazy = devices[0].type == "cpu" and requested == "auto"
     return PoolBackend(backend, devices, lazy)
 
@@ -186,7 +186,7 @@ def open_run(
     make_store: Callable[[Run], Store],
     logger: bool | Logger | list[Logger],
 ) -> Iterator[None]:
-    """Plans a run's phases, and opens its backend, folder, store and loggers for its rounds; closes them afterwards."""
+    """Plans a run's phases, opens its backend, folder, store and loggers for the rounds, and closes them afterwards."""
     _plan_phases(run)
     try:
         run.backend.open()
@@ -194,7 +194,7 @@ def open_run(
             _open_files(run, ckpt_path, make_store, logger)
             yield
     except BaseException:
-        with suppress(Exception):  # a logger that cannot write, either, must not hide what has failed
+        with suppress(Exception):  # a logger that also fails to write must not hide the first error
             run.loggers.finalize("failed")
         raise
     finally:
@@ -203,14 +203,14 @@ def open_run(
 
 
 def _plan_phases(run: Run) -> None:
-    """Plans the training of every phase that has rounds left, and logs the plans."""
+    """Plans every phase that has rounds left, and logs the plans."""
     phases, models = dict[str, list[str]](), list[LightningModule]()
     for phase in run.phases:
         state = run.states.get(phase.name) or run.given_results.get(phase.name)
         if state is not None and (state.finished or state.round == phase.rounds):
             continue
         module = run.module(phase)
-        # the untrained tensors, also in a resumed run, so that its plans are those of the whole run
+        # untrained tensors, even in a resumed run, so that its plans are those of an uninterrupted run
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         training = run.local_training(phase, module, initial)
         freeze_shared(training, state)
@@ -228,7 +228,7 @@ def _plan_phases(run: Run) -> None:
 
 @contextmanager
 def _new_folder(run: Run, runs: Path) -> Iterator[None]:
-    """Makes the run's folder in ``runs``, and locks it."""
+    """Makes the run's folder in ``runs`` and locks it in this context."""
     run.folder = _make_folder(runs)
     if run.enable_checkpointing:
         (run.folder / FILE).parent.mkdir()
@@ -239,7 +239,7 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
 def _open_files(
     run: Run, ckpt_path: Path | None, make_store: Callable[[Run], Store], logger: bool | Logger | list[Logger]
 ) -> None:
-    """Writes the run's configuration and first checkpoint, and makes its store and its loggers."""
+    """Writes the run's record, configuration and first checkpoint, and makes its store and loggers."""
     with replacing(run.folder / RECORD) as temporary:
         temporary.write_text(json.dumps(run.record, default=str), encoding="utf-8")
     if run.hparams:
@@ -247,7 +247,7 @@ def _open_files(
     if ckpt_path is None:
         run.save()
     elif ckpt_path.name != (last := run.folder / FILE).name:
-        # last.ckpt may be damaged, or newer: then the next rows replace those that both checkpoints have
+        # last.ckpt may be damaged or newer; the run goes on from the given checkpoint in place of both files
         copy_checkpoint(ckpt_path, last)
         copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
     run.store = make_store(run)
@@ -264,7 +264,7 @@ def _open_files(
 
 
 def store_of(run: Run) -> Store:
-    """A store of this process."""
+    """Makes the store of what clients keep: in files, or in memory without checkpoints."""
     if not run.enable_checkpointing:
         return MemoryStore()
     return FileStore(run.folder / CLIENT_STATES, run.datamodule.num_clients)
@@ -275,15 +275,15 @@ def _make_folder(runs: Path) -> Path:
         folder = runs / f"version_{max(run_versions(runs), default=-1) + 1}"
         try:
             folder.mkdir(parents=True)
-        except FileExistsError:  # of a run that began at the same time
+        except FileExistsError:  # another run began at the same time
             continue
-        except (OSError, ValueError) as error:  # the latter of a name with a zero byte
+        except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
             raise cannot_be_made(folder, error) from error
         return folder
 
 
 def _write_configuration(run: Run) -> None:
-    """Writes ``config.yaml``; that of a run which goes on with another one is kept under the number of its rounds."""
+    """Writes ``config.yaml``; renames a different one that the run had before to ``config_until_round_<step>.yaml``."""
     path, text = run.folder / "config.yaml", yaml.safe_dump(run.hparams, sort_keys=False)
     if path.is_file() and path.read_text() != text:
         path.replace(path.with_name(f"config_until_round_{run.step}.yaml"))
@@ -292,7 +292,7 @@ def _write_configuration(run: Run) -> None:
 
 
 def _completed(run: Run) -> dict[str | None, int]:
-    """The last step of a resumed run, under None, and of each method, also of those that have not begun."""
+    """The last logged step of a resumed run, under None, and of each method, including those that have not begun."""
     steps: dict[str | None, int] = {None: run.step}
     for phase in run.phases:
         round = run.states[phase.name].round if phase.name in run.states else 0
@@ -304,7 +304,7 @@ def _completed(run: Run) -> dict[str | None, int]:
 
 def _loggers(run: Run, logger: bool | Logger | list[Logger], is_resumed: bool) -> list[Logger]:
     if logger is True:
-        purge_step = run.step + 1 if is_resumed else 0  # TensorBoard takes no notice of the first purge
+        purge_step = run.step + 1 if is_resumed else 0  # TensorBoard ignores the first purge
         return [TensorBoardLogger(run.folder, name="", version="", purge_step=purge_step)]
     if isinstance(logger, Logger):
         return [logger]

@@ -230,7 +230,7 @@ def test_an_algorithm_that_sends_clients_other_tensors_is_refused(tmp_path):
         def server_send(self, server, client_id, request):
             return {name: tensor / 2 for name, tensor in server.items()}
 
-    with pytest.raises(InvalidArgumentError, match="receive others than the server's shared tensors"):
+    with pytest.raises(InvalidArgumentError, match="receive tensors other than the server's shared ones"):
         state_of(tmp_path, phase(Halved("global_expert.*"), secure_aggregation=True))
 
 

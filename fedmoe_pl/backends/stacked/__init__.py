@@ -1,4 +1,4 @@
-"""Trains many clients in one Trainer: their parameters are stacked and the loss is mapped over them."""
+"""Trains many clients in one Trainer by stacking their parameters and mapping the loss over them."""
 
 from fedmoe_pl.backends.stacked.stack import code_of_user
 from fedmoe_pl.backends.stacked.stacked_backend import StackedBackend, StackedPlan

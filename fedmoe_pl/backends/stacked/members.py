@@ -18,14 +18,14 @@ from fedmoe_pl.data import Batches
 from fedmoe_pl.trees import Tree
 
 TRIED_SAMPLES = 4
-"""Samples of each client in a trial."""
+"""Number of samples of each client in a trial."""
 NO_LABEL = -100
-"""The label of samples that cross-entropy leaves out of its mean."""
+"""The label of samples that cross-entropy ignores."""
 
 
 @dataclass
 class Member:
-    """A client of a stack, with the constants of its loss, the tensors of its module and its batches of this round."""
+    """A client of a stack: the constants of its loss, its module's tensors, and its batches and features of a round."""
 
     client: Client
     constants: dict[str, Any]
@@ -43,9 +43,9 @@ def begin_member(
     cache: FeatureCache,
     members: Sequence[Member],
 ) -> Member:
-    """Prepares a client, with a module of its own.
+    """Prepares a client with a module of its own.
 
-    In ``state``, tensors that equal the first member's, or the phase's initial ones, are in memory once.
+    In its ``state``, tensors equal to the first member's, or for the first to the initial ones, are not copied.
     """
     module = training.copies.copy()
     client, constants, samples = begin_client(training, module, server, client_id, kept, round)
@@ -61,7 +61,7 @@ def begin_member(
 
 
 def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
-    """Groups the members that have batches: those of a stack look up the same parts, and have like constants."""
+    """Groups the members that have batches so that each group can be stacked: same features, constants of one form."""
     groups: list[tuple[Any, list[Member]]] = []
     for member in members:
         if not len(member.batches):
@@ -80,9 +80,9 @@ def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
 
 @dataclass
 class Share:
-    """One batch of each of some clients, by their positions in the stack; every tensor has shape (clients, batch, ...).
+    """One batch of each of some clients, given by their positions in the stack.
 
-    ``rows`` has the looked-up outputs of frozen parts, by the part's name.
+    Every tensor has shape (clients, batch, ...). ``rows`` are the looked-up outputs of frozen parts, by part.
     """
 
     clients: slice | Tensor
@@ -91,21 +91,21 @@ class Share:
     rows: Tree
 
     def of(self, position: int) -> Share:
-        """That of the client at a position in this one."""
+        """The part of the share that belongs to the client at this position in it."""
         return self.apply(lambda tensor: tensor[position : position + 1])
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Share:
-        """The share with the same change made to all of its tensors."""
+        """The share with a function applied to each of its tensors."""
         rows = {name: change(table) for name, table in self.rows.items()}
         return Share(self.clients, change(self.x), change(self.y), rows)
 
 
 class StackedData:
-    """The training samples of a stack's clients, numbered one client after another; a number is called a place.
+    """The training samples of a stack's clients, numbered client by client; such a number is called a place.
 
     Attributes:
-        batch_size: samples in the largest batch.
-        steps: each client's steps per epoch, in descending order.
+        batch_size: number of samples in the largest batch.
+        steps: number of steps per epoch of each client, in descending order.
         sizes: size of each client's batch in each step, shape (clients, steps); 0 if the client has no more batches.
         first: the place of each client's first sample, shape (clients,).
         indices: index in the data set of the sample at each place.
@@ -131,7 +131,7 @@ class StackedData:
             self._tables[name] = torch.cat([member.features.rows[name] for member in members if member.features])
 
     def share(self, clients: slice | Tensor, places: Tensor, sizes: Tensor) -> Share:
-        """Gathers one batch of each of some clients."""
+        """Gathers one batch of each of some clients; samples beyond a client's size get no label."""
         device, shape = self.training.device, places.shape
         flat = places.reshape(-1)
         y = self._labels[flat.to(device)].view(*shape, *self._labels.shape[1:])
@@ -149,13 +149,13 @@ class StackedData:
         return Share(clients, x.view(*shape, *x.shape[1:]), y, rows)
 
     def first_share(self, clients: slice, size: int = TRIED_SAMPLES) -> Share:
-        """The first few samples of some clients, neither shuffled nor augmented, and equally many of each."""
+        """The first few samples of some clients, equally many of each, neither shuffled nor augmented."""
         first, size = self.first[clients], min(int(self.sizes[clients, 0].min()), size)
         places = first[:, None] + torch.arange(size)
         return self.share(clients, places.to(self.indices.device), torch.full_like(first, size))
 
     def epoch(self, pads: bool) -> Iterator[list[Share]]:
-        """The steps of one epoch: each has one share of the clients that still have batches, or one per batch size."""
+        """The steps of one epoch: each is one share of all clients that still have batches, or one per batch size."""
         return self._augmented_epoch(pads) if self.members[0].batches.augment is not None else self._plain_epoch(pads)
 
     def _plain_epoch(self, pads: bool) -> Iterator[list[Share]]:
@@ -178,9 +178,9 @@ class StackedData:
             yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step, pads)]
 
     def poisson_epoch(self) -> Iterator[tuple[Share, Tensor]]:
-        """The steps of one epoch of Poisson batches: a share of the clients that still have some, and its samples.
+        """The steps of one epoch of Poisson batches: a share of the clients that still have batches, and a mask.
 
-        The second value, shape (clients, batch), is True for samples and False for padding.
+        The mask, of shape (clients, batch), is True for samples and False for padding.
         """
         is_augmented = self.members[0].batches.augment is not None
         augmented = [iter(member.batches) for member in self.members]
@@ -199,7 +199,7 @@ class StackedData:
             yield share, (torch.arange(size) < sizes[:, None]).to(self.training.device)
 
     def _cut(self, step: int, pads: bool) -> list[tuple[slice | Tensor, int]]:
-        """The clients that have a batch in this step, grouped by batch size; with padding, they are one slice."""
+        """The clients that have a batch in this step, grouped by batch size; with padding, one slice of all of them."""
         sizes = self.sizes[:, step]
         active = int((sizes > 0).sum())
         largest = int(sizes.max())
@@ -209,13 +209,13 @@ class StackedData:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """The lengths of some tensors, and the largest one."""
+    """The lengths of some tensors, and the largest length."""
     sizes = [len(tensor) for tensor in tensors]
     return torch.tensor(sizes), max(sizes)
 
 
 def _padded(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """The tensors in one, each with zeros at its end, of shape (tensors, size, ...)."""
+    """The tensors, padded with zeros at their ends and stacked, shape (tensors, size, ...)."""
     return torch.stack([torch.cat((each, each.new_zeros(size - len(each), *each.shape[1:]))) for each in tensors])
 
 

@@ -1,4 +1,4 @@
-"""Some clients whose tensors are stacked along a client axis, and whose losses one call computes."""
+"""Clients whose tensors are stacked along a client axis, so that one call computes all their losses."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _KNOWN = {"fedmoe_pl", "torch", "lightning", "numpy", "jsonargparse", *sys.stdli
 
 
 def code_of_user(training: LocalTraining) -> str:
-    """What neither PyTorch nor this package wrote of the code that clients run; empty if only networks may be such.
+    """Names code outside experts and gates that neither PyTorch nor this package wrote; empty if there is none.
 
-    Networks are experts and gates, with the layers in them: a trial shows what they do. In anything else, such as a
-    loss, no trial could: it may count its calls, or do something else in a later epoch.
+    Experts and gates may be anyone's, because a trial shows what they do. No trial can show this of other code, such
+    as a loss: it may count its calls, or act differently in a later epoch.
     """
     algorithm, module, data = training.algorithm, training.module, training.datamodule
     criterion = getattr(module, "criterion", None)
-    # what makes the optimizer and the scheduler runs before the steps, and `changes_steps` sees what it has made
+    # the factories of optimizer and scheduler run only before the steps; `changes_steps` checks what they made
     given = {name: value for name, value in vars(module).items() if name not in ("optimizer", "lr_scheduler")}
     code = {
         f"the algorithm {type(algorithm).__name__}": (type(algorithm), *vars(algorithm).values()),
@@ -58,7 +58,7 @@ def code_of_user(training: LocalTraining) -> str:
 
 
 def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
-    """Whether a user's code runs in the steps of an optimizer or a scheduler: a hook, or a method of an instance."""
+    """Whether a user's code runs in the steps of an optimizer or scheduler: its class, a hook, a method or a lambda."""
     hooks = (value for name, value in vars(stepping).items() if name.endswith("_hooks"))
     of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     methods = (value for name, value in vars(stepping).items() if hasattr(type(stepping), name) and callable(value))
@@ -77,14 +77,14 @@ def _given(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_of_user(code: Any) -> bool:
-    """Whether someone else wrote a function, a class or its bases, the class of an object, or anything in it."""
+    """Whether a user wrote a function, a class or one of its bases, an object's class, or anything in a collection."""
     if isinstance(code, (list, tuple, set, dict)):
         return any(map(_is_of_user, code.values() if isinstance(code, dict) else code))
     if isinstance(code, partial):
         return any(map(_is_of_user, (code.func, code.args, code.keywords)))
     code = getattr(code, "__func__", code)
     if isinstance(code, FunctionType):
-        # not of `__module__`, which `functools.wraps` copies
+        # the globals tell the module, because `functools.wraps` copies `__module__`
         return _is_foreign(code.__globals__.get("__name__", "")) or _is_of_user(getattr(code, "__wrapped__", None))
     kinds = code if isinstance(code, type) else type(code)
     return any(_is_foreign(kind.__module__) for kind in kinds.__mro__)
@@ -95,21 +95,21 @@ def _is_foreign(module: str) -> bool:
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """Those of a SequentialLR or a ChainedScheduler."""
+    """The schedulers inside a SequentialLR or a ChainedScheduler."""
     return [*getattr(scheduler, "_schedulers", ())]
 
 
 class Stack(Learner):
-    """Stacked clients, in descending order of their steps per epoch: those that still have batches come first.
+    """Stacked clients, in descending order of steps per epoch, so that clients that still have batches come first.
 
     Attributes:
-        trained: names of the parameters that are trained in any epoch and that the loss depends on.
+        trained: names of the parameters that are trained in some epoch and that the loss depends on.
         stepped: names of the parameters that the optimizer steps.
-        names: those of ``trained`` that are trained in this epoch.
+        names: the names in ``trained`` that are trained in this epoch.
         buffers: names of the buffers that are not frozen.
         stacked: tensors that differ between clients or are trained, shape (clients, ...), by name.
-        views: parameters for each run of neighbours with equal numbers of steps, which the optimizer counts for each
-            parameter: views of its part of the stacked ones.
+        views: for each run of neighbours with equal numbers of steps, parameters that are views of its part of
+            ``stacked``; separate ones, because an optimizer counts steps per parameter.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
@@ -153,9 +153,9 @@ class Stack(Learner):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """In this context, ``names`` are those that are trained now, and dropout that drops nothing is off.
+        """In this context, ``names`` are the parameters trainable now, and dropout with probability 0 is off.
 
-        To vmap, dropout of probability 0 is random.
+        vmap would treat such dropout as random.
         """
         parameters = dict(self.module.named_parameters())
         self.names = [name for name in self.trained if parameters[name].requires_grad]
@@ -168,7 +168,7 @@ class Stack(Learner):
             part.training = True
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of the clients' module, with views of the stacked parameters in place of the module's."""
+        """The optimizer of the clients' module, with the stacked parameters' views in place of its parameters."""
         configured = self.module.configure_optimizers()
         optimizer, _ = optimizer_and_scheduler(configured)
         assert optimizer is not None, "try_to_stack has refused it"
@@ -176,7 +176,7 @@ class Stack(Learner):
         for group in optimizer.param_groups:
             stepped = [names[parameter] for parameter in group["params"]]
             group["params"] = [view[name] for _, view in self.views for name in stepped if name in view]
-        early = {names[parameter]: state for parameter, state in optimizer.state.items()}  # Adagrad's
+        early = {names[parameter]: state for parameter, state in optimizer.state.items()}  # Adagrad has it from start
         for name, parameter in ((name, view[name]) for _, view in self.views for name in view if name in early):
             optimizer.state[parameter] = {
                 key: value.clone() if key == "step" else value.expand_as(parameter).clone()
@@ -185,13 +185,13 @@ class Stack(Learner):
         return configured
 
     def loss(self, batch: Any) -> Any:
-        """The sum of the clients' losses; each depends on its own client's parameters only."""
+        """The sum of the clients' losses, each of which depends only on its own client's parameters."""
         of_shares = [self.losses(share, self.names) for share in batch]
         self._leaves = [(share, trained) for share, (_, trained) in zip(batch, of_shares, strict=True)]
         return torch.stack([losses.sum() for losses, _ in of_shares]).sum()
 
     def backward(self, loss: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the gradients of clients that have a batch; the others get None and are not stepped."""
+        """Sets the gradients of clients that have a batch; other clients get None and are not stepped."""
         found = iter(torch.autograd.grad(loss, [leaf for _, leaves in self._leaves for leaf in leaves.values()]))
         of_shares = [(share.clients, {name: next(found) for name in leaves}) for share, leaves in self._leaves]
         active = sum(len(share.y) for share, _ in self._leaves)
@@ -199,7 +199,7 @@ class Stack(Learner):
         self._set_gradients(gradients, active, optimizer)
 
     def _set_gradients(self, gradients: Tree, active: int, optimizer: torch.optim.Optimizer) -> None:
-        """Sets and clips the gradients of the first clients, each of shape (active, ...); the others get None."""
+        """Clips and sets the gradients of the first clients, each of shape (active, ...); the rest get None."""
         if any(group.get("fused") for group in optimizer.param_groups):
             gradients = {name: with_strides_of(self.stacked[name], values) for name, values in gradients.items()}
         self._clip(gradients)
@@ -220,7 +220,7 @@ class Stack(Learner):
     def _find_trained(self, trainable: list[str]) -> None:
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
-        with trying(module):  # in train mode, in which a part may compute something else
+        with trying(module):  # in train mode, because a part may compute something else in eval mode
             gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)
             used = [name for name in trainable if gradients[name] is not None]
             self.pads = ignores_padding(training, module, first, self.data, used)
@@ -245,7 +245,7 @@ class Stack(Learner):
         return looked_up(self.module, self._parts, self._lookup)
 
     def _tensors(self, share: Share, names: Sequence[str]) -> tuple[Tree, Tree, list[Any]]:
-        """A share's tensors: those to differentiate by, all others, and the constants of the clients' losses."""
+        """A share's tensors to differentiate by, its other tensors, and the constants of the clients' losses."""
         trained = {name: self.stacked[name][share.clients].detach() for name in names}
         others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
         return trained, others, [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
@@ -254,7 +254,7 @@ class Stack(Learner):
         """The loss of every client of a share, shape (clients,), and the tensors to differentiate it by."""
         trained, others, constants = self._tensors(share, names)
         trained = {name: tensor.requires_grad_() for name, tensor in trained.items()}
-        others |= {name: others[name].clone() for name in self.buffers}  # a backward pass may still need the old ones
+        others |= {name: others[name].clone() for name in self.buffers}  # the backward pass may need the old values
         module = Loss(self.training.algorithm, self.module)
 
         def loss(tensors: Tree, x: Tensor, y: Tensor, rows: Tree, constants: list[Any]) -> tuple[Tensor, Tree]:
@@ -277,7 +277,7 @@ class Stack(Learner):
         return dict(zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
 
     def gradients_alone(self, member: Member, share: Share) -> Mapping[str, Tensor | None]:
-        """The same of one client's share, in the client's own module; None for what the loss does not depend on."""
+        """One client's gradients, computed in its own module; None where the loss does not depend on a parameter."""
         parameters = member.client.module.named_parameters()
         names = [name for name, parameter in parameters if parameter.requires_grad and name in self.stepped]
         return plain_gradients(self.training, member.client.module, member, share, names)
@@ -287,7 +287,7 @@ class Stack(Learner):
         clip_val, algorithm = (self.training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
         if not clip_val or clip_val < 0:
             return
-        if str(algorithm).lower().endswith("value"):  # Lightning accepts any case, and its own enumeration
+        if str(algorithm).lower().endswith("value"):  # Lightning accepts any case, and an enum member
             for gradient in gradients.values():
                 gradient.clamp_(-clip_val, clip_val)
             return
@@ -307,7 +307,7 @@ class Stack(Learner):
 
 
 def _stacked(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stacked tensors on a device, where one that is the same for all, such as the server's, is moved once."""
+    """Stacks tensors on a device; a tensor that is the same for all, such as the server's, is moved once."""
     if all(tensor is tensors[0] for tensor in tensors):
         tensors = [tensors[0].to(device)] * len(tensors)
     return torch.stack([*tensors]).to(device)
@@ -347,10 +347,10 @@ def plain_gradients(
 def ignores_padding(
     training: LocalTraining, module: LightningModule, member: Member, data: StackedData, names: Sequence[str]
 ) -> bool:
-    """Whether samples without a label do not change the gradients, so that all batches can have one size.
+    """Whether samples without a label leave the gradients unchanged, so that batches can be padded to one size.
 
-    Only losses and layers of this package and PyTorch are asked, by one look at parameters with noise: a loss of the
-    user's may depend on the number of samples elsewhere.
+    A trial with noisy parameters decides, but only for losses and layers of this package and PyTorch: a user's loss
+    may depend on the number of samples for other parameters.
     """
     if bool((data.sizes[data.sizes > 0] == data.batch_size).all()):
         return True
@@ -360,7 +360,7 @@ def ignores_padding(
     half = share.y.shape[1] // 2
     if not half:
         return False
-    # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
+    # on the CPU, because a loss that uses the label -100 as an index would make a GPU unusable
     training.copies.move(module, torch.device("cpu"))
     try:
         fewer, padded = share.apply(lambda tensor: tensor[:, :half].cpu()), share.apply(lambda tensor: tensor.cpu())
@@ -368,7 +368,7 @@ def ignores_padding(
         padded.y[:, half:] = NO_LABEL
         noisy = replace(member, state=member.state | with_noise({name: member.state[name] for name in names}))
         gradients, expected = (plain_gradients(training, module, noisy, batch, names) for batch in (padded, fewer))
-    except Exception:  # whatever a loss says to a label that is no class
+    except Exception:  # the loss refuses a label that is not a class
         return False
     finally:
         training.copies.move(module, training.device)
@@ -377,10 +377,10 @@ def ignores_padding(
 
 
 def with_noise(tensors: Tree) -> Tree:
-    """The tensors, with values of floating point a tenth of their mean size, or 0.01, above what they are, or less.
+    """Adds noise to floating-point tensors: between 0 and a tenth of their mean absolute value, or 0.01 if larger.
 
-    A trial computes with them, so that it sees terms of a loss that are 0 where training starts. Values above 0, such
-    as variances, stay so.
+    With noise, a trial sees terms of a loss that are 0 where training starts. Positive values, such as variances, stay
+    positive.
     """
     generator, noisy = torch.Generator().manual_seed(0), {**tensors}
     for name, tensor in ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point()):
@@ -390,13 +390,13 @@ def with_noise(tensors: Tree) -> Tree:
 
 
 def make_stack(training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> Stack:
-    """A stack of some members, private if the training is."""
+    """A stack of some members: a ``PrivateStack`` if the training has ``sample_privacy``."""
     kind = Stack if training.sample_privacy is None else PrivateStack
     return kind(training, module, members, round)
 
 
 class PrivateStack(Stack):
-    """Stacked clients whose gradients are clipped sample by sample, each with noise of its own."""
+    """Stacked clients whose gradients are clipped sample by sample; each client gets its own noise."""
 
     def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
         super().__init__(training, module, members, round)
@@ -405,7 +405,7 @@ class PrivateStack(Stack):
         self._noisy_means = [self._noisy_mean(member) for member in self.members]
 
     def _shares(self) -> Iterator[Any]:
-        """A share of all clients that still have batches, and what its samples count, for each step of an epoch."""
+        """For each step of an epoch: a share of all clients that still have batches, and the mask of its samples."""
         return self.data.poisson_epoch()
 
     def loss(self, batch: tuple[Share, Tensor]) -> Tree:
@@ -436,7 +436,7 @@ class PrivateStack(Stack):
         return self.loss((share, share.y.new_ones(share.y.shape[:2], dtype=torch.bool)))
 
     def gradients_alone(self, member: Member, share: Share) -> Tree:
-        """The same of one client's share, in the client's own module."""
+        """The sums of one client's clipped gradients, computed in its own module."""
         module, constants = member.client.module, on_device(member.constants, share.y.device)
         lookup, batch = {name: rows[0] for name, rows in share.rows.items()}, (share.x[0], share.y[0])
         load_tree(module, member.state)
@@ -444,7 +444,7 @@ class PrivateStack(Stack):
             return clipped_gradients(self.training, module, constants, self.names, batch, lookup, self.max_norm)
 
     def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the gradients of clients that have a batch, with their noise; the others get None."""
+        """Sets the noisy gradients of clients that have a batch; the rest get None."""
         active = len(next(iter(loss.values()), ()))
         noisy = [
             noisy_mean({name: sums[client] for name, sums in loss.items()})

@@ -27,13 +27,13 @@ class StackedBackend(Backend):
     """Trains many clients at once in one ``Trainer``.
 
     Their parameters are stacked along a client axis and the pure loss is mapped over them. The model's own optimizer
-    steps the stacked parameters. It works element by element, so that each client gets the same steps as alone. Frozen
-    tensors that are the same for all clients are not stacked.
+    steps the stacked parameters element by element, so that each client takes the same steps as alone. Frozen tensors
+    that are the same for all clients are not stacked.
 
-    With an algorithm, a mixture, a loss or an augmentation of your own, choosing this backend is your promise that the
-    loss depends on nothing but the parameters, the buffers and the batch, whatever the epoch, and that an augmentation
-    draws its numbers from the generator that it is given. A trial of two clients refuses what it finds to do more, but
-    it cannot find everything. ``auto`` does not rely on promises.
+    If the algorithm, mixture, loss or augmentation is your own code, choosing this backend is your promise that the
+    loss depends only on parameters, buffers and batch, in every epoch, and that the augmentation draws its random
+    numbers from the given generator. A trial of two clients refuses violations that it finds, but it cannot find
+    all. ``auto`` does not rely on promises.
     """
 
     def __init__(self, clients_per_stack: int | None = None) -> None:
@@ -63,7 +63,7 @@ class StackedPlan(Plan):
         return FeatureCache()
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Groups of similar size, each with clients of one architecture and similar numbers of samples."""
+        """Groups of similar size, each with clients of one architecture and with similar numbers of samples."""
         samples, groups = self.training.datamodule.train_samples, []
         for clients in self.training.by_architecture(cohort):
             ordered = sorted(clients, key=lambda client: (-len(samples[client]), client))
@@ -81,7 +81,7 @@ class StackedPlan(Plan):
             for clients in groups:
                 of_group, stopped = self._train(server, clients, kept, round)
                 updates |= of_group
-                if stopped:  # each by itself: the fault is that of one of them, or of the stack
+                if stopped:  # train each alone, because the fault may be another client's or the stack's
                     alone = TrainerPlan(self.training, self.description)
                     groups_of_one = [[client] for client in stopped]
                     for group in alone.train_groups(server, groups_of_one, kept, round):
@@ -92,7 +92,7 @@ class StackedPlan(Plan):
     def _train(
         self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> tuple[dict[int, Update | Failure], list[int]]:
-        """Trains clients of one architecture."""
+        """Trains clients of one architecture; returns results by client, and the clients to train again alone."""
         training = self.training.of(clients[0])
         seconds = training.client_timeout
         results: dict[int, Update | Failure] = {}
@@ -118,7 +118,7 @@ class StackedPlan(Plan):
 
 
 def _fit(training: LocalTraining, members: list[Member], round: int) -> None:
-    """Trains the members in one Trainer and puts the result into their states."""
+    """Trains the members in one Trainer and puts the trained tensors into their states."""
     stack = make_stack(training, copy_module(training.module), members, round)
     in_one_step(training, stack.train)
 

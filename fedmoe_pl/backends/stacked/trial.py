@@ -1,4 +1,4 @@
-"""Decides whether the clients of a phase can be stacked, by a trial step of two clients with and without stacking."""
+"""Decides by a trial step of two clients, with and without stacking, whether a phase's clients can be stacked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ELEMENTWISE = {
 _MOST_ON_CPU, _MOST_ON_GPU = 32, 256
 _DRAWS = "random operations, such as dropout, would draw other numbers than in a Trainer per client"
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, weakref.ReferenceType)
-CPU_CACHE = 8 * 2**20  # bytes; if the stacked parameters are larger, a CPU waits for its memory
+CPU_CACHE = 8 * 2**20  # bytes; if the stacked parameters are larger, a CPU has to wait for memory
 
 
 class NotStackable(Exception):
@@ -48,16 +48,16 @@ class NotStackable(Exception):
 
 @dataclass
 class Trial:
-    """What the trial steps of two clients have shown."""
+    """What the trial steps of two clients showed."""
 
-    clients_per_stack: int  # as many as fit into a quarter of the memory
+    clients_per_stack: int  # the most that fit into a quarter of the memory (on a CPU, also its cache), up to a limit
     convolves: bool = False  # whether a step computes a convolution
 
 
 def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> Trial:
-    """Computes one step of two clients of every architecture with and without stacking.
+    """Tries a step of two clients of every architecture, with and without stacking.
 
-    A client's step that takes more than ``most_operations``, forward and backward, is refused after the one without.
+    Raises ``NotStackable`` if they differ or if a client's step, forward and backward, takes over ``most_operations``.
     """
     if training.sample_privacy is not None:
         check_private(training)
@@ -80,7 +80,7 @@ def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> 
 
 
 def _check_without_trial(training: LocalTraining) -> None:
-    """Refuses what needs no trial."""
+    """Refuses what is known to be unstackable without a trial."""
     if training.datamodule.reader is not None:
         raise NotStackable("samples are read one by one and not from a tensor in memory")
     if overrides(training.algorithm, "client_batches"):
@@ -105,7 +105,7 @@ def _check_without_trial(training: LocalTraining) -> None:
 
 @in_full_precision()
 def _try_architecture(trial: Trial, training: LocalTraining, clients: Sequence[int], most_operations: float) -> None:
-    """Tries, for two clients of one architecture, every set of parameters that are trained together."""
+    """Tries every set of parameters that are trained together, with two clients of one architecture."""
     server, sizes = training.algorithm.server_init(training.module), training.datamodule.train_samples.sizes
     clients = sorted(clients, key=lambda client: -int(sizes[client]))[:2]
     for round, epoch in training.trainable.values():
@@ -120,7 +120,7 @@ def _try_architecture(trial: Trial, training: LocalTraining, clients: Sequence[i
 def _try_stack(
     trial: Trial, training: LocalTraining, pair: list[Member], round: int, epoch: int, most_operations: float
 ) -> None:
-    """Compares a step of each member with and without stacking, both at once, from parameters with noise."""
+    """Compares a step of two stacked members, from noisy parameters, with a step of each alone."""
     module, device, operations = copy_module(training.module), training.device, _Operations()
     modules = module, *(member.client.module for member in pair)
     trainer = NoTrainer(*modules)
@@ -149,11 +149,11 @@ def _try_stack(
         if not trainer.asked:
             raise
         raise _reads_trainer(trainer) from error
-    if trainer.asked:  # also if the module caught the error
+    if trainer.asked:  # the module may have caught the error
         raise _reads_trainer(trainer)
     trial.convolves |= operations.convolve
     per_client = sum(tensor[0].nbytes for tensor in stack.stacked.values())
-    # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
+    # parameters, gradients, two optimizer states and a temporary one, plus results of the forward and backward pass
     limit = _memory(device) // 4 // (5 * per_client + int(operations.bytes / batches) + 1)
     if device.type == "cpu":
         limit = min(limit, max(CPU_CACHE // (per_client + 1), 8))
@@ -165,7 +165,7 @@ def _reads_trainer(trainer: NoTrainer) -> NotStackable:
 
 
 def _compare(stack: Stack, share: Share, alone: list[dict[str, Any]]) -> None:
-    """Compares a step of the stack with those that its members have made alone."""
+    """Compares a step of the stack with the steps that its members made alone."""
     stacked = {"gradient": stack.gradients(share), "buffer": stack.stacked}
     for position, of_client in enumerate(alone):
         for what, expected in of_client.items():
@@ -177,7 +177,7 @@ def _compare(stack: Stack, share: Share, alone: list[dict[str, Any]]) -> None:
 
 
 def _step_alone(stack: Stack, member: Member, share: Share, operations: _Operations) -> dict[str, Any]:
-    """The gradients, and the buffers after a client's step, in a module of its own; it may change nothing else."""
+    """The gradients of a client's step in its own module, and the buffers after it; refuses any other change."""
     module = member.client.module
     before = _contents(module)
     with operations:
@@ -191,14 +191,14 @@ def _step_alone(stack: Stack, member: Member, share: Share, operations: _Operati
 
 
 class _Operations(TorchDispatchMode):
-    """Notes the operations of the steps in its context.
+    """Records the operations of the steps in its context.
 
     Attributes:
-        bytes: those of all results.
-        flops: multiplications and additions.
-        convolve: whether one is a convolution.
-        read_special_rows: whether some rows of a table of embeddings are treated in other ways: vmap makes one table of
-            all clients'.
+        bytes: total size of all results.
+        flops: number of multiplications and additions.
+        convolve: whether an operation is a convolution.
+        read_special_rows: whether some rows of an embedding table get special treatment, which is lost where vmap
+            merges all clients' tables into one.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors of a state dict, whose values are compared elsewhere, as their attributes, and code as its id."""
+    """Pickles code as its id, and the known tensors, whose values are compared elsewhere, as their attributes."""
 
     def __init__(self, file: io.BytesIO, known: set[int]) -> None:
         super().__init__(file)
@@ -230,7 +230,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _contents(module: nn.Module) -> dict[str, bytes]:
-    """What a module holds besides the values of its state dict: attributes of its parts and what is in them."""
+    """What a module holds besides the values of its state dict: its parts' attributes, pickled, by path."""
     contents, known = dict[str, bytes](), {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     for path, part in module.named_modules():
         for name, value in {**vars(part), "_modules": [*part._modules], "_trainer": None}.items():
@@ -244,7 +244,7 @@ def _contents(module: nn.Module) -> dict[str, bytes]:
 
 
 def _memory(device: torch.device) -> int:
-    """The device's total memory in bytes, not the free memory, so that a resumed run makes the same stacks."""
+    """The device's total memory in bytes; free memory could give a resumed run other stacks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

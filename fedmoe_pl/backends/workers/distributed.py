@@ -31,21 +31,21 @@ from fedmoe_pl.models.layers import treats_samples_apart
 from fedmoe_pl.models.mixtures.tasks import is_mean_over_samples, weighs_labels
 from fedmoe_pl.trees import Tree
 
-_GRACE = 5.0  # seconds that the other processes have to say why they failed, too; one may wait for another forever
+_GRACE = 5.0  # seconds in which the other processes may also report a failure; they might hang waiting for each other
 _STORE = "FEDMOE_PROCESS_GROUP"  # environment variable: the file by which the processes find each other
-# they listen on no other interface, which other machines could reach
+# listen on the loopback interface only, which other machines cannot reach
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NODE_RANK": "0"}
 
 
 class DistributedBackend(PoolBackend):
-    """Trains one client after another, each in one process per device, with a distributed strategy of Lightning.
+    """Trains one client at a time, in one process per device, with a distributed strategy of Lightning.
 
-    Every process prepares the client and trains it on its share of each batch. The first one's update is the client's.
-    Clients are evaluated in the process that called.
+    Every process prepares the client and trains it on its share of each batch; the first process returns the client's
+    update. Clients are evaluated in the calling process.
 
     Args:
         devices: the device of each process.
-        loss_is_mean: as of ``TrainerBackend``.
+        loss_is_mean: as in ``TrainerBackend``.
     """
 
     def __init__(self, devices: Sequence[torch.device], loss_is_mean: bool = False) -> None:
@@ -54,7 +54,7 @@ class DistributedBackend(PoolBackend):
         self.devices_of_client = list(devices)
 
     def plan(self, training: LocalTraining) -> DistributedPlan:
-        """A Trainer per client, in all processes."""
+        """Plans one Trainer per client in each process."""
         check_division(training, self.loss_is_mean)
         number = len(self.devices_of_client)
         strategy = training.trainer["strategy"]
@@ -63,7 +63,7 @@ class DistributedBackend(PoolBackend):
         return DistributedPlan(self, plan, f"one client at a time in {number} processes ({name})")
 
     def start_worker(self, device: torch.device) -> RemoteWorker:
-        """A team of processes."""
+        """Starts a team of processes, which acts as one worker."""
         return _Team(self.data, self.devices_of_client)
 
 
@@ -71,11 +71,11 @@ class DistributedPlan(WorkersPlan):
     """Has all processes train each client."""
 
     def begin(self, training: LocalTraining) -> Self:
-        """Begins the processes' plan, too."""
+        """Begins the processes' plan as well."""
         return super().begin(replace(training, devices=self.plan.training.devices))
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Each client is alone, because the processes end when it fails."""
+        """Makes each client a group of its own, because the processes end when it fails."""
         return [[client] for client in cohort]
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
@@ -90,7 +90,7 @@ class DistributedPlan(WorkersPlan):
         return [*self.train(server, [client for group in groups for client in group], kept, round)]
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
-        """Does other work in this process."""
+        """Does work other than training in this process."""
         return self.plan.map(job, server, groups, kept)
 
     def _is_handed_out(self, groups: Sequence[Sequence[int]], paces: Sequence[float], later: int) -> bool:
@@ -98,7 +98,7 @@ class DistributedPlan(WorkersPlan):
 
 
 class _Team(RemoteWorker):
-    """The processes, as one worker. When one of them fails, all are ended, because the others may wait for it."""
+    """The processes as one worker. If one of them fails, all are ended, because the others may be waiting for it."""
 
     def __init__(self, data: SharedObject, devices: Sequence[torch.device]) -> None:
         super().__init__(devices[0])
@@ -109,7 +109,7 @@ class _Team(RemoteWorker):
         self._start()
 
     def _start(self) -> None:
-        # without a name, because it is deleted however this process ends
+        # has no name, so that it is deleted however this process ends
         self.store = tempfile.TemporaryFile()
         store = f"/proc/{os.getpid()}/fd/{self.store.fileno()}"
         for rank, device in enumerate(self.devices):
@@ -134,7 +134,7 @@ class _Team(RemoteWorker):
         if not errors:
             return answers[0]
         self.end()
-        # if a process has died, the others have lost their connections to it
+        # report a death first, because the others' errors may only be lost connections to the dead process
         error = min(errors, key=lambda error: (not isinstance(error, WorkerDied), isinstance(error, _FailedError)))
         if not isinstance(error, _FailedError):
             raise error
@@ -148,7 +148,7 @@ class _Team(RemoteWorker):
 
 
 def _first_failure_or_all(futures: Sequence[Future[Any]]) -> Future[None]:
-    """A future that is done when one of some futures has an exception, or all are done."""
+    """A future that is done as soon as one of the given futures has an exception or all of them are done."""
     together, lock = Future[None](), Lock()
 
     def note(future: Future[Any]) -> None:
@@ -163,13 +163,13 @@ def _first_failure_or_all(futures: Sequence[Future[Any]]) -> Future[None]:
 
 
 class _FailedError(Exception):
-    """A client has failed in a process; its argument is why, by client."""
+    """A client failed in a process; the argument maps the client to its failure."""
 
 
 def _train_share(
     plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
 ) -> list[GroupUpdate]:
-    """Trains a client on this process's share of its batches; the first process has the result."""
+    """Trains a client on this process's share of its batches; only the first process returns the result."""
     _join_processes(plan.training)
     trained = plan.train_groups(server, groups, kept, round)
     if failed := {client: failure for group in trained for client, failure in group.failed.items()}:
@@ -178,7 +178,7 @@ def _train_share(
 
 
 def _join_processes(training: LocalTraining) -> None:
-    """Connects this process to the others, once."""
+    """Connects this process to the others unless it is connected."""
     if distributed.is_initialized():
         return
     default = "gloo" if training.device.type == "cpu" else "nccl"
@@ -188,10 +188,10 @@ def _join_processes(training: LocalTraining) -> None:
 
 
 def check_division(training: LocalTraining, loss_is_mean: bool) -> None:
-    """Refuses a loss that is not the mean over the samples of a batch: DDP averages gradients of its parts.
+    """Refuses a loss that is not the mean over the samples of a batch, because DDP averages gradients of its parts.
 
-    Means are the losses of this package and PyTorch's, of layers that treat samples apart. Of others, only the user
-    knows it, who says so with ``loss_is_mean``.
+    Losses of this package and PyTorch are known to be means, with layers that treat samples apart. For all others, the
+    user has to say so with ``loss_is_mean``.
     """
     module, because = training.module, ""
     if not module.automatic_optimization:
@@ -207,7 +207,7 @@ def check_division(training: LocalTraining, loss_is_mean: bool) -> None:
 
 
 def _unknown(training: LocalTraining) -> str:
-    """What may make the loss of a batch something else than the mean over its samples; empty if nothing does."""
+    """What may keep the loss of a batch from being the mean over its samples; empty if nothing does."""
     module, algorithm, reader = training.module, training.algorithm, training.datamodule.reader
     criterion = getattr(module, "criterion", None)
     if not type(algorithm).__module__.startswith("fedmoe_pl.") or "client_loss" in vars(algorithm):

@@ -1,4 +1,4 @@
-"""A process that has imported everything and from which worker processes are forked."""
+"""A process that has imported everything, and from which worker processes are forked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from threadpoolctl import threadpool_limits
 from fedmoe_pl.backends.workers.workers_backend import WORKER_ENVIRONMENT
 
 FORKS = sys.platform == "linux"
-"""Whether workers can be forked. On other systems, libraries of the system do not survive that."""
+"""Whether workers can be forked. On systems other than Linux, system libraries do not survive a fork."""
 
 _PROGRAM = """
 import gc, sys
@@ -37,8 +37,8 @@ from fedmoe_pl.backends.workers.fork_server import serve
 from fedmoe_pl.backends.workers.process import work
 serve({control}, work)
 """
-_SIGNALS = [signal.SIGINT]  # Ctrl-C is for the driver, which ends its workers
-# what WORKER_ENVIRONMENT says to a process that starts: mallopt's number of each variable
+_SIGNALS = [signal.SIGINT]  # Ctrl-C is meant for the driver, which ends its workers
+# mallopt's parameter for each variable in WORKER_ENVIRONMENT that glibc reads only when a process starts
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_MMAP_THRESHOLD_": -3}
 _server: ForkServer | None = None
 
@@ -46,18 +46,18 @@ _server: ForkServer | None = None
 class ForkServer:
     """Forks workers for this process, and ends with it.
 
-    A fork is ready at once and shares the memory of everything imported. It is safe, because the server runs no thread
-    and never uses a GPU. It has the environment that workers need, and does not import the user's script, which needs
-    no guard therefore; multiprocessing's own server belongs to the user's code.
+    A fork is ready at once and shares the memory of everything imported. Forking is safe, because the server runs no
+    thread and never uses a GPU. The server has the environment that workers need and does not import the user's script,
+    which therefore needs no ``__main__`` guard. multiprocessing's own fork server is left to the user's code.
 
     Args:
-        start: starts its process, which gets the second of two connected sockets.
+        start: starts the server's process; called with this end and the server's end of a pair of connected sockets.
     """
 
     def __init__(self, start: Callable[[socket.socket, socket.socket], subprocess.Popen[bytes] | _Fork]) -> None:
         self.driver = os.getpid()
         self.control, theirs = socket.socketpair()
-        # a process started while the signal is blocked never gets it
+        # a process that is started while the signal is blocked never receives it
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self.process = start(self.control, theirs)
@@ -72,22 +72,22 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs and belongs to this process, which may be a fork of the one that started it."""
+        """Whether the server runs and belongs to this process, which may be a fork of the one that started it."""
         if not self._is_open:
             return False
-        hang_up = select.poll()  # one that was killed hangs up first, and can be waited for a little later
+        hang_up = select.poll()  # a killed server hangs up a little before it can be waited for
         hang_up.register(self.control, 0)
         return not hang_up.poll(0)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has imported everything."""
+        """Whether the server has imported everything."""
         return bool(wait([self.control], 0))
 
     def connect(self) -> socket.socket:
-        """A connection to a new worker, which starts when the server is ready."""
+        """Returns a connection to a new worker, which starts when the server is ready."""
         ours, theirs = socket.socketpair()
-        with theirs, suppress(ConnectionError):  # if the server has just died, so has the worker
+        with theirs, suppress(ConnectionError):  # if the server has just died, the worker appears to have died
             socket.send_fds(self.control, [b"\0"], [theirs.fileno()])
         return ours
 
@@ -95,14 +95,14 @@ class ForkServer:
         """Ends the server and its workers."""
         if not self._is_open:
             return
-        if not self.is_ready:  # it would only notice after its imports
+        if not self.is_ready:  # the server would notice the closed connection only after its imports
             self.process.kill()
         self.control.close()
         self.process.wait()
 
 
 class _Fork:
-    """A fork of this process, as :class:`ForkServer` uses a ``Popen``."""
+    """A fork of this process, with the methods of ``Popen`` that :class:`ForkServer` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -116,7 +116,7 @@ class _Fork:
 
 
 def start_server() -> ForkServer:
-    """Starts this process's server if it does not run; it does not wait until it is ready."""
+    """Returns this process's server, started if it is not running; does not wait until it is ready."""
     global _server
     if _server is not None and not _server.is_alive:
         _server.close()
@@ -126,10 +126,10 @@ def start_server() -> ForkServer:
 
 
 def fork_server(work: Callable[[socket.socket], None]) -> None:
-    """Forks this process's server, which then imports nothing and shares the memory of what is imported here, too.
+    """Forks this process's server, which then need not import anything and shares the memory of what is imported here.
 
-    Only for a process that has imported everything and done nothing else: it has used no GPU, and has no thread but
-    those of OpenBLAS, which ends them before a fork. Both then keep the memory that they free, for the next batch.
+    Only for a process that has done nothing but import: it must not have used a GPU, nor have threads other than those
+    of OpenBLAS, which ends them before a fork.
     """
     global _server
     with suppress(AttributeError):  # only glibc has it
@@ -139,13 +139,13 @@ def fork_server(work: Callable[[socket.socket], None]) -> None:
 
 
 def end_fork() -> None:
-    """Ends a server that was forked and is not needed; it would keep a copy of all memory that this process changes."""
+    """Ends a forked server that is not needed, which would keep a copy of all memory that this process changes."""
     if _server is not None and isinstance(_server.process, _Fork):
         _server.close()
 
 
 def _started(_: socket.socket, control: socket.socket) -> subprocess.Popen[bytes]:
-    """A new process."""
+    """Starts the server in a new process."""
     program = _PROGRAM.format(path=sys.path, control=control.fileno())
     return subprocess.Popen(
         [sys.executable, *_args_from_interpreter_flags(), "-c", program],
@@ -156,18 +156,18 @@ def _started(_: socket.socket, control: socket.socket) -> subprocess.Popen[bytes
 
 
 def _forked(work: Callable[[socket.socket], None], ours: socket.socket, control: socket.socket) -> _Fork:
-    """A fork of this process, with the settings that a new one has from its environment."""
-    _flush_std_streams()  # workers would write again what is buffered
+    """Forks the server from this process, with the settings that a new process takes from its environment."""
+    _flush_std_streams()  # otherwise workers would also write what is buffered
     if pid := os.fork():
         return _Fork(pid)
     try:
         ours.close()
-        if nothing := os.open(os.devnull, os.O_RDONLY):  # 0 if the command was started without standard input
+        if nothing := os.open(os.devnull, os.O_RDONLY):  # is 0 if the command was started without standard input
             os.dup2(nothing, 0)
             os.close(nothing)
         os.environ.update(WORKER_ENVIRONMENT)
         torch.set_num_threads(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))
-        threadpool_limits(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))  # of NumPy and SciPy
+        threadpool_limits(int(WORKER_ENVIRONMENT["OMP_NUM_THREADS"]))  # for NumPy and SciPy
         serve(control.detach(), work)
     finally:
         os._exit(1)
@@ -179,9 +179,9 @@ def is_server_ready() -> bool:
 
 
 def serve(control: int, work: Callable[[socket.socket], None]) -> None:
-    """Forks a worker at each request of the driver, and kills those that are left when the driver ends; the server."""
+    """Runs the server: forks a worker at each request, and kills the remaining workers when the driver ends."""
     gc.collect()
-    gc.freeze()  # a worker's collections would write to all imported objects, and so copy their memory
+    gc.freeze()  # otherwise a worker's collections would write to all imported objects, which copies their memory
     gc.enable()
     driver = socket.socket(fileno=control)
     workers: set[int] = set()
@@ -197,11 +197,11 @@ def serve(control: int, work: Callable[[socket.socket], None]) -> None:
     for worker in workers:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
-    os._exit(0)  # what libraries do at an exit is for those who used them
+    os._exit(0)  # skips the exit handlers of libraries, which the server has not used
 
 
 def run_worker(work: Callable[[socket.socket], None], connection: socket.socket) -> None:
-    """Is a worker, and does not return."""
+    """Runs the worker; never returns."""
     try:
         work(connection)
     except BaseException:

@@ -1,4 +1,4 @@
-"""What the driver and its workers send each other: pickled by value, or shared in a file."""
+"""Pickles what the driver and its workers send each other, or shares it in a file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
 Pickled = tuple[bytes, Sequence[Any]]
-"""A pickled object, and the buffers of its tensors and arrays that are kept beside it."""
+"""A pickled object, and the buffers of its tensors and arrays, which are kept separately."""
 
 
 def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
-    """Calls a function that pickles something for a worker, and explains its failure."""
+    """Calls a function that pickles something for a worker; if it fails, explains why."""
     try:
         return pickle_it()
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
@@ -39,8 +39,8 @@ def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
 class _Pickler(cloudpickle.Pickler):
     """Pickles by value, including lambdas and classes of ``__main__``.
 
-    It leaves out the data module and the tensors that the other side has. It also leaves out the CLI, which
-    LightningCLI's optimizer factories refer to and which holds everything that was configured.
+    Leaves out the data module and the tensors that the receiver has, and the CLI, to which LightningCLI's optimizer
+    factories refer and which holds everything that was configured.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, nn.Module) and is_parametrized(obj):  # PyTorch copies these, but refuses to pickle them
             return object.__new__, (type(obj),), vars(obj)
-        # as an array, because a view of a tensor would be pickled with the whole tensor
+        # pickled as an array, because PyTorch would pickle a view together with the whole tensor
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.requires_grad or obj.layout is not torch.strided:
             return super().reducer_override(obj)
         if obj.dtype in _AS_INTEGERS:
             return Tensor.view, (obj.view(_AS_INTEGERS[obj.dtype]), obj.dtype)
         if obj.dtype in _NUMPY_DTYPES:
             if obj.is_contiguous(memory_format=torch.channels_last):
-                # with strides, because NumPy alters those of dimensions of size 1, which tell PyTorch the memory format
+                # with strides, which NumPy changes for dimensions of size 1: PyTorch infers the memory format from them
                 return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
             return torch.from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
@@ -82,7 +82,7 @@ _NUMPY_DTYPES = {
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
 }
 
-# NumPy has none of them, and PyTorch cannot unpickle 8 bits
+# NumPy lacks these data types, and PyTorch cannot unpickle 8-bit floats
 _AS_INTEGERS = {dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")}
 _AS_INTEGERS[torch.bfloat16] = torch.int16
 
@@ -111,7 +111,7 @@ def dumps(
     known: Tree | None = None,
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
 ) -> bytes:
-    """Pickles an object by value, but by name those tensors that are known to the other side."""
+    """Pickles an object by value, except for tensors in ``known``, which the receiver has and finds by name."""
     file = io.BytesIO()
     _Pickler(file, datamodule, known or {}, buffer_callback).dump(obj)
     return file.getvalue()
@@ -127,14 +127,14 @@ def loads(
     return _Unpickler(pickled, datamodule, known or {}, buffers).load()
 
 
-_ALIGNMENT = 64  # bytes; that of PyTorch's own memory
+_ALIGNMENT = 64  # bytes, as in memory that PyTorch allocates
 
 
 class SharedObject:
-    """An object in a file that the processes which load it map, so that its tensors are in memory once.
+    """An object in a file that is mapped by every process that loads it, so that its tensors are in memory once.
 
-    A process that writes to a tensor gets a copy of the pages that it writes to. The file is deleted with this handle,
-    and also however this process ends.
+    A process that writes to a tensor gets its own copy of the pages it writes to. The file is deleted with this handle
+    or when this process ends, however it ends.
     """
 
     def __init__(self, obj: Any, datamodule: FederatedDataModule | None = None) -> None:
@@ -142,7 +142,7 @@ class SharedObject:
         pickled = dumps(obj, datamodule, buffer_callback=buffers.append)
         self._file = tempfile.TemporaryFile()
         finalize(self, self._file.close)
-        # where all processes of this machine find it, although it has no name
+        # a path for all processes of this machine, although the file has no name
         self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         self.spans: list[tuple[int, int]] = []  # first byte and number of bytes
         written: dict[tuple[int, int], tuple[int, int]] = {}
@@ -155,13 +155,13 @@ class SharedObject:
         self._file.flush()
 
     def content(self) -> Pickled:
-        """The pickled object, and the buffers of its tensors, in the mapped file."""
+        """The pickled object, and its tensors' buffers in the mapped file."""
         mapped = np.memmap(self.path, mode="c").data
         pickled, *buffers = (mapped[start : start + size] for start, size in self.spans)
         return bytes(pickled), buffers
 
     def load(self) -> Any:
-        """The object, in any process of this machine."""
+        """Loads the object, in any process of this machine."""
         pickled, buffers = self.content()
         return loads(pickled, buffers=buffers)
 

@@ -1,4 +1,4 @@
-"""Worker processes on this machine: both ends of one, and the backend that starts them."""
+"""Worker processes on this machine: the driver's end, the worker's end, and the backend that starts them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fedmoe_pl.backends.workers.workers_backend import (
 )
 from fedmoe_pl.data import FederatedDataModule
 
-_IDLE = 0.5  # seconds without work, after which a worker gives its freed memory back
+_IDLE = 0.5  # seconds without work after which a worker returns freed memory to the system
 
 
 class LocalWorker(RemoteWorker):
-    """The driver's end. A thread sends each call and waits for its answer."""
+    """The driver's end of a worker. A thread sends each call and waits for its answer."""
 
     def __init__(self, data: SharedObject, device: torch.device, **environment: str) -> None:
         super().__init__(device)
@@ -47,7 +47,7 @@ class LocalWorker(RemoteWorker):
         self.pid = self.thread.submit(self._call, here, data, device)
 
     def submit(self, phase: SharedObject | None, server: bytes | None, groups: bytes) -> Future[Any]:
-        """Sends a call when the answer to the last one has come."""
+        """Queues a call, which is sent after the previous call has been answered."""
         return self.thread.submit(self._call, phase, server, groups)
 
     def _call(self, *message: Any) -> Any:
@@ -70,7 +70,7 @@ class LocalWorker(RemoteWorker):
     def end(self) -> None:
         """Kills the process."""
         with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)  # a process that has not started or is idle ends at once
+            self.connection.shutdown(socket.SHUT_RDWR)  # a process that is idle or has not started yet ends at once
         self.thread.shutdown()
         if self.pid.exception() is None:
             with suppress(ProcessLookupError):
@@ -81,15 +81,15 @@ class LocalWorker(RemoteWorker):
 
 
 def _return_freed_memory() -> None:
-    """Returns to the system what was freed, which malloc keeps for later; does nothing without glibc."""
+    """Returns freed memory, which malloc would keep, to the system; does nothing without glibc."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def work(connection: socket.socket) -> None:
-    """Answers the driver's calls until it ends or closes the connection; the worker's end."""
+    """Runs the worker's end: answers calls until the driver ends or closes the connection."""
     stream = connection.makefile("rwb")
-    # for the processes of a DataLoader; in others, classes of the user's script could not be unpickled
+    # for a DataLoader's processes, which could not unpickle classes of the user's script if they were not forked
     multiprocessing.set_start_method("fork", force=True)
     worker = None
     with suppress(EOFError, ConnectionError):
@@ -110,31 +110,31 @@ def work(connection: socket.socket) -> None:
                 answer = None, cloudpickle.dumps((portable(error), "".join(format_exception(error))))
 
 
-_WORTH_FORKING = 1.0  # seconds to gain
-_WORTH_A_SERVER = 5.0  # seconds to gain; it imports for as long on another core, while this process goes on
+_WORTH_FORKING = 1.0  # seconds to gain from forking workers
+_WORTH_A_SERVER = 5.0  # seconds to gain from starting the server, which imports for as long, on another core
 
 
 class PoolBackend(WorkersBackend):
     """One process per device of this machine.
 
     Args:
-        backend: how each of them trains its groups.
-        devices: the device of each process; on a CPU the same device several times.
-        lazy: whether training begins in this process. The others are prepared when, at the pace measured so far, they
-            would shorten the phase by five seconds, and take over when they are ready, if a second can still be gained.
-            The result has the same bits.
+        backend: how each process trains its groups.
+        devices: the device of each process; on a CPU, the same device several times.
+        lazy: whether training begins in this process. Workers are prepared once they would shorten the phase by five
+            seconds at the pace measured so far, and take over when ready if that still saves a second. The result is
+            bit-identical.
     """
 
     def __init__(self, backend: Backend, devices: Sequence[torch.device], lazy: bool = False) -> None:
         super().__init__(backend, devices, lazy, f", in up to {len(devices)} processes")
 
     def open(self) -> None:
-        """Has the processes' server import everything while the run is prepared."""
+        """Starts the fork server, which imports everything while the run is prepared."""
         if not self.lazy:
             start_server()
 
     def is_worth_starting(self, gain: float) -> bool:
-        """Whether to start the processes; has their server started if it is not there, without waiting for it."""
+        """Whether to start the processes; starts the fork server if that is worth it, without waiting for it."""
         if not is_server_ready() and gain >= _WORTH_A_SERVER:
             start_server()
         return is_server_ready() and gain >= _WORTH_FORKING

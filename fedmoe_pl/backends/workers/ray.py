@@ -30,7 +30,7 @@ from fedmoe_pl.backends.workers.workers_backend import (
 from fedmoe_pl.checks import check_at_least, reason_of
 from fedmoe_pl.data import FederatedDataModule
 
-_SECONDS_TO_CONNECT = 5.0  # Ray itself would try for five minutes and then end this process
+_SECONDS_TO_CONNECT = 5.0  # Ray itself would keep trying for five minutes and then end this process
 
 
 def _ray() -> Any:
@@ -44,9 +44,9 @@ def _ray() -> Any:
 
 @contextmanager
 def _on_this_machine_only() -> Iterator[None]:
-    """Lets Ray listen on the loopback interface only, as it does on systems where it supports no clusters.
+    """Has Ray listen on the loopback interface only, as it does on systems where it does not support clusters.
 
-    By default it listens on all interfaces, also if it is given the address of the loopback interface.
+    By default, it listens on all interfaces, even if it is given the address of the loopback interface.
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before, variable = constants.ENABLE_RAY_CLUSTER, constants.ENABLE_RAY_CLUSTERS_ENV_VAR
@@ -65,14 +65,14 @@ def _on_this_machine_only() -> Iterator[None]:
 class RayBackend(WorkersBackend):
     """One process per GPU of a Ray cluster, or per CPU if it has no GPU.
 
-    Results have the same bits as training in one process if all machines have the same kind of processor.
+    Results are bit-identical to training in one process if all machines have the same kind of processor.
 
     Args:
         address: the cluster's address, as ``host:port``, ``ray://host:port`` or ``auto``; ``local`` starts Ray on this
-            machine, which other machines cannot reach. None is the environment variable ``RAY_ADDRESS``, as in Ray and
-            as ``ray job submit`` sets it, or ``local`` without it.
+            machine, out of reach of other machines. None uses the environment variable ``RAY_ADDRESS``, which
+            ``ray job submit`` sets, or ``local`` if it is not set.
         workers: number of processes; None for one per GPU, or per CPU if there is no GPU.
-        backend: how each of them trains its groups; ``auto`` takes the fastest one that gives the right result.
+        backend: how each process trains its groups; ``auto`` takes the fastest backend that gives the right result.
 
     Raises:
         MisconfigurationException: if Ray is not installed or ``workers`` is out of range.
@@ -92,7 +92,7 @@ class RayBackend(WorkersBackend):
         """Connects to the cluster, or starts one.
 
         Raises:
-            MisconfigurationException: if there is no cluster, or it has too few devices.
+            MisconfigurationException: if there is no cluster or it has too few devices.
         """
         ray = _ray()
         if not ray.is_initialized():
@@ -101,7 +101,7 @@ class RayBackend(WorkersBackend):
         resources = ray.cluster_resources()
         gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
         number = self.num_workers or gpus or cpus
-        # Ray shows a worker only its own GPU
+        # a worker sees only the GPU that Ray gives it
         self.devices = number * [torch.device("cuda", 0) if gpus else torch.device("cpu")]
         if number > (gpus or cpus) or not number:
             raise MisconfigurationException(
@@ -120,9 +120,9 @@ class RayBackend(WorkersBackend):
                 socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
             with _on_this_machine_only() if is_local else nullcontext():
                 ray.init(address, **options)
-        except Exception as error:  # Ray raises plain ones, such as when a slow machine does not start it in time
+        except Exception as error:  # Ray raises a plain one, for example if a slow machine does not start it in time
             with suppress(Exception):
-                ray.shutdown()  # what has been started
+                ray.shutdown()  # ends what was started
             problem = "Ray did not start on this machine" if is_local else "there is no Ray cluster to connect to"
             reason = reason_of(error)
             name, value = ("address", self.address) if self.address or is_local else ("RAY_ADDRESS", address)
@@ -147,7 +147,7 @@ class RayBackend(WorkersBackend):
         return _Actor(self.data, device)
 
     def close(self) -> None:
-        """Ends the workers, and Ray if it was started here."""
+        """Ends the workers, and the connection to Ray if this backend made it."""
         super().close()
         if self._connected:
             _ray().shutdown()
@@ -185,15 +185,15 @@ class _Actor(RemoteWorker):
 
 
 class _RayWorker:
-    """Makes a worker from the data in the object store."""
+    """The worker's end: makes a worker from the data in the object store."""
 
     def __init__(self, paths: Sequence[str], data: Pickled, device: torch.device) -> None:
         sys.path += [path for path in paths if path not in sys.path]  # where the driver found the user's modules
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is shared and only read
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # shared arrays are only read
         pickled, buffers = data
         self.worker = Worker(loads(pickled, buffers=buffers), device)
 
     def work(self, phase: Pickled | None, server: bytes | None, groups: bytes) -> bytes:
-        if phase is not None:  # the data are only read, but a model may be written to
+        if phase is not None:  # copied, because a model, unlike the data, may be written to
             phase = phase[0], [buffer.copy() for buffer in phase[1]]
         return self.worker.work(phase, server, groups)

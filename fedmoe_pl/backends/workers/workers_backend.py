@@ -30,7 +30,7 @@ from fedmoe_pl.trees import Tree
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # otherwise glibc returns the buffers of large batches to the system in every step: 15 to 35 percent of its time
+    # otherwise glibc returns the buffers of large batches to the system in every step, for 15 to 35 % of a step's time
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
     "MALLOC_TOP_PAD_": "67108864",
@@ -41,7 +41,7 @@ _CUDNN = ("benchmark", "deterministic")
 
 
 def torch_settings() -> list[Callable[[], None]]:
-    """The settings of this process that affect results, as calls that make them in another process."""
+    """The settings of this process that affect results, as calls that apply them in another process."""
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return [
@@ -60,7 +60,7 @@ class Worker:
         self.device = device
 
     def work(self, phase: Pickled | None, server: bytes | None, groups: bytes) -> bytes:
-        """Does a job for some groups of clients; phase and server's state are those of the last call if left out."""
+        """Does a job for some groups of clients; a phase or server state that is None stays that of the last call."""
         try:
             if phase is not None:
                 self._begin_phase(phase)
@@ -78,24 +78,24 @@ class Worker:
             apply()
         if (before := getattr(self, "plan", None)) is not None:
             before.training.elsewhere.clear()
-        on_cpu = plan.training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs
+        on_cpu = plan.training.trainer.get("accelerator") == "cpu"  # the user's choice, even if the cluster has GPUs
         self.plan = plan.begin(replace(plan.training, device=torch.device("cpu") if on_cpu else self.device))
 
 
-_CHUNKS = 4  # of clients to train, per worker at least, so that none waits long for the last one
-_PARTS = 32  # of groups to evaluate, likewise
-_WORTH_STARTING = 10.0  # seconds to gain; imports of new interpreters take half of them, and an estimate is rough
-_TRIES = 3  # another process may cause one death, but hardly three with the same clients
-_GRACE = 60.0  # seconds beyond the clients' own in which a worker must answer; it may have to start first
-_AHEAD = 8  # how many results per worker may wait for an earlier one; limits their memory
+_CHUNKS = 4  # least number of training chunks per worker, so that no worker waits long for the last one
+_PARTS = 32  # least number of chunks to evaluate, for the same reason
+_WORTH_STARTING = 10.0  # seconds to gain; new interpreters spend half of that on imports, and the estimate is rough
+_TRIES = 3  # one death may be another process's fault, but hardly three deaths with the same clients
+_GRACE = 60.0  # seconds added to the clients' time limits before a worker is overdue; it may have to start first
+_AHEAD = 8  # how many results per worker may wait for an earlier one, to limit memory
 
 
 class WorkerDied(Exception):
-    """A worker's process ended before it answered; the message is the kind of exception that says so."""
+    """A worker's process ended before it answered; the message is the name of the exception that showed it."""
 
 
 class RemoteWorker(ABC):
-    """The driver's handle of a worker on a device, with the plan and the pickled server state that it was sent last."""
+    """The driver's handle of a worker on a device, with the last plan and pickled server state sent to the worker."""
 
     plan: Plan | None = None
     server: bytes | None = None
@@ -105,7 +105,7 @@ class RemoteWorker(ABC):
 
     @abstractmethod
     def submit(self, phase: Any, server: bytes | None, groups: bytes) -> Future[Any]:
-        """Calls :meth:`Worker.work` without waiting for it; the phase is one that the backend has shared, or None."""
+        """Calls :meth:`Worker.work` without waiting; ``phase`` is an object that the backend has shared, or None."""
 
     @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
@@ -119,17 +119,17 @@ class RemoteWorker(ABC):
 class WorkersBackend(Backend):
     """Hands out groups of clients to workers, largest first, and yields their updates in order.
 
-    Groups and their order are the same as in one process, and so are the bits of the result, however many workers there
-    are and whichever answers first. A worker is sent only what it lacks: the phase, the server's state, and the tensors
-    that the group's clients have kept. It holds nothing else, so that a dead worker can be replaced and its group
+    Groups and their order are the same as in one process, so that the result is bit-identical, however many workers
+    there are and whichever answers first. A worker is sent only what it lacks: the phase, the server's state, and the
+    tensors that the group's clients keep. It holds nothing else, so that a dead worker can be replaced and its groups
     trained again.
 
     Args:
         backend: how each worker trains its groups.
         devices: the device of each worker.
-        lazy: whether work begins in this process. The workers start when, at the pace measured so far, they shorten the
-            phase by enough. The result has the same bits.
-        where: what to add to the plan's description.
+        lazy: whether work begins in this process. Workers start once they would shorten the phase by enough at the pace
+            measured so far. The result is bit-identical.
+        where: text to append to the plan's description.
     """
 
     def __init__(
@@ -144,21 +144,21 @@ class WorkersBackend(Backend):
 
     @abstractmethod
     def share(self, obj: Any, datamodule: FederatedDataModule | None = None) -> Any:
-        """Puts an object where all workers find it, without the data module that they have; returns its address."""
+        """Puts an object, without the data module, where all workers can load it; returns what to send to them."""
 
     @abstractmethod
     def start_worker(self, device: torch.device) -> RemoteWorker:
-        """Starts a worker on the shared ``data``; also in place of one that died."""
+        """Starts a worker on the shared ``data``; also called to replace one that died."""
 
     def is_worth_starting(self, gain: float) -> bool:
-        """Whether to start the workers, which are expected to shorten the phase by so many seconds."""
+        """Whether to start the workers, if they are expected to shorten the phase by ``gain`` seconds."""
         return gain >= _WORTH_STARTING
 
     def start(self, datamodule: FederatedDataModule) -> None:
         """Starts all workers if they are not running.
 
         Raises:
-            MisconfigurationException: if there can be no workers, or the data cannot be sent to them.
+            MisconfigurationException: if workers cannot be started or the data cannot be sent to them.
         """
         if self.workers:
             return
@@ -177,7 +177,7 @@ class WorkersBackend(Backend):
         return new
 
     def plan(self, training: LocalTraining) -> Plan:
-        """The plan of the workers' backend, whose groups are handed out."""
+        """Plans with the workers' backend; the groups of its plan are handed out."""
         plan = self.backend.plan(training)
         return WorkersPlan(self, plan, plan.description + self.where)
 
@@ -188,7 +188,7 @@ class WorkersBackend(Backend):
         self.workers, self.data = [], None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out workers and data when the backend is copied or sent to one of them."""
+        """Leaves out workers and data when the backend is copied or sent to a worker."""
         return {**vars(self), "workers": [], "data": None}
 
 
@@ -203,11 +203,11 @@ class WorkersPlan(Plan):
 
     @cached_property
     def paces(self) -> list[float]:
-        """Seconds per training sample, of the groups trained in this process."""
+        """Seconds per training sample of each chunk trained in this process."""
         return []
 
     def begin(self, training: LocalTraining) -> Self:
-        """Begins the other plan, too."""
+        """Begins the other plan as well."""
         begun = super().begin(training)
         begun.plan = self.plan.begin(training)
         return begun
@@ -246,8 +246,8 @@ class WorkersPlan(Plan):
     ) -> Iterator[Any]:
         """Works for groups in this process until the workers take over; yields each group's result in order.
 
-        Exceptions of the job are raised unchanged. ``give_up`` makes the results of a chunk with which three workers
-        have died, or which took one of them too long, from the chunk and the reason; without it, that is an exception.
+        Exceptions of the job are raised unchanged. If three workers have died with a chunk, or it took one of them too
+        long, ``give_up`` makes its results from the chunk and the reason; without ``give_up``, an exception is raised.
         """
         while groups and not self._is_handed_out(groups, paces, later):
             chunk = chunks(groups)[0]
@@ -264,19 +264,19 @@ class WorkersPlan(Plan):
         try:
             yield from handed_out.results()
         finally:
-            if handed_out.busy:  # there was an exception, and nobody waits for the other answers
+            if handed_out.busy:  # after an exception, nobody takes the remaining answers
                 self.backend.close()
 
     def _is_handed_out(self, groups: Sequence[Sequence[int]], paces: Sequence[float], later: int) -> bool:
-        """Whether the workers do the rest; starts them if they are worth it."""
+        """Whether the workers do the rest; starts them if that pays off."""
         backend = self.backend
         if backend.workers:
             return True
         if len(groups) == 1 and all(device.type == "cpu" for device in backend.devices):
-            return False  # there is nothing to divide
+            return False  # one group cannot be divided
         if not backend.lazy:
             return True
-        if len(paces) < 2 or not self.may_start:  # the first group takes longer, because some things are done once
+        if len(paces) < 2 or not self.may_start:  # the first chunk is slower, because some things are done only once
             return False
         share = 1 - 1 / min(len(backend.devices), len(groups))
         if not backend.is_worth_starting(min(paces) * (self._size(groups) + later) * share):
@@ -294,7 +294,7 @@ class WorkersPlan(Plan):
 
 @dataclass(eq=False)
 class _HandedOutChunk:
-    """A chunk with the number of workers that have died with it, and its pickled results."""
+    """A chunk, the number of workers that have died with it, and its pickled results."""
 
     groups: Chunk
     deaths: int = 0
@@ -306,7 +306,7 @@ class _HandedOutChunk:
 
 
 class _HandedOut:
-    """The chunks of a round that are handed out."""
+    """Hands out the chunks of a round to the workers."""
 
     def __init__(
         self,
@@ -323,19 +323,19 @@ class _HandedOut:
         self.server = dumps(server, known=plan.training.initial)
         self.give_up = give_up
         self.seconds = plan.training.client_timeout if give_up else None
-        self.order = [_HandedOutChunk(chunk) for chunk in chunks]  # those whose results have not been yielded
-        # those that are not handed out, in the order in which they will be
+        self.order = [_HandedOutChunk(chunk) for chunk in chunks]  # chunks whose results have not been yielded
+        # chunks still to hand out, in this order
         self.waiting = sorted(self.order, key=lambda chunk: -group_size(plan.training, chunk.clients))
         self.ahead = _AHEAD * len(backend.workers)
         self.idle = list(backend.workers)
-        # worker and chunk of every call in progress, and when it must have answered
+        # worker, chunk and deadline of every call in progress
         self.busy: dict[Future[Any], tuple[RemoteWorker, _HandedOutChunk, float]] = {}
 
     @cached_property
     def phase(self) -> Any:
         """The phase, shared once for all workers that lack it."""
         message, training = (self.plan, torch_settings()), self.plan.training
-        _ = training.copies  # has the module and the initial tensors share what nobody trains, which is sent once
+        _ = training.copies  # makes module and initial tensors share what nobody trains, so that it is sent once
         return sendable("the model or its algorithm", lambda: self.backend.share(message, training.datamodule))
 
     def results(self) -> Iterator[Any]:
@@ -353,7 +353,7 @@ class _HandedOut:
                 self._end_overdue()
 
     def _send_some(self) -> None:
-        """Gives idle workers the largest chunks that are not too far ahead of the first missing one."""
+        """Gives idle workers the largest chunks that are not too far ahead of the first missing result."""
         first = {*self.order[: self.ahead]}
         within = [chunk for chunk in self.waiting if chunk in first]
         for chunk, worker in zip(within, list(self.idle), strict=False):
@@ -372,7 +372,7 @@ class _HandedOut:
         return worker.submit(phase, server, dumps((self.job, chunk.groups, kept)))
 
     def _take(self, future: Future[Any]) -> None:
-        """Takes a worker's answer, or replaces a worker that died."""
+        """Takes a worker's answer, or replaces the worker if it died."""
         worker, chunk, _ = self.busy.pop(future)
         try:
             chunk.results = worker.result(future)
@@ -383,7 +383,7 @@ class _HandedOut:
         self.idle.append(worker)
 
     def _try_again(self, chunk: _HandedOutChunk, death: WorkerDied) -> None:
-        """Puts a chunk back whose worker died; before the last try, its groups are parted, so that only one fails."""
+        """Puts back a chunk whose worker died; before the last try, splits it into groups, so that only one fails."""
         if chunk.deaths == _TRIES:
             if self.give_up is None:
                 ids = ", ".join(map(str, chunk.clients[:5])) + (", ..." if len(chunk.clients) > 5 else "")
@@ -402,7 +402,7 @@ class _HandedOut:
             self.waiting.insert(0, chunk)
 
     def _end_overdue(self) -> None:
-        """Ends the workers that have not answered in time; a client hangs where nothing else interrupts it."""
+        """Ends workers that did not answer in time, because a client hangs where the alarm cannot interrupt it."""
         for future, (worker, chunk, deadline) in list(self.busy.items()):
             if time.monotonic() >= deadline:
                 del self.busy[future]
@@ -425,5 +425,5 @@ def _train_groups(
 
 
 def failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:
-    """The results of groups all of whose clients failed."""
+    """The results of groups in which all clients failed."""
     return [GroupUpdate(None, {}, Traffic(), failed=dict.fromkeys(group, Failure(reason))) for group in groups]
