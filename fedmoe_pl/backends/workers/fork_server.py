@@ -129,7 +129,7 @@ def fork_server(work: Callable[[socket.socket], None]) -> None:
     """Forks this process's server, which then need not import anything and shares the memory of what is imported here.
 
     Only for a process that has done nothing but import: it must not have used a GPU, nor have threads other than those
-    of OpenBLAS, which ends them before a fork.
+    of OpenBLAS, which ends them before a fork. Both keep the memory that they free, for the next batch.
     """
     global _server
     with suppress(AttributeError):  # only glibc has it
