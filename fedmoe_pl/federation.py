@@ -14,7 +14,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback, with_defaults
-from fedmoe_pl.callbacks.partition_monitor import write_partition
+from fedmoe_pl.callbacks.result_files import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint, locked
 from fedmoe_pl.checkpoints.client_state import Store
 from fedmoe_pl.checkpoints.configuration import configuration, recorded

@@ -6,13 +6,11 @@ from fedmoe_pl.callbacks.client_checkpoint import ClientCheckpoint
 from fedmoe_pl.callbacks.cluster_monitor import ClusterMonitor
 from fedmoe_pl.callbacks.cost_to_target import CostToTarget
 from fedmoe_pl.callbacks.expert_monitor import ExpertMonitor
-from fedmoe_pl.callbacks.gate_monitor import GateMonitor
-from fedmoe_pl.callbacks.partition_monitor import PartitionMonitor
+from fedmoe_pl.callbacks.gate_monitor import GateMonitor, TokenGateMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
 from fedmoe_pl.callbacks.representation_monitor import RepresentationMonitor
-from fedmoe_pl.callbacks.result_files import ResultFiles
+from fedmoe_pl.callbacks.result_files import PartitionMonitor, ResultFiles
 from fedmoe_pl.callbacks.sample_monitor import SampleMonitor
-from fedmoe_pl.callbacks.token_gate_monitor import TokenGateMonitor
 from fedmoe_pl.callbacks.traffic_ledger import TrafficLedger
 from fedmoe_pl.rounds.run import FederationCallback
 

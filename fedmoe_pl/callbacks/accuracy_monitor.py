@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from fedmoe_pl.callbacks.figures import log_figure, new_figure, styled, styles
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
-from fedmoe_pl.callbacks.own_samples import check_clients
+from fedmoe_pl.callbacks.sample_monitor import check_clients
 from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
 from fedmoe_pl.logs.summary import format_table, present_metrics, scale
 from fedmoe_pl.phases.phase import Phase

@@ -1,4 +1,4 @@
-"""The results of a run as files."""
+"""The results and the partition of a run as files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from fedmoe_pl.data import partition_rows
+from fedmoe_pl.callbacks.figures import log_figure, partition_figure
+from fedmoe_pl.data import FederatedDataModule, partition_rows, partition_table
 from fedmoe_pl.evaluation.evaluation import Evaluation, gate_rows
 from fedmoe_pl.logs.summary import append_csv, format_table, summary_row, write_csv
 from fedmoe_pl.phases.phase import Phase
@@ -88,3 +89,20 @@ class ResultFiles(FederationCallback):
         lines += [f"       {shlex.join(['tensorboard', '--logdir', folder])}" for folder in boards]
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # which may lack the letters of a name
         print("\n".join(["", *lines]).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+class PartitionMonitor(FederationCallback):
+    """Shows in the run's loggers, before the first round, how many samples of each class each client has."""
+
+    def on_fit_start(self, run: Run) -> None:
+        """Draws the partition and writes it as a table, unless the run is resumed."""
+        if not run.step and run.loggers.take_images:
+            log_figure(run, "partition", lambda: partition_figure([*partition_rows(run.datamodule)]), run.step)
+            run.loggers.log_text("partition", partition_table(run.datamodule), run.step)
+
+
+def write_partition(datamodule: FederatedDataModule, path: Path) -> str:
+    """Draws the partition to a file, whose folder is made if it is missing, and returns it as a text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partition_figure([*partition_rows(datamodule)]).savefig(path, dpi=200, facecolor="white")
+    return f"{partition_table(datamodule)}\n\nPicture: {path}"

@@ -16,15 +16,14 @@ from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_names import ClientNames
-from fedmoe_pl.data.client_samples import ClientSamples
+from fedmoe_pl.data.client_samples import ClientSamples, balanced_subset, natural_test_samples, pooled_ids, split
 from fedmoe_pl.data.loaders import loader
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
-from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
-from fedmoe_pl.data.target_bins import quantile_bins
+from fedmoe_pl.data.targets import quantile_bins
 
 
 class FederatedDataModule(LightningDataModule, ABC):

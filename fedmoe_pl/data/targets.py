@@ -1,4 +1,4 @@
-"""Reads the classes and groups of a dataset's samples: from an attribute, by a function, or from the samples."""
+"""Reads the targets and groups of a dataset's samples, and puts continuous targets into bins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.data.arrays import are_classes
 from fedmoe_pl.seeds import seeded
 
 Values = str | Callable[[Any], Sequence[Any]]
@@ -196,3 +197,29 @@ def _to_array(values: Any) -> np.ndarray:
     # NumPy makes a text of nan among texts
     has_nan = array.dtype.kind in "US" and array.ndim == 1 and any(value != value for value in values)
     return np.asarray(values, dtype=object) if has_nan else array
+
+
+def quantile_bins(owner: object, targets: Tensor, num_training: int, num_bins: int) -> Tensor:
+    """The bin of each target, int64, shape (n,), from 0 for the lowest.
+
+    The edges are quantiles of the first ``num_training`` targets, so that as many of these are in each bin, up to one.
+    Equal targets are in the same bin: frequent ones make it larger, and there may be fewer bins.
+    """
+    check_at_least(owner, "target_bins", num_bins, 2)
+    values = targets.flatten()
+    if are_classes(targets) or len(values) != len(targets):
+        because = f"quantiles need one number for each sample, and {_described(targets)}"
+        raise InvalidArgumentError(owner, "target_bins", num_bins, "left out", because)
+    training = values[:num_training].sort().values
+    if (different := len(training.unique_consecutive())) < num_bins:
+        because = "so many different targets have the training samples"
+        raise InvalidArgumentError(owner, "target_bins", num_bins, f"at most {different}", because)
+    edges = torch.stack([part[0] for part in training.tensor_split(num_bins)[1:]]).unique()
+    return torch.bucketize(values, edges[edges > training[0]], right=True)
+
+
+def _described(targets: Tensor) -> str:
+    if are_classes(targets):
+        return "these are classes"
+    shape = tuple(targets.shape[1:])
+    return f"targets have shape {shape}" if targets.numel() else "samples that are read one by one have unknown targets"

@@ -34,10 +34,9 @@ from fedmoe_pl.evaluation.outputs import (
     outputs_of,
 )
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.inputs import inputs_of, rows_of
 from fedmoe_pl.models.layers import treats_samples_apart
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.models.mixtures.tasks import IGNORED, preds_and_target, weight_of
+from fedmoe_pl.models.mixtures.tasks import IGNORED, inputs_of, preds_and_target, rows_of, weight_of
 from fedmoe_pl.trees import Tree, loads_by_itself, names_of_same_tensors
 
 _MOST = 8  # more gain little, and would leave worker processes without work

@@ -11,9 +11,9 @@ from fedmoe_pl.callbacks.accuracy_monitor import sorted_accuracy_figure
 from fedmoe_pl.callbacks.cluster_monitor import _picks_figure, cluster_figure
 from fedmoe_pl.callbacks.expert_monitor import aggregation_figure, expert_usage_figure
 from fedmoe_pl.callbacks.figures import gate_figure, partition_figure, styled
+from fedmoe_pl.callbacks.gate_monitor import layer_figure, token_figure
 from fedmoe_pl.callbacks.representation_monitor import representation_figure
 from fedmoe_pl.callbacks.sample_monitor import GatedSamples, certainty_figure, image_samples_figure, text_samples_figure
-from fedmoe_pl.callbacks.token_gate_monitor import layer_figure, token_figure
 from fedmoe_pl.evaluation.evaluation import gate_rows
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])

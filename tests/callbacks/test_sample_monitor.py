@@ -13,8 +13,13 @@ from torch import nn
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.callbacks import AccuracyMonitor, SampleMonitor
-from fedmoe_pl.callbacks.own_samples import words_of
-from fedmoe_pl.callbacks.sample_monitor import GatedSamples, certainty_figure, image_samples_figure, text_samples_figure
+from fedmoe_pl.callbacks.sample_monitor import (
+    GatedSamples,
+    certainty_figure,
+    image_samples_figure,
+    text_samples_figure,
+    words_of,
+)
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from fedmoe_pl.algorithms import FedALT
-from fedmoe_pl.callbacks.token_gate_monitor import TokenGateMonitor, layer_figure, token_figure, token_weights
+from fedmoe_pl.callbacks.gate_monitor import TokenGateMonitor, layer_figure, token_figure, token_weights
 from fedmoe_pl.models import LayerwiseAdapterMoE, LoRA, TokenGate
 from fedmoe_pl.phases.phase import Phase
 
@@ -67,7 +67,7 @@ def test_pictures_are_of_means_over_tokens_and_over_the_layers_that_see_every_to
     data.setup()
     drawn = {}
     monkeypatch.setattr(
-        "fedmoe_pl.callbacks.token_gate_monitor.log_figure", lambda run, tag, draw, *_: drawn.update({tag: draw.args})
+        "fedmoe_pl.callbacks.gate_monitor.log_figure", lambda run, tag, draw, *_: drawn.update({tag: draw.args})
     )
     fake = SimpleNamespace(
         datamodule=data,

@@ -31,7 +31,7 @@ from fedmoe_pl.models import (
     NetworkGate,
     TokenGate,
 )
-from fedmoe_pl.models.inputs import call
+from fedmoe_pl.models.mixtures.tasks import call
 from fedmoe_pl.trees import copy_module
 
 peft = pytest.importorskip("peft")

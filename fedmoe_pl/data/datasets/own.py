@@ -24,8 +24,8 @@ from torch.utils.data import (
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.class_names import join_by_name
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.joined_classes import join_by_name
 from fedmoe_pl.data.map_style import MapStyleData, check_groups
 from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
