@@ -149,9 +149,15 @@ class Bare(LightningModule):
 
 
 def test_the_module_itself_may_be_the_expert(tmp_path):
-    whole = Phase("it", FedALA(expert=""), ROUNDS, 2)
+    whole = Phase("it", FedALA(expert=""), 2)
     itself = run([whole], Bare(model().global_expert), data(), tmp_path / "itself", backend=TrainerBackend())
-    part = run([ala()], model(), data(), tmp_path / "part", backend=TrainerBackend())
+    part = run(
+        [ala(phase={"rounds": 2, "clients_per_round": None})],
+        model(),
+        data(),
+        tmp_path / "part",
+        backend=TrainerBackend(),
+    )
     for client in range(3):
         expert = part.client_module("FedALA", client).global_expert
         assert_same_bits(tensors(itself.client_module("it", client).expert), tensors(expert))
