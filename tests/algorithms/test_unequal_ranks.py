@@ -254,6 +254,7 @@ def test_an_update_of_another_rank_is_not_one_that_the_client_can_have_made():
         assert "of shape" in algorithm.problem_of_update((client + 1) % 3, update, initial, data)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", [FedExLoRA(), HetLoRA([2, 3]), FlexLoRA([2, 3])])
 def test_newcomers_have_the_server_s_adapters_at_their_ranks_and_its_weights(algorithm, tmp_path):
     phases = [Phase("it", algorithm, evaluate=False)]
