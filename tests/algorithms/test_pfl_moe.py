@@ -127,18 +127,6 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
         torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
 
 
-def test_the_personal_expert_starts_as_the_global_one_even_where_a_client_had_one_of_its_own(tmp_path):
-    datamodule, model = blobs(), mixture(ConstantGate(0.5))
-    for algorithm in (FineTuning(), PFLMoE(interleaved=True)):
-        phases = [
-            phase("FedAvg", FedAvg(shared="global_expert.*")),
-            phase("Stage 2", algorithm, train=Train(max_epochs=0)),
-        ]
-        federation = run(phases, model, datamodule, tmp_path)
-        module = federation.client_module("Stage 2", 1)
-        assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("gate", [LinearGate, FeatureGate])
 def test_a_gate_without_a_width_is_federated_with_an_expert_that_does_not_tell_its_input(gate, tmp_path):
