@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, run, tensors
-from helpers.backends import local_training
 from lightning.pytorch import LightningModule
 from torch import Generator
 
@@ -16,7 +15,6 @@ from fedmoe_pl import Phase, Select
 from fedmoe_pl.algorithms import FedALA
 from fedmoe_pl.algorithms.fedala import _have_settled
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.backends.local_client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.seeds import derive_seed
@@ -149,31 +147,18 @@ class Bare(LightningModule):
 
 
 def test_the_module_itself_may_be_the_expert(tmp_path):
-    whole = Phase("it", FedALA(expert=""), ROUNDS, 2)
+    whole = Phase("it", FedALA(expert=""), 2)
     itself = run([whole], Bare(model().global_expert), data(), tmp_path / "itself", backend=TrainerBackend())
-    part = run([ala()], model(), data(), tmp_path / "part", backend=TrainerBackend())
+    part = run(
+        [ala(phase={"rounds": 2, "clients_per_round": None})],
+        model(),
+        data(),
+        tmp_path / "part",
+        backend=TrainerBackend(),
+    )
     for client in range(3):
         expert = part.client_module("FedALA", client).global_expert
         assert_same_bits(tensors(itself.client_module("it", client).expert), tensors(expert))
-
-
-def begun(round, server, kept, algorithm) -> tuple[dict, dict]:
-    """The expert with which client 0 begins a round, and the one with which it is evaluated before it."""
-    module = model(GlobalOnly())
-    training = local_training(module, algorithm, data(), rounds=ROUNDS)
-    evaluated = algorithm.personal_tensors(client_of(training, copy.deepcopy(module), 0, kept, round), server)
-    client, _, _ = begin_client(training, module, server, 0, {0: kept}, round)
-    return tensors(client.module, "global_expert."), evaluated
-
-
-def test_a_client_is_evaluated_with_the_model_with_which_it_begins_the_next_round(tmp_path):
-    state = run([ala(phase={"clients_per_round": None})], model(), data(), tmp_path).run.states["FedALA"]
-    models = [begun(round, state.server, state.clients[0], FedALA()) for round in (ROUNDS, ROUNDS + 1)]
-    for trained, evaluated in models:
-        assert_same_bits(trained, evaluated)
-    last = "global_expert.classifier.1.weight"
-    assert not torch.equal(models[0][0][last], models[1][0][last]), "each round has a slice of its own"
-    assert not torch.equal(models[0][0][last], state.server[last])
 
 
 def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import PureOneWeight, blobs, mixture, phase, run, two_quadratics
-from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS, weight_of
+from helpers import blobs, mixture, phase, run, two_quadratics
+from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS
 from helpers.reports import csv_rows
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -70,26 +70,6 @@ def test_a_client_is_sent_what_it_asks_for_and_its_request_is_traffic(tmp_path):
     assert traffic["parameters_down"] == traffic["parameters_up"] == clients_and_rounds
     assert traffic["bytes_down"] == clients_and_rounds * number
     assert traffic["bytes_up"] == clients_and_rounds * number + 2 * number, "a weight; an index in the second round"
-
-
-class Lessening(FedAvg):
-    """The loss of round t of T is weighed by 1 - t / T."""
-
-    def client_init(self, client, sent):
-        super().client_init(client, sent)
-        return {"weight": torch.tensor(1 - client.round / client.rounds, dtype=torch.float64)}
-
-    def client_loss(self, module, batch, constants):
-        return constants["weight"] * super().client_loss(module, batch, constants)
-
-
-def test_an_algorithm_knows_the_number_of_rounds(tmp_path):
-    federation = run([phase("it", Lessening(), rounds=4)], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
-    x = 0.0
-    for round in range(4):
-        rate = RATE * (1 - round / 4)
-        x = sum(b + (1 - rate * a) ** STEPS * (x - b) for a, b in LOSSES) / 2
-    assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
 
 
 class NearestMean(FedAvg):

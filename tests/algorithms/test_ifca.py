@@ -141,8 +141,8 @@ def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_sta
 
 def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_path):
     data = conflicting(test_fraction=0.25)
-    federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=8, gate=ConstantGate(FIRST[2]))
-    alone = Phase("FedAvg", FedAvg("global_experts.*", "global_experts.0.*"), rounds=8, gate=ConstantGate(FIRST[2]))
+    federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=5, gate=ConstantGate(FIRST[2]))
+    alone = Phase("FedAvg", FedAvg("global_experts.*", "global_experts.0.*"), rounds=5, gate=ConstantGate(FIRST[2]))
     module = clustered(2, ConstantGate(FIRST[2]), expert=Expert(classes=2))
     federation = run([federated, alone], module, data, tmp_path)
     assert cluster_picks(federation.run.states["IFCA"].server)[-1].tolist() == [3, 3]

@@ -3,13 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TensorData, assert_same_bits, blobs, mixture, sparse_mixture, tensors
+from helpers import assert_same_bits, blobs, mixture, sparse_mixture, tensors
 from helpers.clusters import clustered, only
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase, Train
+from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import (
     ClusterMixture,
     EpsilonGreedyIFCA,
@@ -68,13 +67,6 @@ def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
             torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
     assert not len(data.validation_samples[2]) and chosen[2] == 1, "without validation samples, it is Bayes' rule"
     assert len({*chosen}) == 3, "the test shows nothing if all take the same"
-
-
-def test_where_clients_have_one_class_each_they_take_the_largest_tau(tmp_path):
-    data = TensorData(torch.zeros(40, 1), torch.arange(40) // 20, torch.arange(40).split(20), validation_fraction=0.4)
-    untrained = fedavg(1, train=Train(max_epochs=0))
-    run = fitted(tmp_path, untrained, prior(LabelPrior("auto")), model=PersonalizedMoE(nn.Linear(1, 2)), data=data)
-    assert [run.run.states["prior"].clients[client]["prior/tau"].item() for client in range(2)] == [2, 2]
 
 
 def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_path):

@@ -74,15 +74,15 @@ def validation_loss(expert, datamodule, client) -> float:
 
 
 def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_for(tmp_path):
-    datamodule, model = blobs((10, 12, 30, 25, 14, 40), validation_fraction=0.4), mixture(ConstantGate(0.5))
+    datamodule, model = blobs((10, 12, 30, 25), validation_fraction=0.4), mixture(ConstantGate(0.5))
     phases = [
-        phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=3, gate=ConstantGate(1), train=Train(max_epochs=10)),
+        phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=2, gate=ConstantGate(1), train=Train(max_epochs=10)),
         phase("always", FineTuning(), train=Train(max_epochs=20)),
         phase("better", FineTuning(keep_better=True), train=Train(max_epochs=20)),
     ]
     federation = run(phases, model, datamodule, tmp_path)
     kept_global = []
-    for client in range(6):
+    for client in range(4):
         tuned = federation.client_module("always", client)
         losses = [validation_loss(expert, datamodule, client) for expert in (tuned.global_expert, tuned.local_expert)]
         kept_global.append(losses[0] <= losses[1])
@@ -125,18 +125,6 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
             train_by_hand(module, names, batches, optimizer, 1, loss=None if round % 2 else expert_loss)
         actual = federation.client_module("PFL-MFE", client).state_dict()
         torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
-
-
-def test_the_personal_expert_starts_as_the_global_one_even_where_a_client_had_one_of_its_own(tmp_path):
-    datamodule, model = blobs(), mixture(ConstantGate(0.5))
-    for algorithm in (FineTuning(), PFLMoE(interleaved=True)):
-        phases = [
-            phase("FedAvg", FedAvg(shared="global_expert.*")),
-            phase("Stage 2", algorithm, train=Train(max_epochs=0)),
-        ]
-        federation = run(phases, model, datamodule, tmp_path)
-        module = federation.client_module("Stage 2", 1)
-        assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
 
 
 @pytest.mark.few(1)

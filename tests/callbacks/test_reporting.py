@@ -232,6 +232,7 @@ def test_chosen_clients_have_curves_and_what_is_evaluated_before_the_first_round
     assert found["resources/flops"] == [(1, 2.5e9)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["FedAvg", "PFL MFE"])
 def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_which_differ(method, run):
     """TensorBoard reads the columns of one row only: FedAvg has no ``monitor``; a boolean is no number."""

@@ -60,6 +60,7 @@ def test_the_curves_are_those_of_plain_trainers_and_their_mean(tmp_path):
         assert [*found[f"{name}/client_001"].values()] == pytest.approx([*expected[1][name].values()])
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedProx(mu=0.0)], ids=["its own loss", "an algorithm's loss"])
 def test_steps_go_on_over_rounds_as_in_a_training_without_pauses(algorithm, tmp_path):

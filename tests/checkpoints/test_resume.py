@@ -169,6 +169,7 @@ def test_a_finished_run_is_tested_with_another_gate_that_nothing_must_train(whol
             federation(whole.runs.parent, changed).test(model(), data())
 
 
+@pytest.mark.few(1)
 @OTHER
 @pytest.mark.parametrize("trained", ["both", "local_training"])
 def test_a_finished_run_is_tested_at_another_evaluation_point_that_its_checkpoint_has(trained, tmp_path):

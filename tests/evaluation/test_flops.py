@@ -67,12 +67,6 @@ def test_epochs_that_train_other_parts_take_other_operations():
     assert of_round(training) == 24 * (2 * of_head + 3 * of_body)
 
 
-def test_a_client_with_less_than_a_batch_counts_its_samples():
-    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
-    training = local_training(module, FedAvg("global_expert.*"), blobs((3, 8)), max_epochs=1)
-    assert of_round(training) == (3 + 8) * linear(5, 3, passes=2)
-
-
 def test_rounds_that_train_other_parts_take_other_operations():
     training = local_training(mixture(LinearGate(5)), PFLMoE(interleaved=True), blobs((16, 8)), 1, rounds=2)
     counter = FlopCounter(training)
@@ -220,15 +214,3 @@ def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
     flops = [row["flops"] for row in fed.run.rows]
     assert [row["round"] for row in fed.run.rows] == [1, 2, 3] and flops == sorted(flops) and flops[0] > 0
     assert [int(row["flops"]) for row in csv_rows(fed.run_dir / "rounds.csv")] == flops
-
-
-def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):
-    phases = [
-        phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1)),
-        phase("Fine-tuned", FineTuning()),
-        phase("PFL-MF", PFLMoE(interleaved=True), rounds=4),
-    ]
-    states = run(phases, mixture(LinearGate(5)), blobs(SIZES), tmp_path).run.states
-    assert states["FedAvg"].traffic["parameters_down"] == 4 * (5 * 6 + 6 + 6 * 3 + 3)
-    for name in ("Fine-tuned", "PFL-MF"):
-        assert set(states[name].traffic.values()) == {0}

@@ -134,14 +134,6 @@ def test_trained_layers_keep_the_attributes_of_their_parameters():
     assert [weight.decays for weight in trained if weight.requires_grad] == [False], "the head is one"
 
 
-def test_a_new_mixture_computes_what_its_base_does():
-    x = torch.randn(5, 2, dtype=torch.float64)
-    base = Identity()
-    expected = base(x)
-    for kind in (AdapterMoE, LayerwiseAdapterMoE):
-        assert torch.equal(kind(copy.deepcopy(base), LORA, GlobalOnly())(x), expected)
-
-
 def test_what_is_trained_as_a_whole_has_no_adapters():
     module = LayerwiseAdapterMoE(Tokens(), LoRA("all-linear", modules_to_save=["classifier"]), GlobalOnly())
     assert torch.equal(module(IDS), module.plain_base()(IDS))
@@ -534,11 +526,6 @@ def test_numbers_out_of_their_range_are_refused(arguments, message):
 def test_what_does_not_fit_is_refused(kind, lora, arguments, message):
     with pytest.raises(MisconfigurationException, match=message):
         kind(Tokens(), lora, **arguments)
-
-
-def test_none_of_the_layers_is_trained_as_a_whole_unless_named():
-    module = tokens(AdapterMoE, lora=LoRA(["mlp.0"], modules_to_save=None))
-    assert all(".lora_" in name for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def test_a_base_is_a_module_and_not_its_name_or_one_of_peft():

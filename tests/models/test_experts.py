@@ -136,17 +136,6 @@ def fedavg(p, x):
     return fc(p, "classifier.2", F.relu(fc(p, "classifier.0", x)))
 
 
-def gate_cnn(p, x):
-    x = conv(p, "layers.3", pool_relu(conv(p, "layers.0", x)))
-    x = pool_relu(F.dropout2d(x, 0.78)).flatten(1)
-    return fc(p, "layers.11", F.dropout(F.relu(fc(p, "layers.8", x)), 0.78))
-
-
-def gate_cnn_of_one_convolution(p, x):
-    x = F.relu(fc(p, "layers.4", pool_relu(conv(p, "layers.0", x)).flatten(1)))
-    return fc(p, "layers.7", F.dropout(x, 0.78))
-
-
 LAYERS = {
     "LeNet5": (LeNet5(), lenet5),
     "VGG16": (VGG16(), vgg16),
@@ -155,8 +144,6 @@ LAYERS = {
     "IFCACNN": (IFCACNN(), ifca),
     "TwoConvCNN": (TwoConvCNN(), two_conv),
     "FedAvgCNN": (FedAvgCNN(), fedavg),
-    "GateCNN": (GateCNN(), gate_cnn),
-    "GateCNN with one convolution": (GateCNN(conv2_channels=None), gate_cnn_of_one_convolution),
 }
 
 
