@@ -201,6 +201,8 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         end = f"; a class_path must be given. {_OVERLAY}"
     elif section in COMMANDS:
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
+    elif name in [f"federation.{each}" for each in signature(Phase).parameters]:
+        end = f"; it belongs to a phase, as {PHASES}.NAME.{name.rpartition('.')[2]}."
     elif end == "." and (owners := _owners(name.rpartition(".")[2])):
         end = f"; it belongs to {' or '.join(owners)}."
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
