@@ -129,9 +129,10 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed += " or its import path"
     if allowed == "Phase":
         allowed += ", such as {name: FedAvg, algorithm: FedAvg}"
-    is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in known
+    word = re.sub(r"^\['([\w.]+)'\]$", r"\1", found)  # of a list of one
+    is_name = re.fullmatch(r"[\w.]+", word) is not None and word not in known
     takes_class = nested or not expected or re.search(r"\b[A-Z]\w+", allowed)
-    return f"{place} is {quoted}, but must be {allowed}{did_you_mean(found, known) if is_name and takes_class else '.'}"
+    return f"{place} is {quoted}, but must be {allowed}{did_you_mean(word, known) if is_name and takes_class else '.'}"
 
 
 def _type_of(argument: str, class_type: Any) -> str:

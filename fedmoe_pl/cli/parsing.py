@@ -103,7 +103,7 @@ class _Strict(yaml.SafeLoader):
 
 def load(text: str) -> Any:
     """Reads YAML as jsonargparse does, but no key may stand twice, and no number begin with 0."""
-    if any(mark in text for mark in ":{?[") or text.lstrip("+-").startswith("0"):  # otherwise it has neither
+    if any(mark in text for mark in ":{?["):  # otherwise it has neither, as almost all texts
         yaml.load(text, _Strict)
     return _load(text)
 
