@@ -34,7 +34,7 @@ from fedmoe_pl.catalogue import configs_parser, list_parser, with_files
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import cause_of, refusal_behind, with_key
-from fedmoe_pl.cli.help import arrange
+from fedmoe_pl.cli.help import arrange, with_class_to_help
 from fedmoe_pl.cli.parsing import (
     ConfigFile,
     Constructor,
@@ -179,7 +179,7 @@ class FederationCLI(LightningCLI):
         arguments: Any = sys.argv[1:] if args is None else args
         is_list = isinstance(arguments, list)
         self._command = _command(arguments) if is_list else ""
-        arguments = with_files([*map(str, arguments)]) if is_list else arguments
+        arguments = with_class_to_help(with_files([*map(str, arguments)])) if is_list else arguments
         try:
             if args is None:
                 self.config = parser.parse_args(arguments)

@@ -129,9 +129,10 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed += " or its import path"
     if allowed == "Phase":
         allowed += ", such as {name: FedAvg, algorithm: FedAvg}"
-    is_name = re.fullmatch(r"[\w.]+", found) is not None and found not in known
+    word = re.sub(r"^\['([\w.]+)'\]$", r"\1", found)  # of a list of one
+    is_name = re.fullmatch(r"[\w.]+", word) is not None and word not in known
     takes_class = nested or not expected or re.search(r"\b[A-Z]\w+", allowed)
-    return f"{place} is {quoted}, but must be {allowed}{did_you_mean(found, known) if is_name and takes_class else '.'}"
+    return f"{place} is {quoted}, but must be {allowed}{did_you_mean(word, known) if is_name and takes_class else '.'}"
 
 
 def _type_of(argument: str, class_type: Any) -> str:
@@ -201,6 +202,8 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         end = f"; a class_path must be given. {_OVERLAY}"
     elif section in COMMANDS:
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
+    elif name in [f"federation.{each}" for each in signature(Phase).parameters]:
+        end = f"; it belongs to a phase, as {PHASES}.NAME.{name.rpartition('.')[2]}."
     elif end == "." and (owners := _owners(name.rpartition(".")[2])):
         end = f"; it belongs to {' or '.join(owners)}."
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, Action
+from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser
+from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
 
 _TITLES = {
     "data": "the data set and its partition among clients",
@@ -14,6 +17,34 @@ _TITLES = {
     "federation.failures": "what happens when clients fail, or drop out",
     "federation.reports": "what a client of a deployed federation reports of evaluations",
 }
+
+
+_LONGEST = 20  # classes
+
+
+def _known_subclasses(action: ActionTypeHint) -> str:
+    """The classes that an argument can have; of very many, such as all modules of torch, only the package's."""
+    paths = get_all_subclass_paths(action._typehint, closed_types=False)
+    if len(paths) > _LONGEST:
+        paths = [path for path in paths if path.startswith("fedmoe_pl.") and path.count(".") < 3]
+    return f", known subclasses: {', '.join(paths)}" if paths else ""
+
+
+ActionTypeHint.extra_help = _known_subclasses
+
+
+def with_class_to_help(arguments: Sequence[str]) -> list[str]:
+    """The arguments, in which a help without a class is that of the class that was chosen before it.
+
+    Example:
+        >>> with_class_to_help(["fit", "--model=PersonalizedMoE", "--model.help"])
+        ['fit', '--model=PersonalizedMoE', '--model.help=PersonalizedMoE']
+    """
+    chosen = [*arguments]
+    if chosen and chosen[-1].endswith(".help"):
+        key, before = chosen[-1].removesuffix(".help"), " ".join(chosen)
+        chosen[-1] += "".join(f"={name}" for name in re.findall(rf"{re.escape(key)}[= ]([\w.]+)", before)[-1:])
+    return chosen
 
 
 def arrange(parser: ArgumentParser, command: str) -> None:

@@ -56,7 +56,9 @@ class ConfigFile(ActionConfigFile):
                 raise ValueError(f"its key {wrong} must be a text")
         except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-            if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            if str(values).endswith(".toml"):
+                reason = "it must be YAML, or JSON"
+            elif isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
                 tab = ", a tab; YAML is indented with spaces" if "'\\t'" in str(error.problem) else ""
                 mark = error.problem_mark
                 reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{tab}"
@@ -101,7 +103,7 @@ class _Strict(yaml.SafeLoader):
 
 def load(text: str) -> Any:
     """Reads YAML as jsonargparse does, but no key may stand twice, and no number begin with 0."""
-    if any(mark in text for mark in ":{?"):  # otherwise it has no mapping, as almost all texts
+    if any(mark in text for mark in ":{?["):  # otherwise it has neither, as almost all texts
         yaml.load(text, _Strict)
     return _load(text)
 
@@ -156,6 +158,9 @@ class ListAction(ActionTypeHint):
             kind = _type_of_items(self._typehint)
             of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
             if not is_list and not append:
+                if isinstance(items, Mapping) and items and self.dest == PHASES:
+                    example = "[{name: FedAvg, algorithm: FedAvg}]"
+                    raise MisconfigurationException(f"{PHASES} must be a list, as in {example}.") from None
                 if isinstance(items, str | Mapping | Namespace) and items:
                     with _naming(self.dest, kind):
                         of_item._check_type(items)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -37,8 +37,9 @@ def check_split(owner: object, argument: str, expert: nn.Module, because: str) -
 class Expert(nn.Module):
     """A network of an ``extractor`` and a ``classifier``; the arguments are the locals of a subclass's constructor."""
 
-    extractor: nn.Module
-    classifier: nn.Module
+    if TYPE_CHECKING:  # TorchScript does not take annotations of modules
+        extractor: nn.Module
+        classifier: nn.Module
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()

@@ -27,6 +27,14 @@ def test_the_help_of_a_command_begins_with_what_it_does(command, text, capsys):
     assert text in described and "Runs all phases" not in described
 
 
+@pytest.mark.parametrize("words", [["--model.help", "PersonalizedMoE"], ["--model=PersonalizedMoE", "--model.help"]])
+def test_the_help_of_a_class_is_short_also_where_the_class_was_chosen_before(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", *words])
+    shown = capsys.readouterr().out
+    assert "--model.gate_lr" in shown and "LeNet5" in shown and shown.count("\n") < 300
+
+
 def test_the_help_of_a_command_has_the_arguments_of_the_trainer_on_request(capsys):
     shown = dict.fromkeys(["--help", "--trainer.help"], "")
     for option in shown:

@@ -147,6 +147,9 @@ REFUSED = {
     "data.init_args.augmentation is 'RandomCorp', but must be list[Augmentation] or null; did you mean RandomCrop?": [
         *("--data.augmentation", "RandomCorp")
     ],
+    "data.init_args.augmentation is ['RandomCorp'], but must be list[Augmentation] or null; did you mean RandomCrop?": [
+        *("--data.augmentation", "[RandomCorp]")
+    ],
     "federation.phases.FedAvg.train.lr is not an argument of Phase; it belongs to an optimizer (model.init_args.": [
         *("--federation.phases.FedAvg.train.lr", "0.1")
     ],
@@ -159,6 +162,12 @@ REFUSED = {
     ],
     "fit.model is not an argument; a file with the section fit comes before the command, as in fedmoe --config FILE": [
         *("--config", "{fit: {model: 1}}")
+    ],
+    "federation.rounds is not an argument; it belongs to a phase, as federation.phases.NAME.rounds.": [
+        *("--config", "{federation: {rounds: 3}}")
+    ],
+    "federation.phases must be a list, as in [{name: FedAvg, algorithm: FedAvg}].": [
+        *("--config", "{federation: {phases: {FedAvg: {rounds: 3}}}}")
     ],
     "seed_everything is True, but must be int.": ["--seed_everything", "true"],
     "seed_everything is None, but must be int.": ["--seed_everything", "null"],

@@ -118,6 +118,7 @@ UNREADABLE = {
     "a: !!python/object:os.system {}": "could not determine a constructor",
     "a:\n\tb: 1": "line 2, column 1: found character '\\t' that cannot start any token, a tab; YAML is indented with",
     "a: 1\nb: 010": "line 2 has 010, which YAML takes for 8; write 10 or '010'",
+    "a: [010]": "line 1 has 010",
     "": "it has no keys",
     "5: 3": "its key 5 must be a text",
     "trainer: {yes: 2}": "its key trainer.True must be a text",
@@ -133,6 +134,12 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(text, tmp_path):
         configured(["--config", str(path)], False)
     assert str(error.value).startswith(f"config is '{path}', but it cannot be read: ")
     assert UNREADABLE[text] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_toml_is_refused_by_its_name(tmp_path):
+    (tmp_path / "run.toml").write_text('[federation]\nname = "x"')
+    with pytest.raises(MisconfigurationException, match=r"run.toml', but it cannot be read: it must be YAML, or JSON."):
+        configured(["--config", str(tmp_path / "run.toml")], False)
 
 
 def test_missing_files_and_those_that_name_others_are_refused_in_a_sentence(tmp_path):

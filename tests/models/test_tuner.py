@@ -4,15 +4,18 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from helpers import blobs, mixture, run
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
+from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl import Phase, Train
+from fedmoe_pl import PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import Local
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import LinearGate
+from fedmoe_pl.models import ConstantGate, LinearGate, SmallMLP
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, of workers
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -60,3 +63,23 @@ def test_a_mixture_is_tested_on_several_loaders(tmp_path):
         alone = call(mixture(), loaders[1], verbose=False)[0]
         assert {name.partition("/dataloader_idx")[0]: value for name, value in both[1].items()} == alone
     assert [len(batches) for batches in trainer.predict(mixture(), loaders)] == [8, 8]
+
+
+def test_a_plain_trainer_logs_what_a_mixture_was_made_with(tmp_path):
+    """So that TensorBoard compares runs; what the constructor got is known, and the rate is the one that is used."""
+    module = PersonalizedMoE(SmallMLP(num_classes=7), gate=ConstantGate(0.25), mixing="probabilities", optimizer=sgd)
+    module.lr = 0.3
+    trainer = plain(tmp_path)
+    trainer.loggers = [TensorBoardLogger(tmp_path)]
+    x, y = torch.randn(4, 64), torch.tensor([0, 1, 2, 3])
+    trainer.fit(module, DataLoader(TensorDataset(x, y), 4))
+    logged = yaml.safe_load((tmp_path / "lightning_logs/version_0/hparams.yaml").read_text())
+    assert logged["global_expert"]["init_args"]["num_classes"] == 7 and logged["mixing"] == "probabilities"
+    assert logged["gate"]["init_args"] == {"weight": 0.25}
+    assert (logged["optimizer"], logged["lr"], logged["momentum"]) == ("SGD", 0.3, 0)
+    assert not module.hparams, "checkpoints describe the arguments by themselves"
+
+
+def test_torch_scripts_an_expert():
+    expert, x = SmallMLP(), torch.randn(2, 64)
+    assert torch.equal(torch.jit.script(expert)(x), expert(x))

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
@@ -168,6 +169,7 @@ class MixtureOfExperts(LightningModule, ABC):
         target_key: str = "labels",
     ) -> None:
         super().__init__()
+        self._log_hyperparams = True
         check_number(self, "gate_lr", gate_lr, least=0)
         self.optimizer = optimizer
         self.lr: float | None = None
@@ -437,23 +439,38 @@ class MixtureOfExperts(LightningModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the constructor's arguments, from which ``load_from_checkpoint(path)`` makes the mixture again."""
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
+        arguments, checkpoint[_UNDESCRIBED] = self._described_arguments()
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
+        checkpoint[_FROZEN] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """What loggers of a plain Trainer show: the arguments, in place of the optimizer's function its numbers."""
+        if saved := super().hparams_initial:
+            return saved
+        arguments, undescribed = self._described_arguments()
+        optimizer = self.optimizer(self.parameter_groups())
+        numbers = optimizer.defaults if self.lr is None else optimizer.defaults | {"lr": self.lr}
+        return AttributeDict(arguments | undescribed | {"optimizer": type(optimizer).__name__} | numbers)
+
+    def _described_arguments(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The constructor's arguments in the words of a configuration, and the classes of those that have none."""
         configured, kept = configured_arguments(self), _kept_arguments(type(self))
         taken = {*ArgumentParser().add_class_arguments(type(self), fail_untyped=False)}  # also those in **kwargs
         names = (kept if _is_own(type(self)) else kept & taken) | self._saved_arguments().keys()
-        arguments, checkpoint[_UNDESCRIBED] = dict[str, Any](), dict[str, str]()
+        arguments, undescribed = dict[str, Any](), dict[str, str]()
         for name in sorted(names - {*_OF_TRAINING}):
             value = self._argument(name)
             try:
                 arguments[name] = describe(value, configured.get(name))
             except UndescribedError:
-                checkpoint[_UNDESCRIBED][name] = type(value).__name__
+                undescribed[name] = type(value).__name__
                 is_needed = name in _required_arguments(type(self))
                 if name == "local_expert" and not is_needed:  # without it, a copy of the global one, if of its class
                     is_needed = type(value) is type(first := self._argument("global_expert")) and differ(value, first)
                 if is_needed and isinstance(value, nn.Module):
                     arguments[name] = stand_in(type(self).__name__, name, value)
-        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
-        checkpoint[_FROZEN] = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]
+        return arguments, undescribed
 
     @_restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:
