@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MOST_UNPACKED, _MOST_TIMES = 2**30, 100  # bytes of an archive, beyond which they are at most so many times its own
 _CLASSES = 1000  # a label may be higher only if there are as many samples
 
 
@@ -154,3 +157,25 @@ def mean_and_std(images: Tensor) -> tuple[list[float], list[float]]:
     mean = shares @ values
     std = (shares @ values**2 - mean**2).clamp(min=0).sqrt()
     return mean.tolist(), std.where(std > 0, 1.0).tolist()  # a channel with a single value becomes 0, not nan
+
+
+def read_npz(owner: object, argument: str, path: str | Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """The arrays in an .npz file, or those of them that are named; ``argument`` is the owner's that gives the path.
+
+    Raises:
+        MisconfigurationException: if the file cannot be read, has other members, or would fill the memory: more than
+            1 GiB from an archive of less than a hundredth of it.
+    """
+    path, kind = Path(path), "an .npz file"
+    if not path.is_file() or not zipfile.is_zipfile(path):  # the latter would wait for a pipe
+        because = f"'{path}' {'is of another kind' if path.exists() else 'does not exist'}"
+        raise InvalidArgumentError(owner, argument, str(path), kind, because)
+    with tried(f"{type(owner).__name__}: '{path}' cannot be read"), np.load(path) as file:
+        size, unpacked = path.stat().st_size, sum(part.file_size for part in file.zip.infolist())
+        if unpacked > max(_MOST_UNPACKED, _MOST_TIMES * size):
+            because = f"its {size:,} bytes are {unpacked:,} unpacked; if this is right, write it with np.savez"
+            raise InvalidArgumentError(owner, argument, str(path), "an archive that does not fill the memory", because)
+        arrays = {name: file[name] for name in names or file.files if name in file}
+    if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:  # bytes of other files
+        raise InvalidArgumentError(owner, argument, str(path), "a file of arrays", f"{others[0]} of '{path}' is none")
+    return arrays

@@ -117,7 +117,7 @@ def test_hidden_files_and_folders_are_no_clients_classes_or_samples(folders):
 @pytest.mark.parametrize("values", [np.arange(16, dtype=np.uint16) * 4000, np.linspace(0, 1, 16, dtype=np.float32)])
 def test_images_of_more_than_8_bits_are_refused(folders, values):
     Image.fromarray(values.reshape(4, 4)).save(folders / "hospital_A/healthy/x.tif")
-    with pytest.raises(MisconfigurationException, match=r"x\.tif' has more than 8 bits per channel .*0 to 255"):
+    with pytest.raises(MisconfigurationException, match=r"x\.tif' has more than 8 bits per channel; .*0 to 255"):
         ClientFolders(str(folders), test_fraction=0.5).setup()
 
 

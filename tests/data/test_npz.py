@@ -10,7 +10,7 @@ from helpers.data import pixels, set_up
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data import NpzFile
+from fedmoe_pl.data import NpzFile, PredefinedIndices, TimeSeriesFile
 
 rng = np.random.default_rng(0)
 
@@ -107,15 +107,31 @@ def test_an_array_that_a_file_lacks_is_named(tmp_path):
         NpzFile(str(tmp_path / "own.npz")).setup()
 
 
-def test_a_file_that_is_not_of_numpy_s_savez_is_refused(tmp_path):
+READERS = {
+    "NpzFile": lambda path: NpzFile(path).load(),
+    "TimeSeriesFile": lambda path: TimeSeriesFile(path, context_length=1, prediction_length=1).series(),
+    "PredefinedIndices": lambda path: PredefinedIndices(path)(np.zeros(3), 2, rng),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_is_not_of_numpy_s_savez_is_refused(reader, tmp_path, monkeypatch):
+    """Neither is a pipe waited for, nor an archive unpacked that is much larger than its file."""
     (tmp_path / "text.npz").write_text("hi")
-    np.save(tmp_path / "one.npy", np.ones(2))
-    for name, reason in {"text.npz": "is of another kind", "one.npy": "is of another kind", "no": "not exist"}.items():
-        with pytest.raises(InvalidArgumentError, match=f"must be an .npz file, because '.*{name}' .*{reason}"):
-            NpzFile(str(tmp_path / name)).setup()
-    np.savez(tmp_path / "objects.npz", **dict.fromkeys(("x_train", "y_train", "x_test", "y_test"), np.array([None])))
-    with pytest.raises(MisconfigurationException, match=r"objects\.npz' cannot be read: Object arrays"):
-        NpzFile(str(tmp_path / "objects.npz")).setup()
+    os.mkfifo(tmp_path / "pipe.npz")
+    arrays = dict.fromkeys(("x_train", "y_train", "x_test", "y_test"), np.array([None]))
+    np.savez(tmp_path / "objects.npz", **arrays)
+    np.savez_compressed(tmp_path / "bomb.npz", **dict.fromkeys(arrays, np.zeros(2**17)))
+    monkeypatch.setattr("fedmoe_pl.data.arrays._MOST_UNPACKED", 2**20)
+    for name, reason in {
+        "text": "must be an .npz file, because '.*' is of another kind",
+        "pipe": "must be an .npz file, because '.*' is of another kind",
+        "no": "must be an .npz file, because '.*' does not exist",
+        "objects": r"objects\.npz' cannot be read: Object arrays",
+        "bomb": "does not fill the memory, because its .* bytes are 4,19.,... unpacked; .* np.savez",
+    }.items():
+        with pytest.raises(MisconfigurationException, match=rf"^{reader}: .*{reason}"):
+            READERS[reader](str(tmp_path / f"{name}.npz"))
 
 
 @pytest.mark.parametrize("name", ["x_train", "y_test", "client_train"])
@@ -125,12 +141,6 @@ def test_a_member_that_is_no_array_is_named(name, tmp_path):
     with zipfile.ZipFile(tmp_path / "own.npz", "a") as archive:
         archive.writestr(name, b"no array")
     with pytest.raises(InvalidArgumentError, match=rf"a file of arrays, because {name} of '.*own\.npz' is none"):
-        NpzFile(str(tmp_path / "own.npz")).setup()
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "own.npz")
-    with pytest.raises(InvalidArgumentError, match="is of another kind"):
         NpzFile(str(tmp_path / "own.npz")).setup()
 
 

@@ -83,8 +83,8 @@ class VisibleImages(ImageFolder):
         if self._left_out:
             endings = ", ".join(f"{number} {ending}" for ending, number in self._left_out.most_common())
             rank_zero_warn(
-                f"{type(owner).__name__}: {self._left_out.total()} files in {argument} '{root}' are left out "
-                f"({endings}), beside {len(self)} images, which must end in {', '.join(IMG_EXTENSIONS)}."
+                f"{type(owner).__name__}: files in {argument} '{root}' are left out ({endings}), beside {len(self)} "
+                f"images, which must end in {', '.join(IMG_EXTENSIONS)}."
             )
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
@@ -126,7 +126,7 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
                 is_deep = opened.mode.startswith(("I", "F")) or any(map(_is_deep, opened.tile))  # loading empties it
                 with suppress(SyntaxError):  # EXIF data that are none, of an image that is one
                     ImageOps.exif_transpose(opened, in_place=True)  # phones store how they were held
-                mode, image = opened.mode, functional.pil_to_tensor(opened.convert("RGB"))
+                image = functional.pil_to_tensor(opened.convert("RGB"))
         except Exception as error:  # of a broken file, Pillow raises anything, such as a SyntaxError
             reason = getattr(error, "strerror", reason_of(error)) or "its content is not that of an image"
             raise MisconfigurationException(f"{type(owner).__name__}: '{path}' cannot be read: {reason}.") from error
@@ -136,7 +136,7 @@ def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> 
             )
         if is_deep:
             raise MisconfigurationException(
-                f"{type(owner).__name__}: '{path}' has more than 8 bits per channel (Pillow's mode '{mode}'); "
+                f"{type(owner).__name__}: '{path}' has more than 8 bits per channel; "
                 "scale its values to 0 to 255 and save it again."
             )
         images.append(resize(owner, image.unsqueeze(0), image_size, f"'{path}'")[0])

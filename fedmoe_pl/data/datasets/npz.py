@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, tried
-from fedmoe_pl.data.arrays import Arrays, type_and_shape
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.arrays import Arrays, read_npz, type_and_shape
 from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datasets.images import ImageDataModule, channels_first, resize
 
@@ -81,18 +80,10 @@ class NpzFile(ImageDataModule):
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The arrays of a file: samples and targets as tensors, ids as they are."""
-        if not path.is_file() or not zipfile.is_zipfile(path):  # the latter would wait for a pipe
-            because = f"'{path}' {'is of another kind' if path.exists() else 'does not exist'}"
-            raise InvalidArgumentError(self, "path", self.path, "an .npz file", because)
-        with tried(f"NpzFile: '{path}' cannot be read"), np.load(path) as file:
-            if missing := [name for name in _NEEDED if name not in file]:
-                allowed, because = f"a file with {', '.join(_NEEDED)}", f"'{path}' has no {missing[0]}"
-                raise InvalidArgumentError(self, "path", self.path, allowed, because)
-            arrays: dict[str, Any] = {name: file[name] for name in (*_NEEDED, *_OPTIONAL) if name in file}
-            for name, array in arrays.items():
-                if not isinstance(array, np.ndarray):  # of a file in the archive that is not NumPy's, its bytes
-                    allowed, because = "a file of arrays", f"{name} of '{path}' is none"
-                    raise InvalidArgumentError(self, "path", self.path, allowed, because)
+        arrays: dict[str, Any] = {**read_npz(self, "path", path, (*_NEEDED, *_OPTIONAL))}
+        if missing := [name for name in _NEEDED if name not in arrays]:
+            allowed, because = f"a file with {', '.join(_NEEDED)}", f"'{path}' has no {missing[0]}"
+            raise InvalidArgumentError(self, "path", self.path, allowed, because)
         for part in ("train", "test"):
             x, y = f"x_{part}", f"y_{part}"
             arrays[y] = self._to_targets(y, arrays[y])

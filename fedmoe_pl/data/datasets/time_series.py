@@ -11,7 +11,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
-from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.arrays import Arrays, read_npz
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 
@@ -196,8 +196,7 @@ class TimeSeriesFile(TimeSeriesDataModule):
 
     def series(self) -> dict[str, np.ndarray]:
         """Reads the file."""
-        with np.load(self.path) as file:
-            return {name: file[name] for name in file.files}
+        return read_npz(self, "path", self.path)
 
 
 class SyntheticTimeSeries(TimeSeriesDataModule):

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
+from fedmoe_pl.data.arrays import read_npz
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts, group_by
 from fedmoe_pl.data.targets import imported
 
@@ -66,7 +67,7 @@ class PredefinedIndices(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray] | dict[str, np.ndarray]:
-        lists = _read(self.indices) if isinstance(self.indices, str) else self.indices
+        lists = _read(self, self.indices) if isinstance(self.indices, str) else self.indices
         lists = lists(labels) if callable(lists) else lists
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
         check_parts(self, "indices", self.indices, parts, len(labels))
@@ -98,13 +99,12 @@ class AllToOne(Partitioner):
         return [np.empty(0, dtype=np.int64)] * self.client + [np.arange(len(labels))]
 
 
-def _read(path: str) -> Any:
+def _read(owner: Partitioner, path: str) -> Any:
     if path.endswith(".npz"):
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = read_npz(owner, "indices", path)
         # np.savez has numbered them
         return [*arrays.values()] if all(name.startswith("arr_") for name in arrays) else arrays
-    with open(path, encoding="utf-8") as file:
+    with tried(f"{type(owner).__name__}: '{path}' cannot be read"), open(path, encoding="utf-8") as file:
         return json.load(file)
 
 
