@@ -1,4 +1,4 @@
-"""Functions that average, compare, load and split trees (dicts of tensors)."""
+"""Functions that average, compare, load, split and copy trees (dicts of tensors) and modules."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
-_BORROWED = "_fedmoe_pl_borrowed"  # attribute of a parameter
+_BORROWED = "_fedmoe_pl_borrowed"  # name of a parameter's attribute
 Value = TypeVar("Value")
 Tree = dict[str, Tensor]
-"""Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
+"""Tensors by name. A module's tensors have the names of its state dict; an algorithm's have a "/" in their names."""
 _ATOMS = {type(None), bool, int, float, str, type, FunctionType, torch.dtype, torch.device}
 _OF_EVERY_PART = frozenset(vars(nn.Module()))
-_MOST_DEAD = 2**28  # bytes; a collection takes about a tenth of a second
+_MOST_DEAD = 2**28  # bytes of dead copies before a garbage collection, which takes about a tenth of a second
 
 
 def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor], weight_b: float) -> Tree:
@@ -31,7 +31,7 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 
     Applied to one client after another, it gives the weighted mean of all of them with a single model in memory.
     Integers, such as ``num_batches_tracked`` of batch normalization, are not averaged: the larger one is taken, so that
-    the order of the clients does not matter. Means of half precision are in float32; see :func:`with_types_of`.
+    the order of clients does not matter. Means of half-precision tensors are float32; see :func:`with_types_of`.
 
     Example:
         >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
@@ -47,21 +47,21 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 
 
 def _mean(a: Tensor, b: Tensor, share: float) -> Tensor:
-    if same_values(a, b):  # `lerp` would make 0 of two -0, and nan of two infinite values
+    if same_values(a, b):  # `lerp` would turn two -0 into 0 and two infinite values into NaN
         return a
     if not (a.is_floating_point() or a.is_complex()):
         return torch.maximum(a, b)
-    # a hundredth of a change is often less than the smallest step of bfloat16, and would be rounded away
+    # in bfloat16, a hundredth of a change would often be rounded away
     return torch.lerp(precise(a), precise(b), share)
 
 
 def precise(tensor: Tensor) -> Tensor:
-    """A tensor in float32 if it is in half precision, otherwise the tensor."""
+    """The tensor, converted to float32 if it is in half precision."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def with_types_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Tree:
-    """The tensors of ``new``; those that are in half precision in ``old`` have that again."""
+    """The tensors of ``new``, converted to half precision where they have it in ``old``."""
     half = {name: old[name].dtype for name in new if name in old and old[name].dtype in (torch.float16, torch.bfloat16)}
     return {name: tensor.to(half.get(name, tensor.dtype)) for name, tensor in new.items()}
 
@@ -82,7 +82,7 @@ def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor
 
 
 def subtree(tree: Mapping[str, Tensor], prefix: str) -> Tree:
-    """The tensors whose names start with a prefix; their new names lack it."""
+    """The tensors whose names start with a prefix, under their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tree.items() if name.startswith(prefix)}
 
 
@@ -98,7 +98,7 @@ def of_parts(tree: Mapping[str, Tensor], parts: Collection[str]) -> Tree:
 
 
 def copies_of_parts(tree: Mapping[str, Value], parts: Mapping[str, str]) -> dict[str, Value]:
-    """The values of some parts of a module under the names of their copies; ``parts`` has the original of each copy."""
+    """The values of some parts of a module under the names of their copies; ``parts`` maps copies to originals."""
     return {
         copied + name.removeprefix(original): value
         for copied, original in parts.items()
@@ -118,9 +118,9 @@ def of_algorithm(tree: Mapping[str, Tensor]) -> Tree:
 
 
 def problem_of_shapes(tree: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]]) -> str:
-    """What a tree lacks, or has beside what it should have, in words; empty if it has just these names and shapes.
+    """Says how a tree differs from the names and shapes that it should have; empty if it does not.
 
-    In a shape, None stands for any size.
+    None in a shape stands for any size.
     """
     if missing := [name for name in shapes if name not in tree]:
         return f"has no {missing[0]}"
@@ -144,7 +144,7 @@ def check_names(module: nn.Module) -> None:
 
 
 def names_of_same_tensors(module: nn.Module) -> list[list[str]]:
-    """The names of each tensor that a module holds under more than one.
+    """The names of each tensor that a module holds under several names.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -160,8 +160,8 @@ def names_of_same_tensors(module: nn.Module) -> list[list[str]]:
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     """Copies the tensors of ``tree`` into the parameters and buffers of the same name, which must have their shapes.
 
-    A parameter that is borrowed from another module (see :func:`copy_module`) gets memory of its own. Parts that load
-    their state by code of their own do so, with their other tensors as they are now.
+    A parameter that is borrowed from another module (see :func:`copy_module`) gets memory of its own. Parts with their
+    own code to load a state use it; their tensors that are not in ``tree`` keep their values.
     """
     state, own = module.state_dict(keep_vars=True), parts_that_load(module)
     prefixes = tuple(own)
@@ -189,7 +189,7 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
 
 
 def parts_that_load(module: nn.Module) -> dict[str, nn.Module]:
-    """The parts that load their state, and that of parts in them, by code or hooks that are not of torch, by prefix."""
+    """The outermost parts that load their state by code or hooks that are not torch's, by name prefix."""
     found = dict[str, nn.Module]()
     for name, part in module.named_modules(remove_duplicate=False):
         hooks = (part._load_state_dict_pre_hooks, part._load_state_dict_post_hooks)
@@ -202,41 +202,41 @@ def parts_that_load(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def loads_by_itself(module: nn.Module) -> bool:
-    """Whether such a part has tensors, so that a value that is copied into one may not be all that loading does."""
+    """Whether a part with its own code to load a state has tensors, so that copying values may not be all it does."""
     return any(part.state_dict() for part in parts_that_load(module).values())
 
 
 @cache
 def _has_own_loading(kind: type[nn.Module]) -> bool:
-    """Whether a class of parts has code of its own to load a state; that of torch only upgrades old formats."""
+    """Whether a class of parts has its own code to load a state; torch's classes only upgrade old formats."""
     return kind.set_extra_state is not nn.Module.set_extra_state or not _is_of_torch(kind._load_from_state_dict)
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether a method or hook is torch's; a hook of a part may be an object that calls it."""
+    """Whether a method or hook is torch's; the hook may be wrapped in an object that calls it."""
     function = getattr(function, "hook", function)
     home = getattr(function, "__module__", None) or type(function).__module__
     return home.partition(".")[0] == "torch"
 
 
 def _load_by_itself(part: nn.Module, given: Tree, is_root: bool) -> None:
-    """Loads tensors with ``load_state_dict``, which copies the others, those of the part itself, onto themselves."""
+    """Loads tensors with ``load_state_dict``; all other tensors of the part are copied onto themselves."""
     state = part.state_dict(keep_vars=True)
     for name, tensor in state.items():
         if name in given and not is_copy_of(tensor, given[name]):
             if is_borrowed(tensor):
                 with torch.inference_mode(False):
                     tensor.data = tensor.data.clone()
-            state[name] = given[name].to(tensor.device, copy=True)  # which a part may keep, and change
+            state[name] = given[name].to(tensor.device, copy=True)  # a copy, because the part may keep and change it
         elif tensor.requires_grad:
             state[name] = tensor.detach()
-    # that of a part is not called where a whole model is loaded
+    # loading a whole model does not call the `load_state_dict` of its parts
     load = part.load_state_dict if is_root else partial(nn.Module.load_state_dict, part)
     load(state, strict=False)
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same values in the same memory."""
+    """Whether two tensors have the same values because they are the same memory."""
     return one is other or (
         one.layout is other.layout is torch.strided
         and one.data_ptr() == other.data_ptr()
@@ -246,14 +246,14 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor is in memory; 0 if it is sparse."""
+    """The memory address of a tensor; 0 if it is sparse."""
     return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tree:
-    """Copies, on the CPU, of a client's tensors that differ from those that every client starts with (``loaded``).
+    """Copies, on the CPU, of a client's tensors that differ from what every client starts with (``loaded``).
 
-    Those of its ``state`` that have not changed are returned without a copy.
+    A tensor that still equals the one in the client's ``state`` is returned without a copy.
     """
     different = {}
     for name, tensor in tensors.items():
@@ -272,21 +272,21 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same in every bit: nan is itself, and 0 is not -0."""
+    """Whether two tensors are bit-identical: NaN equals itself, and 0 differs from -0."""
     return same_memory(one, other) or (
         (one.dtype, one.shape) == (other.dtype, other.shape) and equal_bytes(bits_of(one), bits_of(other))
     )
 
 
 def is_interchangeable(one: Tensor, other: Tensor) -> bool:
-    """Whether a tensor can take another's place: it is on its device, with its strides and the same in every bit."""
+    """Whether a tensor can replace another: same device and strides, and bit-identical."""
     return (one.device, one.stride()) == (other.device, other.stride()) and same_bits(one, other)
 
 
 def equal_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of bytes are equal."""
     if len(one) == len(other) and not (len(one) | one.data_ptr() | other.data_ptr()) % 8:
-        one, other = one.view(torch.int64), other.view(torch.int64)  # in a sixth of the time
+        one, other = one.view(torch.int64), other.view(torch.int64)  # six times as fast
     return torch.equal(one, other)
 
 
@@ -296,14 +296,14 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
-    """A deep copy of a module that shares the functions with which LightningCLI creates optimizers.
+    """A deep copy of a module, except for LightningCLI's optimizer factories, which the copy shares.
 
-    A copy of such a function would copy the command line's parser and everything it configured, including the data.
+    Copying such a function would copy the command line's parser and everything it configured, including the data.
     Parameters keep the attributes that the user has given them, which ``copy.deepcopy`` drops.
 
     Args:
         module: the module.
-        borrowed: names of parameters that the copy is going to read only; they share the module's memory.
+        borrowed: names of parameters that the copy is only going to read; they share the module's memory.
     """
     _copies.free_dead_ones()
     known = dict[int, Any]()
@@ -329,7 +329,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
 
 
 def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` makes of a value, but faster: a part has a dozen empty dicts."""
+    """Does the same as ``copy.deepcopy``, but faster: a part has a dozen empty dicts."""
     kind, address = type(value), id(value)
     if kind in _ATOMS or (kind is tuple and all(type(item) in _ATOMS for item in value)):
         return value
@@ -352,7 +352,7 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
     if _is_plain(kind):
         known[address] = own = nn.Module.__new__(type(value))
         state = vars(own)
-        for name, item in value.__getstate__().items():  # to copy most of them is faster than a call
+        for name, item in value.__getstate__().items():  # copied here where possible, to save calls
             of_item = type(item)
             if of_item in _ATOMS:
                 state[name] = item
@@ -363,7 +363,7 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
         return own
     match value.__reduce_ex__(4):
         case (make, (only,), dict() as state, None, None) if make.__name__ == "__newobj__" and only is kind:
-            known.setdefault(id(known), []).append(state)  # alive, so that no other object gets its values' addresses
+            known.setdefault(id(known), []).append(state)  # kept alive, so that no other object reuses its addresses
             known[address] = own = make(kind)
             own.__setstate__({name: _deep_copy(item, known) for name, item in state.items()})
             return own
@@ -372,20 +372,20 @@ def _deep_copy(value: Any, known: dict[int, Any]) -> Any:
 
 @cache
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether a class of parts leaves it to ``Module`` what is copied of them: all that is in their ``__dict__``."""
+    """Whether a class of parts leaves copying to ``Module``, which copies all that is in ``__dict__``."""
     names = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
     return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in names)
 
 
 class _Copies:
-    """Frees copies whose parts refer to each other before they fill the memory: Python counts objects, not bytes."""
+    """Frees copies in reference cycles before they fill the memory; Python's collector counts objects, not bytes."""
 
     def __init__(self) -> None:
         self.bytes = WeakKeyDictionary[nn.Module, int]()
         self.in_use = 0  # bytes after the last collection
 
     def free_dead_ones(self) -> None:
-        """Collects if more memory than is worth a collection may be dead."""
+        """Runs a garbage collection if dead copies may hold enough memory to be worth it."""
         if sum(self.bytes.values()) > self.in_use + _MOST_DEAD:
             gc.collect()
             self.in_use = sum(self.bytes.values())
@@ -395,27 +395,27 @@ _copies = _Copies()  # of this process
 
 
 def is_borrowed(parameter: Tensor) -> bool:
-    """Whether a parameter shares the memory of the module that it was copied from."""
+    """Whether a parameter shares memory with the module that it was copied from."""
     return _mark(parameter)[0] == address(parameter)
 
 
 def is_copy_of(parameter: Tensor, tensor: Tensor) -> bool:
-    """Whether a parameter borrows the copy of a tensor that is on another device."""
+    """Whether a parameter borrows the copy of a tensor on another device."""
     original = _mark(parameter)[1]
     return original is not None and is_borrowed(parameter) and same_memory(original, tensor)
 
 
 def borrow(parameter: nn.Parameter, tensor: Tensor, original: Tensor | None = None) -> None:
-    """Has a parameter share a tensor's memory, which may be the copy of an original that is on another device."""
+    """Has a parameter share a tensor's memory; the tensor may be a copy of an ``original`` on another device."""
     set_data(parameter, tensor)
     setattr(parameter, _BORROWED, (parameter.data_ptr(), original))
 
 
 def set_data(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Has a parameter use a tensor's memory; tests replace it where PyTorch cannot do so."""
+    """Has a parameter use a tensor's memory; tests replace this function where PyTorch cannot do so."""
     parameter.data = tensor
 
 
 def _mark(parameter: Tensor) -> tuple[int | None, Tensor | None]:
-    """Where a parameter was when it was borrowed, and the tensor on another device that it is a copy of, if any."""
+    """A borrowed parameter's address when it was borrowed, and the original on another device, if any."""
     return getattr(parameter, _BORROWED, (None, None))

@@ -1,1 +1,1 @@
-"""The files of a run: checkpoints, what clients keep, and locks."""
+"""The files of a run: checkpoints, the tensors that clients keep, and locks."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a federation: JSON files, which refer to tensors in files that change only if the tensors do."""
+"""Checkpoints of a federation: JSON files that refer to tensors in other files, which change only if the tensors do."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ PREVIOUS = "previous.ckpt"
 LOCK = "lock"
 _FORMAT = 10  # the version of the checkpoint format
 _OF_ANOTHER_VERSION = f"which another version of this package wrote; this one reads format {_FORMAT}"
-_TENSORS = "tensors"  # the folder of their files, beside the checkpoints
-# A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
+_TENSORS = "tensors"  # the folder of the tensors' files, beside the checkpoints
+# A power failure may damage what was written after the last flush; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
 _IDENTITY = {"seed", "partition", "test_set", "client_names", "classes", "columns", "normalization", "vocabulary"}
 _KEYS = _IDENTITY | {"configuration", "versions", "models", "phases", "rows"}
@@ -51,11 +51,11 @@ _KEYS = _IDENTITY | {"configuration", "versions", "models", "phases", "rows"}
 
 @dataclass(frozen=True)
 class SavedRows:
-    """The rows in ``rows.jsonl`` that belong to a checkpoint; after a kill, there may be others behind them.
+    """The rows in ``rows.jsonl`` that belong to a checkpoint; after a kill, other rows may follow them.
 
     Attributes:
-        count: how many they are.
-        size: their bytes.
+        count: the number of rows.
+        size: the number of their bytes.
         checksum: the CRC-32 of these bytes.
     """
 
@@ -68,24 +68,24 @@ class CheckpointWriter:
     """Writes the checkpoints of a run.
 
     Args:
-        path: the last checkpoint; the one before is ``previous.ckpt``.
+        path: the file of the last checkpoint; the checkpoint before it is ``previous.ckpt`` in the same folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors = TensorFiles(path.parent / _TENSORS)
         self.saved_rows = SavedRows()
-        self.finished: dict[str, list[int]] = {}  # the files of tensors that each finished phase refers to
-        self.files: set[int] = set()  # those of the last checkpoint
+        self.finished: dict[str, list[int]] = {}  # the tensor files that each finished phase refers to
+        self.files: set[int] = set()  # the tensor files of the last checkpoint
         self._flushed = time.monotonic()
 
     def write(
         self, models: dict[str, Tree], states: dict[str, PhaseState], rows: list[dict[str, Any]], **of_run: Any
     ) -> None:
-        """Writes a checkpoint; the old one becomes ``previous.ckpt``. A kill at any moment leaves two whole files.
+        """Writes a checkpoint; the old one becomes ``previous.ckpt``. A kill at any moment leaves both files intact.
 
-        Finished phases are in their own files (:meth:`write_finished`), so that later rounds do not write them again,
-        and so are the rows. ``of_run`` are the run's seed and data (``resume.identify``) and its ``configuration``.
+        Finished phases (:meth:`write_finished`) and rows have files of their own, so that later rounds do not rewrite
+        them. ``of_run`` is the run's seed and data (``resume.identify``) and its ``configuration``.
         """
         self.saved_rows = append_rows(self.path.parents[1] / ROWS, rows, self.saved_rows)
         staying = {file for files in self.finished.values() for file in files}
@@ -95,8 +95,8 @@ class CheckpointWriter:
         with replacing(self.path) as temporary:
             write_json(temporary, {**content, "files": [*(files | staying)]})
             if time.monotonic() - self._flushed >= _SECONDS_BETWEEN_FLUSHES:
-                if hasattr(os, "sync"):  # Windows has none
-                    os.sync()  # one call for all files, which are many where clients keep tensors
+                if hasattr(os, "sync"):  # not on Windows
+                    os.sync()  # one call for all files, of which there are many if clients keep tensors
                 self._flushed = time.monotonic()
             if self.path.is_file():
                 copy_checkpoint(self.path, self.path.with_name(PREVIOUS))
@@ -104,7 +104,7 @@ class CheckpointWriter:
         self.files = files | staying
 
     def write_finished(self, name: str, state: PhaseState) -> None:
-        """Writes a finished phase to its own file, before the checkpoint that leaves it out."""
+        """Writes a finished phase to its own file, before the first checkpoint that only refers to it."""
         content, files = self.tensors.write({"phases": {name: _content(state)}}, self.files)
         with replacing(finished_path(self.path, name)) as temporary:
             write_json(temporary, {"phase": name, "state": content["phases"][name]})
@@ -112,14 +112,14 @@ class CheckpointWriter:
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) -> SavedRows:
-    """Appends the rows that are not in the file, one line of JSON each, so that a round costs the same at any time.
+    """Appends the rows that are not in the file, one line of JSON each: late rounds cost no more than early ones.
 
-    Rows of no checkpoint are overwritten.
+    Rows in the file that belong to no checkpoint are overwritten.
     """
     new = rows[saved.count :]
     if not new:
         return saved
-    lines = "".join(json.dumps(row) + "\n" for row in new).encode()  # floats with all their digits, also nan
+    lines = "".join(json.dumps(row) + "\n" for row in new).encode()  # floats keep all digits; NaN is allowed
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if saved.size else "wb") as file:
@@ -132,7 +132,7 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) ->
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Makes a checkpoint known by another name, too; it is not read for that if the file system has hard links."""
+    """Gives a checkpoint a second name: a hard link, or a copy if the file system has no hard links."""
     with replacing(target) as temporary:
         try:
             os.link(source, temporary)
@@ -142,23 +142,23 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The versions of this package and of those that train."""
+    """The versions of this package, torch and lightning."""
     found = {}
     for package in ("fedmoe-pl", "torch", "lightning"):
         try:
             found[package] = version(package)
-        except PackageNotFoundError:  # used without an installation
+        except PackageNotFoundError:  # the package is used without being installed
             found[package] = "unknown"
     return found
 
 
 def finished_path(path: Path, name: str) -> Path:
-    """The file of a finished phase, beside a checkpoint."""
+    """The file of a finished phase, in a folder beside a checkpoint."""
     return path.parent / "finished" / f"{name}.ckpt"
 
 
 def _content(state: PhaseState) -> dict[str, Any]:
-    """The state as dicts; not by ``asdict``, which would copy the tensors, even those that phases share."""
+    """The state as dicts; ``asdict`` would copy the tensors, even those that phases share."""
     content = {item.name: getattr(state, item.name) for item in fields(state)}
     for name in ("clients", "best_clients"):
         if isinstance(kept := content[name], StatesOnDisk):
@@ -175,7 +175,7 @@ def _content(state: PhaseState) -> dict[str, Any]:
 
 
 def _state(files: ClientFiles, content: dict[str, Any]) -> PhaseState:
-    """The state from its content; the inverse of ``_content``."""
+    """Makes a state from its content; the inverse of ``_content``."""
     for name in ("clients", "best_clients"):
         kept = content[name]
         if "versions" in kept:
@@ -199,9 +199,9 @@ def _state(files: ClientFiles, content: dict[str, Any]) -> PhaseState:
 
 
 def load_checkpoint(path: str | Path, writer: CheckpointWriter | None = None) -> dict[str, Any]:
-    """Reads a checkpoint of a federation, whose ``phases`` become states by name, or one of Lightning.
+    """Reads a checkpoint of a federation, with ``phases`` as states by name, or a checkpoint of Lightning.
 
-    The next checkpoint of a ``writer`` then refers to the files that this one refers to.
+    If a ``writer`` is given, its next checkpoint refers to the files of this one for tensors that have not changed.
     """
     path = Path(path)
     try:
@@ -211,7 +211,7 @@ def load_checkpoint(path: str | Path, writer: CheckpointWriter | None = None) ->
 
 
 def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
-    """The same; the texts of exceptions follow the path."""
+    """Reads a checkpoint; messages of its exceptions go on after "ckpt_path is '...', "."""
     if not path.is_file():
         raise DamagedFileError("but there is no such file")
     try:
@@ -237,18 +237,18 @@ def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
 
 
 def _load_lightning(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint of Lightning; ``torch.load`` does not verify the checksums of its archive."""
+    """The content of a Lightning checkpoint; verifies the archive's checksums, which ``torch.load`` does not."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                # torch compresses nothing; what is, may take forever to unpack
+                # torch does not compress; a compressed part may take forever to unpack
                 is_compressed = sum(part.file_size for part in archive.infolist()) > path.stat().st_size
                 if is_compressed or archive.testzip():
                     raise ValueError
         content = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # of other bytes, torch.load may raise anything, such as a KeyError
+    except Exception as error:  # given arbitrary bytes, torch.load may raise anything, such as a KeyError
         raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
-    if isinstance(content, dict) and "fedmoe_pl" in content:  # an older one was an archive, too
+    if isinstance(content, dict) and "fedmoe_pl" in content:  # older checkpoints of a federation were archives, too
         raise DamagedFileError(_OF_ANOTHER_VERSION)
     if not isinstance(content, dict) or "state_dict" not in content:
         raise DamagedFileError("which is not a checkpoint of a federation or of Lightning")
@@ -268,7 +268,7 @@ def _load_finished(path: Path, name: str, writer: CheckpointWriter) -> dict[str,
 
 
 def _offer(path: Path) -> str:
-    """What to do if ``last.ckpt`` cannot be read: go on from the one before it, if it can be read."""
+    """Advice if ``last.ckpt`` cannot be read: to go on from the checkpoint before it, if that can be read."""
     previous = path.with_name(PREVIOUS)
     if path.name != Path(FILE).name or not previous.is_file():
         return ""
@@ -280,7 +280,7 @@ def _offer(path: Path) -> str:
 
 
 def load_federation(path: Path, writer: CheckpointWriter | None = None) -> dict[str, Any]:
-    """Reads a checkpoint of a federation, see :func:`load_checkpoint`."""
+    """Reads a checkpoint of a federation and refuses other ones; see :func:`load_checkpoint`."""
     content = load_checkpoint(path, writer)
     if "phases" not in content:
         raise MisconfigurationException(f"ckpt_path is '{path}', but must be the checkpoint of a federation.")
@@ -288,7 +288,7 @@ def load_federation(path: Path, writer: CheckpointWriter | None = None) -> dict[
 
 
 def rows_of(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of ``rounds.csv`` that belong to a checkpoint in the folder of its run."""
+    """The rows of ``rounds.csv`` that belong to a checkpoint, which must be in its run's folder."""
     saved, rows, data = SavedRows(**content["rows"]), path.parents[1] / ROWS, b""
     if rows.is_file() and 0 < saved.size <= rows.stat().st_size:
         with rows.open("rb") as file:
@@ -302,7 +302,7 @@ def rows_of(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_of_run(path: Path) -> bool:
-    """Whether a checkpoint is where a run writes its own."""
+    """Whether a checkpoint is in the folder where a run writes its checkpoints."""
     return path.parent.name == Path(FILE).parent.name and path.parent.is_dir()
 
 
@@ -325,7 +325,7 @@ def run_versions(runs: Path) -> list[int]:
 
 @contextmanager
 def locked(checkpoint: Path) -> Iterator[None]:
-    """Keeps other processes from training the run."""
+    """In this context, keeps other processes from training the run that a checkpoint belongs to."""
     if not is_of_run(checkpoint):
         yield
         return

@@ -1,4 +1,4 @@
-"""The tensors that clients keep between rounds: mappings by client, of files or, without checkpoints, of memory."""
+"""The tensors that clients keep between rounds, in files or, without checkpoints, in memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fedmoe_pl.trees import Tree
 EXCHANGED = 10**9
 """Added to the round in the names of files that are written after an exchange."""
 Names = Mapping[str, str]
-"""The name of each tensor that is used, with its name in the file; they differ where a part starts as a copy."""
-_CACHED = 2**28  # bytes; the system's own cache of files holds what is larger
+"""The name of each tensor to use, mapped to its name in the file, which differs if a part starts as a copy."""
+_CACHED = 2**28  # bytes; beyond that, the operating system's file cache has to do
 
 
 class ClientFiles:
-    """The files of what clients keep, with those that were used last in memory; no file is ever written again.
+    """The files of what clients keep, with a memory cache of the last used ones; no file is ever rewritten.
 
     Args:
         folder: the folder of the files.
@@ -45,7 +45,7 @@ class ClientFiles:
     def write(self, phase: str, client: int, round: int, tree: Tree) -> None:
         """Writes what a client keeps after a round, counted from 1."""
         path = self.path(phase, client, round)
-        # the file's own values: views would hold in memory what they belong to
+        # remember the values as written: views would keep alive the tensors that they belong to
         self._remember(path, write_tree(path, tree, phase=phase, client=client, round=round))
 
     def read(self, phase: str, client: int, round: int) -> Tree:
@@ -82,16 +82,16 @@ def _size(tree: Tree) -> int:
 
 
 class StatesOnDisk(Mapping[int, Tree]):
-    """The tensors that clients keep, by client, in files; those of a later phase replace tensors of earlier ones.
+    """The tensors that clients keep, by client, in files; tensors of a later phase replace those of earlier phases.
 
     The mapping and its files never change. A round makes a new mapping (``FileStore.updated``), so that the best round
     and later phases can share the old one.
 
     Args:
         files: holds a file for every tree that a client kept.
-        phases: the phases whose files are used, each with the tensors to use; None for all.
-        versions: the round, counted from 1, of each client's file of each phase, shape (num_clients, phases); -1 for
-            none.
+        phases: the phases whose files are used, each with the names of the tensors to use; None for all tensors.
+        versions: the round, counted from 1, of each client's file in each phase, shape (num_clients, phases); -1 if
+            there is no file.
     """
 
     def __init__(self, files: ClientFiles, phases: Sequence[tuple[str, Names | None]], versions: Tensor) -> None:
@@ -119,7 +119,7 @@ class StatesOnDisk(Mapping[int, Tree]):
         return int((self.versions >= 0).any(1).sum())
 
     def names(self, client: int) -> set[str]:
-        """The names of the tensors that a client keeps, without reading these; see :func:`names_in`."""
+        """The names of the tensors that a client keeps, without reading the tensors; see :func:`names_in`."""
         names = set[str]()
         for (phase, shown), round in zip(self.phases, self.versions[client].tolist(), strict=True):
             kept = self.files.names(phase, client, round) if round >= 0 else ()
@@ -140,14 +140,14 @@ class StatesOnDisk(Mapping[int, Tree]):
 
 
 File = tuple[str, int, Names | None]
-"""A file of a client: its phase, the number that the client gave it, and the tensors to use; None for all."""
+"""A client's file: its phase, the number that the client gave it, and the tensors to use; None for all tensors."""
 
 
 class RemoteStates(Mapping[int, Tree]):
-    """What the clients of a deployed federation keep, in files on their own machines, where this one cannot read.
+    """What the clients of a deployed federation keep in files on their own machines, which cannot be read here.
 
     Args:
-        files: the files of each client that keeps something; later ones replace tensors of earlier ones.
+        files: the files of each client that keeps something; tensors in later files replace those in earlier ones.
     """
 
     def __init__(self, files: Mapping[int, Sequence[File]]) -> None:
@@ -176,7 +176,7 @@ class RemoteStates(Mapping[int, Tree]):
 
 
 def check_states(*mappings: Mapping[int, Tree]) -> None:
-    """Checks that all files are there, without reading them."""
+    """Checks that all files exist, without reading them."""
     for kept in mappings:
         if isinstance(kept, StatesOnDisk):
             there = {path for phase, _ in kept.phases for path in (kept.files.folder / phase).glob("*")}
@@ -187,35 +187,35 @@ def check_states(*mappings: Mapping[int, Tree]) -> None:
 
 
 def only(kept: Mapping[int, Tree], names: Names) -> Mapping[int, Tree]:
-    """These tensors of those that clients keep, by their new names."""
+    """What clients keep, restricted to the tensors in ``names`` and renamed accordingly."""
     if isinstance(kept, StatesOnDisk | RemoteStates):
         return kept.only(names)
     return {client: selected(tree, names) for client, tree in kept.items()}
 
 
 def without(kept: Mapping[int, Tree], prefixes: tuple[str, ...]) -> Mapping[int, Tree]:
-    """What clients keep, without the tensors whose names begin so."""
+    """What clients keep, without the tensors whose names begin with one of the prefixes."""
     of_clients = (kept.names(client) if isinstance(kept, StatesOnDisk) else kept[client] for client in kept)
     return only(kept, {name: name for names in of_clients for name in names if not name.startswith(prefixes)})
 
 
 def selected(tree: Tree, names: Names) -> Tree:
-    """These tensors, by their new names."""
+    """The tensors of a tree that are in ``names``, under their new names."""
     return {name: tree[old] for name, old in names.items() if old in tree}
 
 
 def _composed(names: Names, shown: Names | None) -> Names:
-    """The same tensors by their names in the file, of which only some are shown, by other names."""
+    """Names for a file of which only some tensors are ``shown``, under other names: those in ``names``."""
     return names if shown is None else {name: shown[old] for name, old in names.items() if old in shown}
 
 
 def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
-    """What can be read of it here: nothing of what clients keep on their own machines."""
+    """What can be read here of what clients keep: nothing if it is on the clients' own machines."""
     return {} if isinstance(kept, RemoteStates) else kept
 
 
 def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
-    """The tensors that clients kept in several phases, with different names in each; all are of one kind."""
+    """Joins what clients kept in several phases, under different names; all mappings must be of one kind."""
     filled = [kept for kept in mappings if len(kept)]
     on_disk = [kept for kept in filled if isinstance(kept, StatesOnDisk)]
     if on_disk:
@@ -230,7 +230,7 @@ def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
 
 
 def write_tree(path: Path, tree: Tree, **owner: object) -> Tree:
-    """Writes a file of tensors, which says whose they are, so that no other is taken for it; returns its tensors."""
+    """Writes a file of tensors that names their owner, so that files cannot be confused; returns what was written."""
     tree = {name: plain(tensor) for name, tensor in tree.items()}
     with replacing(path) as temporary:
         write_tensors(temporary, tree, **owner)
@@ -257,21 +257,21 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> Mapping[int, Any]:
-        """Stores what some clients keep after a round, counted from 1, or nothing; returns what ``updated`` needs."""
+        """Stores what some clients keep, if anything, after a round, counted from 1; returns what ``updated`` needs."""
 
     @abstractmethod
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, Any]) -> Mapping[int, Tree]:
-        """The tensors that clients keep after a round; ``kept`` is not changed."""
+        """The mapping of what clients keep after a round; does not change ``kept``."""
 
     @abstractmethod
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
-        """The tensors that clients keep when a phase starts: shared if this store holds them, else copied into it."""
+        """What clients keep when a phase starts: shared if this store holds it, otherwise copied into the store."""
 
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:  # noqa: B027 - optional
-        """Frees replaced tensors; called after every checkpoint with what it needs, but for finished phases."""
+        """Frees replaced tensors; called after every checkpoint with what it needs, except for finished phases."""
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:  # noqa: B027 - optional
-        """Frees everything of a finished phase except its result; called after the checkpoint of this result."""
+        """Frees everything of a finished phase except its result; called after the checkpoint with this result."""
 
 
 class MemoryStore(Store):
@@ -291,10 +291,10 @@ class MemoryStore(Store):
 
 
 class FileStore(Store):
-    """Writes a file per client, so that a round costs what its clients keep, whatever the others do.
+    """Writes a file per client, so that a round costs only what its own clients keep.
 
-    Every round writes new files, each complete or not at all. Whenever the process is killed, the checkpoint on disk
-    refers to the right files, and so does the one before it: files that only this one needs go a checkpoint later.
+    Every round writes new files, each completely or not at all. Whenever the process is killed, both checkpoints on
+    disk refer to existing files, because a file that only the previous one needs is removed one checkpoint later.
 
     Args:
         folder: the folder to write to; made when it is needed.
@@ -304,16 +304,16 @@ class FileStore(Store):
     def __init__(self, folder: Path, num_clients: int) -> None:
         self.files = ClientFiles(folder)
         self.num_clients = num_clients
-        self._begun: dict[str, StatesOnDisk] = {}  # what clients keep as a phase begins, or goes on
+        self._begun: dict[str, StatesOnDisk] = {}  # what clients keep when each phase begins or is resumed
         self._replaced: list[tuple[int, Path]] = []
         self._previous: list[StatesOnDisk] = []  # what the checkpoint before the next one refers to
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, list[int]]:
-        """Writes what files of earlier phases do not have; returns the row of ``versions`` of each client."""
+        """Writes the tensors that files of earlier phases do not have; returns each client's row of ``versions``."""
         rows, begun = {}, self._begun[phase]
         for client, tree in trees.items():
             earlier, inherited = begun.versions[client].tolist(), begun.get(client, {})
-            if not inherited.keys() <= tree.keys():  # their files would bring back what it does not keep any longer
+            if not inherited.keys() <= tree.keys():  # earlier files would bring back what the client no longer keeps
                 earlier, inherited = [-1] * len(earlier), {}
             own = {
                 name: tensor

@@ -1,7 +1,7 @@
 """What a run was made with: one record of constructor arguments, which checkpoints, servers, loggers and reports use.
 
-A run from the command line has its resolved configuration. From Python, it is read from the arguments with which its
-objects were made: an object's attribute of the same name. Both are stored as text without what has no influence on the
+A run from the command line has a resolved configuration. For a run from Python, the constructor arguments of its
+objects are read from their attributes of the same names. Both are stored as text, without what does not affect the
 result.
 """
 
@@ -32,28 +32,28 @@ from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.data import FederatedDataModule
 
 RECORD = "record.json"
-"""The file, in a run's folder, of what a report compares."""
+"""The file in a run's folder with the settings that a report compares."""
 PARTS = "parts"
-"""The key, in that file, of what a module has made from its arguments."""
+"""The key in that file for the parts that a module has made from its arguments."""
 _HARMLESS = re.compile(
-    r"seed_everything|seed|"  # compared by itself
+    r"seed_everything|seed|"  # compared separately
     r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend)|"
     r"(.+\.)?evaluate\.every_n_epochs|"
     r"(.+\.)?trainer\.(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
     r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)"
 )
-# what a run that goes on may change, but two runs do not have in common
+# harmless for a run that goes on, but not in a comparison of two runs
 _OWN = re.compile(
     r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)|"
     r"(federation\.)?(failures\.(action|min_clients|timeout|max_change)|reports(\..+)?)"
 )
 _MISSING = "not set"
-_LONGEST = 60  # characters of a value in a message
-_DEEPEST = 8  # an object in an object ...; deeper ones may lead back
+_LONGEST = 60  # the most characters of a value in a message
+_DEEPEST = 8  # levels of nested objects; deeper ones may form cycles
 
 
 class Change(NamedTuple):
-    """An argument that is not as it was: its key, and both values as text."""
+    """A changed argument: its key, and the old and new value as text."""
 
     key: str
     old: str
@@ -71,7 +71,7 @@ def configuration(federation: Any, model: LightningModule, datamodule: Federated
 
 
 def recorded(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """What a report compares of runs from the command line and from Python alike, under the command line's keys."""
+    """The settings that a report compares, under the command line's keys, also for runs from Python."""
     of_federation = _arguments(federation)
     defaults = {name: parameter.default for name, parameter in parameters_of(Trainer).items()}
     trainer = defaults | LEAN_TRAINER | of_federation.pop("trainer")
@@ -81,7 +81,7 @@ def recorded(federation: Any, model: LightningModule, datamodule: FederatedDataM
 
 
 def _brief(tree: Any) -> Any:
-    """The tree with patterns as text, and a checksum of what modules have made from their arguments."""
+    """The tree, with patterns as text and with a checksum in place of the parts that modules made from arguments."""
     if isinstance(tree, list):
         return [_brief(item) for item in tree]
     if not isinstance(tree, Mapping):
@@ -101,7 +101,7 @@ def _brief(tree: Any) -> Any:
 
 
 def _as_annotated(value: Any, parameter: inspect.Parameter | None) -> Any:
-    """An integer as a float if the argument is one, as on the command line; not where both have a meaning."""
+    """The value, with integers as floats if the argument's annotation allows only floats, as on the command line."""
     kinds = re.findall(r"\b(?:int|float)\b", str(parameter and parameter.annotation))
     if "float" not in kinds or "int" in kinds:
         return value
@@ -113,9 +113,9 @@ def _as_annotated(value: Any, parameter: inspect.Parameter | None) -> Any:
 def changes(
     old: Mapping[str, str], new: Mapping[str, str], begun: Collection[str], extensible: Mapping[str, int] | None = None
 ) -> list[Change]:
-    """What has changed between two configurations, except what has no influence on the rounds that were run.
+    """What changed between two configurations, except what does not affect the rounds that were run.
 
-    A phase that had not begun may change.
+    Phases that had not begun may change, and the number of rounds of an ``extensible`` phase that had rounds left.
     """
     (before, were), (after, are), prefix = _trees(old, new)
     found: list[Change] = []
@@ -131,7 +131,7 @@ def changes(
 
 
 def _trees(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Any, Any, str]:
-    """Both configurations, each without its phases and with these by name, and the key of the phases."""
+    """Each configuration as a pair of the tree without phases, and its phases by name; then the phases' key."""
     kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
     prefix = "federation.phases" if kind == "hparams" else "phases"
     trees = []
@@ -143,7 +143,7 @@ def _trees(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Any, Any, st
 
 
 def is_listed(key: str, listed: Collection[str]) -> bool:
-    """Whether a key, or one that it is below, is in the list.
+    """Whether a key, or a key above it, is in the list.
 
     Example:
         >>> [is_listed("model.optimizer.lr", [key]) for key in ("model", "model.optimizer.lr", "model.opt")]
@@ -155,7 +155,7 @@ def is_listed(key: str, listed: Collection[str]) -> bool:
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[Change]:
     if isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path"):
         for name in dict.fromkeys((*old, *new)):
-            if old.get(name) is not None or new.get(name) is not None:  # null is as good as not set
+            if old.get(name) is not None or new.get(name) is not None:  # null is the same as not set
                 yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), _child(key, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (one, other) in enumerate(zip(old, new, strict=True)):
@@ -176,10 +176,10 @@ def _text(value: Any) -> str:
 
 
 def relevant(tree: Any, of_two_runs: bool = False, key: str = "") -> Any:
-    """The tree without keys that have no influence on the result, such as the logger.
+    """The tree without keys that do not affect the result, such as the logger.
 
-    Where it is not of two runs, but of one that goes on, the places of data have none, because the data themselves are
-    compared, nor does what happens to clients that fail from now on.
+    For a run that goes on (not ``of_two_runs``), it also leaves out where the data are, because the data themselves
+    are compared, and how failures are handled from now on.
     """
     if isinstance(tree, list):
         return [relevant(item, of_two_runs, f"{key}[{index}]") for index, item in enumerate(tree)]
@@ -194,14 +194,14 @@ def _is_harmless(key: str, of_two_runs: bool) -> bool:
 
 
 def _described(value: Any, name: str = "", depth: int = 0) -> Any:
-    """What a value is, in plain values that are the same in every process."""
+    """Describes a value by plain values that are the same in every process."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, np.generic):  # NumPy's long double, which has no equal in Python
+    if isinstance(value, np.generic):  # NumPy's long double, which has no counterpart in Python
         return str(value)
     if isinstance(value, complex | Decimal | Fraction | date | time | timedelta):
         return str(value)
@@ -233,18 +233,18 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
 
 
 def _arguments(value: object, depth: int = 0) -> dict[str, Any]:
-    """The arguments that an object was made with, as far as it has attributes of their names; a module's parts too."""
+    """The constructor arguments of an object that it has as attributes of the same names, and a module's parts."""
     known = dict(value.hparams) if isinstance(value, LightningModule) else {}
     buffers = dict(value.named_buffers(recurse=False)) if isinstance(value, nn.Module) else {}
     known |= buffers | getattr(value, "__dict__", {})
-    parts = dict(value._modules) if isinstance(value, nn.Module) else {}  # one may have two names
+    parts = dict(value._modules) if isinstance(value, nn.Module) else {}  # a part may have two names here
     found = {name: known[name] for name in parameters_of(type(value)) if name in known and name not in parts} | parts
     return {name: _described(item, name, depth + 1) for name, item in found.items()}
 
 
 @functools.cache
 def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
-    """The named parameters of a class's constructor and of those of its bases, to which it hands others on."""
+    """The named parameters of a class's constructor and of its bases' constructors, to which it may pass arguments."""
     found: dict[str, inspect.Parameter] = {}
     for base in reversed(kind.__mro__[:-1]):
         if inspect.isfunction(vars(base).get("__init__")):
@@ -254,20 +254,20 @@ def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _optimizer(make: Callable[..., Any], depth: int) -> Any:
-    """An optimizer by its class and defaults, however it is made: by a partial, a lambda, or the command line."""
+    """Describes an optimizer by its class and defaults, whether a partial, a lambda or the command line makes it."""
     try:
         optimizer = make([nn.Parameter(torch.zeros(1))])
         return {"class_path": _class_path(type(optimizer)), **_described(optimizer.defaults, "", depth)}
-    except Exception:  # a function of the user's, which may want other parameters
+    except Exception:  # a user's function, which may need other parameters
         return _class_path(make)
 
 
 def _of_local(function: FunctionType, depth: int) -> str:
-    """A checksum of a lambda or another function that cannot be imported, and of what it sees, which may be private."""
+    """A checksum of a function that cannot be imported, such as a lambda, and of what it sees, which may be private."""
     seen = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     given = _described([function.__defaults__, function.__kwdefaults__, seen], "", depth)
     checksum = zlib.crc32(repr((_code(function.__code__), given)).encode())
-    return f"{checksum:08x} in Python {sys.version_info.major}.{sys.version_info.minor}"  # each has code of its own
+    return f"{checksum:08x} in Python {sys.version_info.major}.{sys.version_info.minor}"  # bytecode differs by version
 
 
 def _code(code: CodeType) -> tuple[Any, ...]:
@@ -276,7 +276,7 @@ def _code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _checksum(array: Tensor | np.ndarray) -> str:
-    """Type, shape and a checksum of all bytes."""
+    """The data type, shape and a checksum of all bytes of an array."""
     if isinstance(array, Tensor):
         dense = array.detach().cpu() if array.layout == torch.strided else array.detach().cpu().to_dense()
         values = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and whose damage is noticed; each tensor is written once."""
+"""Files that are written completely or not at all, and whose damage is detected; each tensor is written once."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _DTYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     **{torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
     **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16"},
-}  # as safetensors names them
+}  # the names that safetensors uses
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class DamagedFileError(Exception):
-    """A file is not as it was written, or not one of this package's."""
+    """A file was changed since it was written, or this package did not write it."""
 
 
 def needed(path: Path) -> DamagedFileError:
-    """The exception for a file without which a checkpoint cannot be read; its text follows the checkpoint's path."""
+    """The exception for a file that a checkpoint cannot do without; its message follows the checkpoint's path."""
     return DamagedFileError(
         f"which needs '{path}', but that is missing, damaged or another's; a checkpoint must stay in its run's folder"
     )
@@ -49,20 +49,20 @@ def needed(path: Path) -> DamagedFileError:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary file to write to, which then replaces ``path``; a kill at any moment leaves a whole file."""
+    """Yields a temporary file, which replaces ``path`` in the end; a kill at any moment leaves an intact file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # a kill may have left it as another name of a checkpoint, which writing to it would change
+        # a kill may have left it as a hard link to a checkpoint, which writing to it would change
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         yield temporary
         os.replace(temporary, path)
         with suppress(FileNotFoundError):
-            os.unlink(temporary)  # it stays if it was another name of the same file
+            os.unlink(temporary)  # `replace` does nothing if both are hard links to the same file
     except Exception as error:
         with suppress(OSError):
-            temporary.unlink()  # a full disk needs the space
+            temporary.unlink()  # the disk may be full
         if isinstance(error, OSError):
             raise unwritable(path, error) from error
         raise
@@ -70,13 +70,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_files(folder: Path) -> Iterator[Path]:
-    """Gives a temporary folder to write files to, which then becomes ``folder``; a kill leaves no half of it.
+    """Yields a temporary folder, which becomes ``folder`` in the end; a kill does not leave half of it.
 
-    If the folder exists, the new files replace those of the same names, each of them whole, and its other files stay.
+    If the folder exists, each new file replaces the one of the same name at once, and its other files stay.
     """
     temporary = folder.with_name(folder.name + ".tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # what a kill has left
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a kill
         temporary.mkdir(parents=True)
         yield temporary
         if folder.exists():
@@ -98,7 +98,7 @@ def unwritable(path: Path, error: OSError) -> MisconfigurationException:
 
 
 def cannot_be_made(folder: Path, error: Exception) -> MisconfigurationException:
-    """The exception for a folder of runs that cannot be made."""
+    """The exception for a run's folder that cannot be made."""
     reason = getattr(error, "strerror", error)
     return MisconfigurationException(
         f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({reason})."
@@ -106,7 +106,7 @@ def cannot_be_made(folder: Path, error: Exception) -> MisconfigurationException:
 
 
 def read_sealed(path: Path) -> bytes:
-    """The content of a file, if it is as it was written."""
+    """The content of a file; refuses a file whose checksum is wrong."""
     _check_ordinary(path)
     try:
         data = path.read_bytes()
@@ -122,13 +122,13 @@ def read_sealed(path: Path) -> bytes:
 
 
 def _check_ordinary(path: Path) -> None:
-    """Refuses what is no file, such as a pipe, for which reading would wait."""
+    """Refuses what is not a regular file, such as a pipe, from which reading would hang."""
     if path.exists() and not path.is_file():
         raise DamagedFileError(f"'{path}' is no ordinary file.")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes plain values as JSON, with a checksum of the whole file; floats keep all their digits, also nan."""
+    """Writes plain values as JSON, with a checksum of the whole file; floats keep all digits; NaN is allowed."""
     _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode())
 
 
@@ -138,20 +138,20 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(data)
         del content["crc32"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:  # the last of one that is too deep
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # RecursionError if nested too deeply
         raise DamagedFileError(f"'{path}' is not as it was written.") from error
     return content
 
 
 def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
-    """Writes tensors as safetensors; the metadata has a checksum of the file, and says whose they are.
+    """Writes tensors as safetensors; the metadata contain a checksum of the file and the tensors' owner.
 
-    They are written from where they are: the library's own functions hold two copies of all of them meanwhile. A
-    checksum notices accidents, such as a flipped bit; whoever can change the file can also write another checksum.
+    Tensors are written directly from memory, while the library's functions would hold two copies of all of them. The
+    checksum detects accidents, such as a flipped bit, but not an attacker, who could also replace the checksum.
     """
     whose = {name: str(value) for name, value in owner.items()}
     header, offset = dict[str, Any]({"__metadata__": {**_BLANK, **whose}}), 0
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that each is aligned in the file
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # aligns every tensor in the file
     for name, tensor in ordered:
         if tensor.dtype not in _DTYPES:
             raise MisconfigurationException(f"'{path}' cannot be written: no file has {tensor.dtype}, as '{name}' is.")
@@ -163,7 +163,7 @@ def write_tensors(path: Path, tensors: Tree, **owner: object) -> None:
 
 
 def read_tensors(path: Path, **owner: object) -> Tree:
-    """Reads what :func:`write_tensors` wrote for the same owner, each tensor into memory of its own."""
+    """Reads what :func:`write_tensors` wrote for the same owner, each tensor into its own memory."""
     tensors, damaged = Tree(), DamagedFileError(f"'{path}' is not as it was written.")
     _check_ordinary(path)
     try:
@@ -182,7 +182,7 @@ def read_tensors(path: Path, **owner: object) -> Tree:
             raise damaged
     except OSError as error:
         raise DamagedFileError(f"'{path}' cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # of other bytes
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # the bytes make no sense
         raise damaged from error
     if any(metadata.get(name) != str(value) for name, value in owner.items()):
         raise DamagedFileError(f"'{path}' has the tensors of another owner.")
@@ -190,7 +190,7 @@ def read_tensors(path: Path, **owner: object) -> Tree:
 
 
 def names_in(path: Path) -> Collection[str]:
-    """The names of the tensors in a file, of which damage is not noticed; none if it cannot be read."""
+    """The names of the tensors in a file, without checking it for damage; empty if it cannot be read."""
     with suppress(DamagedFileError, OSError, ValueError, AttributeError, RecursionError):
         _check_ordinary(path)
         with path.open("rb") as file:
@@ -199,14 +199,14 @@ def names_in(path: Path) -> Collection[str]:
 
 
 def _head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
-    """The head of a file of tensors, and what it says of each: the place, type and shape."""
+    """The header of a file of tensors: its bytes, and the place, type and shape of each tensor."""
     size = file.read(8)
     text = file.read(min(int.from_bytes(size, "little"), os.fstat(file.fileno()).st_size))
     return size + text, json.loads(text)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor alone in its memory, copied if it is a view, which would keep alive what it belongs to."""
+    """The tensor in memory of its own: copied if it is a view, which would keep a larger tensor alive."""
     tensor = tensor.detach().cpu()
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
@@ -214,7 +214,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(path: Path, head: bytes, arrays: Iterable[np.ndarray] = ()) -> None:
-    """Writes bytes and arrays of bytes, and the checksum of all of them where the first has zeros in its place."""
+    """Writes bytes and arrays of bytes, and their checksum over the zeros that the head has in its place."""
     seal = _SEAL.search(head)
     assert seal is not None, "the first key of both formats"
     checksum = zlib.crc32(head)
@@ -229,20 +229,20 @@ def _write(path: Path, head: bytes, arrays: Iterable[np.ndarray] = ()) -> None:
         file.write(b"%08x" % checksum)
 
 
-_AT_ONCE = 2**20  # bytes; for more, Linux looks for so much connected memory that writing can take ten times as long
-_COMPARED = 16  # elements that tell most tensors apart
-_TOLERATED = 2**16  # bytes of a file that are not worth writing its other ones again
+_AT_ONCE = 2**20  # bytes; larger writes can take ten times as long, because Linux looks for contiguous memory
+_COMPARED = 16  # number of first elements, which distinguish most tensors
+_TOLERATED = 2**16  # unused bytes of a file that do not justify rewriting its used ones
 
 
 class Place(NamedTuple):
-    """Where a tensor is: the number of the file, and its name in it."""
+    """Where a tensor is stored: the number of the file, and the tensor's name in it."""
 
     file: int
     name: str
 
 
 class TensorFiles:
-    """Tensors in numbered files; a checkpoint refers to the files of earlier ones for what did not change.
+    """Tensors in numbered files; for unchanged tensors, a checkpoint refers to the files of earlier checkpoints.
 
     Args:
         folder: the folder of the files.
@@ -250,14 +250,14 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._known: dict[Any, list[tuple[Tensor, int, Place]]] = defaultdict(list)  # with the version that was written
-        self._same: dict[int, tuple[ref[Tensor], int, Place]] = {}  # equal to a known one, by id
+        self._known: dict[Any, list[tuple[Tensor, int, Place]]] = defaultdict(list)  # each with its written version
+        self._same: dict[int, tuple[ref[Tensor], int, Place]] = {}  # tensors equal to a known one, by id
         self._read: dict[int, Tree] = {}
 
     def write(self, content: Any, staying: Collection[int]) -> tuple[Any, set[int]]:
-        """The content with places for tensors, and their files; what none of these has is written to a new one.
+        """Writes new tensors to a new file; returns the content with places instead of tensors, and the places' files.
 
-        If less than half of a file would be used, that is written again, unless the file is one of those that stay.
+        If less than half of an old file would be used, that part is rewritten, unless the file is one of ``staying``.
         """
         self._read.clear()
         named: dict[str, Tensor] = {}
@@ -283,14 +283,14 @@ class TensorFiles:
         return replaced(content, lambda key, _: places[key]._asdict()), {place.file for place in places.values()}
 
     def keep(self, used: Collection[int], others: Collection[int]) -> None:
-        """Removes all files but the used ones, to which new checkpoints may refer, and these others."""
+        """Removes all files except ``used``, to which new checkpoints may refer, and ``others``."""
         self._forget(lambda place: place.file not in used)
         for path in self._paths():
             if int(path.stem) not in {*used, *others}:
                 path.unlink()
 
     def read(self, item: dict[str, Any]) -> Any:
-        """The tensor in a place, as ``json.loads`` meets it; other values stay."""
+        """An ``object_hook`` of ``json.loads`` that replaces each place by its tensor; other objects stay."""
         if item.keys() != {*Place._fields} or not isinstance(item["file"], int):
             return item
         place = Place(**item)
@@ -330,14 +330,14 @@ class TensorFiles:
     def _forget(self, is_gone: Callable[[Place], bool]) -> None:
         for alike, known in [*self._known.items()]:
             self._known[alike] = [each for each in known if not is_gone(each[-1])]
-            if not self._known[alike]:  # new values every round would make it ever larger
+            if not self._known[alike]:  # otherwise, new values in every round would make the dict grow without end
                 del self._known[alike]
         same = self._same.items()
         self._same = {key: each for key, each in same if each[0]() is not None and not is_gone(each[-1])}
 
 
 def replaced(content: Any, change: Callable[[str, Tensor], Any], key: str = "") -> Any:
-    """The content with something else in place of each tensor, which has a key such as ``models/initial/bias``."""
+    """The content with each tensor replaced by ``change(key, tensor)``, where a key is like ``models/initial/bias``."""
     if isinstance(content, Tensor):
         return change(key, content)
     if isinstance(content, dict):
@@ -348,17 +348,17 @@ def replaced(content: Any, change: Callable[[str, Tensor], Any], key: str = "") 
 
 
 def _alike(tensor: Tensor) -> tuple[object, ...]:
-    """What tensors of the same bits have in common."""
+    """A key that tensors with the same bits have in common."""
     return tensor.dtype, tensor.shape, bits_of(tensor.detach().reshape(-1)[:_COMPARED]).numpy().tobytes()
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts the changes in place of a tensor; PyTorch does not count those of one made in inference mode."""
+    """The number of in-place changes of a tensor; -1 if it was made in inference mode, where PyTorch does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def acquired(path: Path, timeout: float = 0) -> BaseFileLock:
-    """A lock, which this process holds now; where the file system has none, a file whose existence is the lock."""
+    """Acquires a lock for this process; if the file system has no locks, a file whose existence is the lock."""
     try:
         lock = FileLock(path)
         lock.acquire(timeout)
@@ -376,9 +376,9 @@ def acquired(path: Path, timeout: float = 0) -> BaseFileLock:
 
 @contextmanager
 def exclusive(path: Path, taken: str, unusable: Callable[[OSError], Exception]) -> Iterator[None]:
-    """Keeps other processes from a lock until this context ends.
+    """In this context, this process holds a lock, which other processes cannot get.
 
-    The kernel ends the lock with the process, also when it is killed. Worker processes do not have it.
+    The kernel releases the lock when the process ends, even if it is killed. Worker processes do not inherit it.
     """
     try:
         lock = acquired(path)

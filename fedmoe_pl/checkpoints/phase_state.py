@@ -13,9 +13,9 @@ from fedmoe_pl.trees import Tree
 WAYS = ("down", "up", "between_clients")
 """Directions of traffic: from the server to clients, from clients to the server, and between clients."""
 NOT_PRIVATE = [1.0, 0.0]
-"""All clients join the round, without noise: an infinite epsilon."""
+"""A round or step that every client or sample joins, without noise: epsilon is infinite."""
 EVERYONE = "everyone"
-"""In place of a client's id."""
+"""Key in place of a client's id, for steps that count for all clients."""
 
 
 def no_traffic() -> dict[str, int]:
@@ -30,37 +30,37 @@ class PhaseState:
     Attributes:
         initial: tensors of the phase's module before the first round, by name.
         server: the server's state.
-        clients: the clients' states, by client: the tensors that they keep, in memory or on disk.
+        clients: the tensors that clients keep, by client, in memory or on disk.
         round: number of completed rounds.
         finished: whether the phase's result is final.
-        best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
+        best_metric: best mean of the monitored metric so far; negated if lower is better.
         improved_metric: the mean at the last improvement by more than ``Select.min_delta``.
         improved_round: the round of that improvement.
         stopped: whether the phase ended before its last round.
         best_round: the round of ``best_metric``, counted from 1; 0 if there is none.
         best_server: the server's state after that round.
         best_clients: the clients' states after that round.
-        given_round: the round of a result that comes from another checkpoint (0: unknown). The server's state then
-            stays as it is, even if clients train. None for a phase that is trained.
+        given_round: the round of a result that comes from another checkpoint (0: unknown), in which case the server's
+            state stays as it is, even if clients train. None if the phase's own rounds make its result.
         evaluations: the final evaluations, one for each of ``Phase.evaluation_points``; none before the end.
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
-        flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.
-        failed: how many clients have failed or dropped out so far; one that did so in two rounds counts twice.
+        flops: floating-point operations of local training so far (``flops.FlopCounter``); NaN if not countable.
+        failed: how many clients failed or dropped out so far, counted once per try.
         server_optimizer: the state of the phase's server optimizer, as ``backends.optimizers.optimizer_state`` returns
             it. It is not sent to clients, and no other phase starts from it.
         aggregation: the state of the phase's aggregation, such as an adapted clipping norm.
-        counted_rounds: the rounds of each federated phase whose training is in the server's state, by its name: for
+        counted_rounds: the rounds of each federated phase whose training is in the server's state, by phase name: for
             every kind of round, the probability with which clients joined it, the noise multiplier, and the number of
-            such rounds. ``NOT_PRIVATE`` is the kind without differential privacy. Before the name of a phase of another
-            run is the path of that run's checkpoint.
-        epsilon: what all these rounds cost; nan for a phase without differential privacy.
+            such rounds. ``NOT_PRIVATE`` is the kind without differential privacy. Phases of another run have the path
+            of its checkpoint before their names.
+        epsilon: the epsilon of all these rounds; NaN for a phase without differential privacy.
         delta: the delta of ``epsilon``.
-        counted_steps: the steps of DP-SGD of each phase whose training is in a client's model, by the phase's name and
-            the client's id as text: for every kind of step, the probability with which samples joined it, the noise
-            multiplier, and the number of such steps. Before the ids of clients of another run is the path of that run's
-            checkpoint. Under ``EVERYONE`` is ``NOT_PRIVATE`` if there were rounds without DP-SGD.
-        sample_epsilon: what all these steps cost, for the client that they cost most; nan for phases without DP-SGD.
+        counted_steps: the DP-SGD steps of each phase whose training is in a client's model, by phase name and client id
+            as text: for every kind of step, the probability with which samples joined it, the noise multiplier, and the
+            number of such steps. Phases and clients of another run have the path of its checkpoint before their names
+            and ids. ``EVERYONE`` maps to ``NOT_PRIVATE`` if there were rounds without DP-SGD.
+        sample_epsilon: the largest epsilon that these steps cost a client; NaN for phases without DP-SGD.
         sample_delta: the delta of ``sample_epsilon``.
     """
 
@@ -92,18 +92,18 @@ class PhaseState:
 
     @property
     def server_learns(self) -> bool:
-        """Whether rounds change the server's state; False if the phase's result came from a checkpoint."""
+        """Whether rounds change the server's state; False if the phase's result comes from a checkpoint."""
         return self.given_round is None
 
     @property
     def round_of_models(self) -> int:
-        """Number of rounds after which clients had the models of this state: those of the selected round at the end."""
+        """The number of rounds after which clients had this state's models: at the end, that of the selected round."""
         return self.best_round if self.finished and self.best_round else self.round
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
         """Remembers this round if its metric is the best so far."""
         if math.isnan(metric):
-            return  # as the best metric, nan would never be exceeded
+            return  # no value would exceed NaN as the best metric
         if self.improved_metric is None or metric > self.improved_metric + min_delta:
             self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
@@ -111,12 +111,12 @@ class PhaseState:
             self.best_server, self.best_clients = self.server, self.clients
 
     def select_best(self) -> None:
-        """Returns to the state after the best round and forgets the last one."""
+        """Restores the state after the best round and drops that of the last round."""
         self.server, self.clients, self.best_server, self.best_clients = self.best_server, self.best_clients, {}, {}
         self.server_optimizer = {}
 
     def add_traffic(self, way: str, traffic: Traffic) -> None:
-        """Adds what was sent one way: ``down``, ``up`` or ``between_clients``."""
+        """Adds what was sent in one direction: ``down``, ``up`` or ``between_clients``."""
         for quantity, value in traffic._asdict().items():
             self.traffic[f"{quantity}_{way}"] += value
 

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint can be continued: of the same data and seed, with the same configuration."""
+"""Checks that a checkpoint can be continued with the run's data, seed and configuration."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.phase import Phase
 
 _SAMPLES = 10_000
-_NAMED = 10  # clients or classes in a refusal
+_NAMED = 10  # the most clients or classes that a message names
 
 
 def keys_of(allow_changes: str | list[str] | None) -> list[str]:
-    """The keys in a list, or separated by commas."""
+    """The keys of ``allow_changes``: a list, or a string of keys separated by commas."""
     if isinstance(allow_changes, str):
         return [key.strip() for key in allow_changes.split(",") if key.strip()]
     return allow_changes or []
 
 
 def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints.
+    """Reads a run's checkpoint in order to continue it, with its ``rows`` and the ``writer`` of its next checkpoints.
 
-    It must have the phases so far, and what is in ``identity`` of its seed and data (:func:`identify`).
+    All of its phases must be in ``phases``, and its seed and data must be those in ``identity`` (:func:`identify`).
     """
     rounds = {phase.name: phase.rounds for phase in phases}
     writer = CheckpointWriter(path.with_name(Path(FILE).name))
@@ -72,7 +72,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """How the data or the seed of two runs differ, such as ``other clients (now with hospital_I)``."""
+    """How data or seed differ between two runs, in words such as ``other clients (now with hospital_I)``."""
     if name not in ("client_names", "classes", "columns"):
         values = f" ({before}, now {now})" if name in ("seed", "partition", "test_set") else ""
         return f"another {name.replace('_', ' ')}{values}"
@@ -89,7 +89,7 @@ def check_configuration(
     configuration: dict[str, str],
     allowed: Collection[str] | None,
 ) -> None:
-    """Compares the configuration of a run with that of its checkpoint."""
+    """Compares a run's configuration with its checkpoint's; refuses changes not in ``allowed``, or warns if None."""
     if content["versions"] != versions():
         rank_zero_info(f"'{path}' was written with {_listed(content['versions'])}; now they are {_listed(versions())}.")
     found = changes(content["configuration"], configuration, [*content["phases"]], _extensible(content, phases))
@@ -110,7 +110,7 @@ def check_configuration(
 
 
 def _extensible(content: dict[str, Any], phases: Sequence[Phase]) -> dict[str, int]:
-    """The phases of which more rounds may follow, with the rounds so far: of these, none depends on their number."""
+    """The phases that may get more rounds, with their rounds so far, none of which depends on the total number."""
     states: dict[str, PhaseState] = {
         phase.name: content["phases"][phase.name]
         for phase in phases
@@ -124,8 +124,8 @@ def _listed(versions: dict[str, str]) -> str:
 
 
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """The seed, partition, names, image normalization and vocabulary of a run, which tell it apart from others."""
-    normalization = datamodule.normalization and [*datamodule.normalization]  # as JSON gives it back
+    """The seed, partition, test set, names, normalization and vocabulary of a run, by which a run is recognized."""
+    normalization = datamodule.normalization and [*datamodule.normalization]  # a list, as read back from JSON
     names = [*datamodule.client_names] if datamodule.client_names.given else None
     read = {"client_names": names, "classes": datamodule.classes, "columns": datamodule.columns}
     read |= {"normalization": normalization, "vocabulary": datamodule.vocabulary}
@@ -133,10 +133,10 @@ def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
 
 
 def fingerprints(datamodule: FederatedDataModule) -> dict[str, str]:
-    """Identifies who holds which samples to learn from, and apart from it what the models are tested on.
+    """Fingerprints of the partition (who trains and validates on which samples) and of the test sets.
 
-    Each has a checksum of the samples' indices, labels and values. Of many samples, the values of some are looked at:
-    every n-th, at least ten thousand; a few if they are read one by one.
+    Each contains a checksum of the samples' indices, labels and values. Of many samples, only the values of every n-th
+    are read, at least ten thousand; of samples that are read one by one, only a few.
     """
     tested = [datamodule.test_samples, datamodule.global_test]
     held = _checksum(datamodule, datamodule.train_samples, datamodule.validation_samples)
@@ -159,7 +159,7 @@ def _checksum(datamodule: FederatedDataModule, *parts: ClientSamples | Tensor) -
 
 
 def name_of_test_set(datamodule: FederatedDataModule, fingerprint: str) -> str:
-    """The line below a table of another test set than the run's."""
+    """The line below a table of results on a test set that is not the run's own."""
     given = {name: getattr(datamodule, name, None) for name in ("root", "path", "test_dir")}
     places = ", ".join(f"{name} {value}" for name, value in given.items() if isinstance(value, str | PurePath))
     kind = f"{type(datamodule).__name__}{' with ' * bool(places)}{places}"

@@ -1,1 +1,1 @@
-"""Evaluates the models of clients: accuracies, other metrics, gate weights, and what training costs."""
+"""Evaluates the clients' models (accuracies, other metrics and gate weights), and counts the operations of training."""

@@ -1,4 +1,4 @@
-"""Evaluates the model of every client."""
+"""Evaluates the model that each client uses."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def evaluate_clients(
     clients: Sequence[int] | None = None,
     plan: Plan | None = None,
 ) -> list[ClientEvaluation]:
-    """Evaluates the model that every client would use now, made of the tensors that the server sends and its own.
+    """Evaluates the model that each client would use now, made of the tensors that the server sends and of its own.
 
-    Clients that receive the same tensors and kept none have the same model. It is evaluated once, on the samples of all
-    of them together. Only validation samples that opt in count.
+    Clients that receive the same tensors and keep none have the same model, which is evaluated once, on the samples of
+    all of them. Only validation samples that opt in count.
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
-    keeping = set(kept)  # made once, because every look-up on disk takes time
+    keeping = set(kept)  # a set, because every look-up on disk takes time
     with_predictor = training.algorithm.predictor is not None
     differ = chooses_model(training.algorithm) or with_predictor
     alone = [
@@ -68,14 +68,14 @@ def evaluate_moments(
     clients: Sequence[int],
     plan: Plan | None,
 ) -> list[list[ClientEvaluation]]:
-    """The evaluations at each of some points; other arguments as in :func:`evaluate_clients`."""
+    """The evaluations at each evaluation point; the other arguments are those of :func:`evaluate_clients`."""
     return [evaluate_clients(training, server, kept, round, point, clients, plan) for point in evaluation_points]
 
 
 def _evaluate_shared(
     training: LocalTraining, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
 ) -> Iterator[ClientEvaluation]:
-    """Evaluates every distinct model of clients without one of their own, on the samples of all that have it."""
+    """Evaluates each distinct model of clients without a model of their own, on the samples of all that use it."""
     validation = _opted_in_validation(training)
     for group in training.by_architecture(clients):
         group_training = training.of(group[0])
@@ -83,17 +83,17 @@ def _evaluate_shared(
             module = group_training.copies.move(group_training.copies.copy(), training.device)
             load_to_evaluate(module, {**group_training.initial, **tensors})
             yield from evaluate(module, training.datamodule, sharing, validation, training.metrics)
-            del module  # a device need not have room for two
+            del module  # a device may not have room for two
 
 
 def _has_own_model(kept: Mapping[int, Tree], client: int, evaluation_point: EvaluationPoint) -> bool:
-    """The same of a client; a file is read here if it will not be read for an evaluation, which notices damage."""
+    """The same for one client; if no evaluation is going to read the client's file, reads it to detect damage."""
     names = kept.names(client) if isinstance(kept, StatesOnDisk) else ()
     return has_own_model(names, evaluation_point) or has_own_model(kept[client], evaluation_point)
 
 
 def has_own_model(kept: Iterable[str], evaluation_point: EvaluationPoint) -> bool:
-    """Whether a client that kept tensors of these names has a model of its own."""
+    """Whether a client that keeps tensors of these names has a model of its own."""
     return any("/" not in name or (evaluation_point == "local_training" and name.startswith(TRAINED)) for name in kept)
 
 
@@ -105,23 +105,23 @@ def _evaluate_groups(
     round: int,
     evaluation_point: EvaluationPoint,
 ) -> list[list[ClientEvaluation]]:
-    """Evaluates groups of clients with models of their own; runs in worker processes, too."""
+    """Evaluates groups of clients with models of their own; also runs in worker processes."""
     with one_thread():
         found = [*map(_Evaluator(plan.training, server, kept, round, evaluation_point), groups)]
-    plan.training.copies.check(plan.training.algorithm)  # those of this process
+    plan.training.copies.check(plan.training.algorithm)  # copies of this process
     return found
 
 
 @dataclass
 class _Evaluator:
-    """Evaluates one group of clients with models of their own after another; arguments as in evaluate_clients."""
+    """Evaluates groups of clients with models of their own, one after another; arguments as in evaluate_clients."""
 
     training: LocalTraining
     server: Tree
     kept: Mapping[int, Tree]
     round: int
     evaluation_point: EvaluationPoint
-    stackable: dict[int, bool] = field(default_factory=dict)  # by architecture
+    stackable: dict[int, bool] = field(default_factory=dict)  # whether models of an architecture can be stacked
 
     def __post_init__(self) -> None:
         self.validation = _opted_in_validation(self.training)
@@ -134,7 +134,7 @@ class _Evaluator:
         return [replace(each, validation_loss=self._validation_loss(each.client)) for each in evaluations]
 
     def _validation_loss(self, client: int) -> float:
-        """The loss that the algorithm has of its own for a client's validation samples; nan if there are none."""
+        """The algorithm's own loss on a client's validation samples; NaN if there are none."""
         training, samples, total, number = self.training.of(client), self.validation[client], 0.0, 0
         own_loss = training.algorithm.validation_loss
         assert own_loss is not None
@@ -148,11 +148,11 @@ class _Evaluator:
         return total / number if number else math.nan
 
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
-        """The same, with the loss of what clients predict."""
+        """The same, with the loss of the clients' predictions as the validation loss."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if len(clients) > 1 and self.stackable.get(architecture, True):
             module, data = self._module(training), training.datamodule
-            # an algorithm may return tensors of the module that it was given
+            # a module for each, because an algorithm may return tensors of the module that it was given
             states = [self._state(training, self._module(training), client) for client in clients]
             models = StackedModels(module, states)
             if architecture not in self.stackable:
@@ -171,7 +171,7 @@ class _Evaluator:
         return [*evaluate(predictor, data, [client], self.validation, training.metrics, shared=shared)]
 
     def _module(self, training: LocalTraining) -> LightningModule:
-        """A module for a client; hooks that see it may write to it."""
+        """A module for a client; it shares no memory if the algorithm's hooks may write to it."""
         shares = not needs_server_state(training.algorithm)
         return training.copies.move(training.copies.copy() if shares else copy_module(training.module), training.device)
 
@@ -187,7 +187,7 @@ def _opted_in_validation(training: LocalTraining) -> ClientSamples:
 
 
 def evaluated_model(module: LightningModule, algorithm: Algorithm) -> str:
-    """The part of the module that is evaluated, in the words of ``Evaluation.model``."""
+    """Which part of the module is evaluated, in the words of ``Evaluation.model``."""
     if algorithm.predictor is not None:
         return f"predictor of {type(algorithm).__name__}"
     if not isinstance(module, MixtureOfExperts):
@@ -208,14 +208,14 @@ def personal_tensors(
     round: int,
     evaluation_point: EvaluationPoint,
 ) -> Tree:
-    """The tensors of the model that a client uses at an evaluation point of the last round; others are initial.
+    """The tensors of the model that a client uses at an evaluation point of the last round; all others are initial.
 
-    After local training, these are the ones that it trained last; a client that was never trained has none, and uses
-    the same model as after aggregation, ``Algorithm.personal_tensors``.
+    After local training, these are the tensors that the client trained last. A client that was never trained uses the
+    same model as after aggregation, ``Algorithm.personal_tensors``.
     """
     trained = subtree(kept, TRAINED)
     if evaluation_point == "local_training" and trained:
-        # where what is kept may have changed since, all that differs from the phase's initial tensors is in `trained`
+        # an exchange may have changed what is kept; then `trained` has all that differs from the initial tensors
         return {**of_module(kept), **trained} if not training.algorithm.exchanged else trained
     if chooses_model(training.algorithm):
         load_to_evaluate(module, training.initial)
@@ -231,7 +231,7 @@ def client_predictor(
     kept: Mapping[int, Tree],
     round: int,
 ) -> LightningModule:
-    """What a client predicts with: its module, or another one that calls ``Algorithm.predictor``."""
+    """The module that a client predicts with: its own, or one that calls ``Algorithm.predictor``."""
     if training.algorithm.predictor is None:
         return module
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
@@ -242,7 +242,7 @@ def client_predictor(
 def _models(
     training: LocalTraining, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
 ) -> Iterator[tuple[Tree, list[int]]]:
-    """The tensors of every distinct model of clients that kept none of it, and the clients that have it."""
+    """The tensors of each distinct model of clients that keep none of its tensors, and the clients that use it."""
     shared: Tree = {}
     sharing: list[int] = []
     algorithm = training.algorithm

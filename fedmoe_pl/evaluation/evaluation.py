@@ -1,4 +1,4 @@
-"""Accuracies, other metrics and gate weights of the clients' models, and how they spread over the clients."""
+"""Accuracies, other metrics and gate weights of the clients' models, and their spread over the clients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import pandas
 
 METRICS = ("local_test", "reweighted_test", "global_test", "validation")
-"""The accuracies; the first that clients have is the one that is shown and compared unless another is named."""
+"""The accuracies; unless another is named, the first one that clients have is shown and compared."""
 MONITORS = (*METRICS, "validation_loss")
 LOSS = "loss"
 """The name of the mean loss, a metric of mixtures for data without class labels."""
 SPLITS = ("local_test", "global_test", "validation")
-"""The sets of samples on which metrics of torchmetrics are computed; their values are named ``local_test_<metric>``."""
+"""The sets of samples on which torchmetrics are computed; values have names such as ``local_test_<metric>``."""
 
 
 class Spread(NamedTuple):
@@ -30,8 +30,8 @@ class Spread(NamedTuple):
     Attributes:
         mean: unweighted mean over the clients.
         std: population standard deviation over the clients.
-        worst_tenth: mean over the worst tenth of the clients (at least one client): those with the lowest values, or
-            the highest if a lower one is better.
+        worst_tenth: mean over the worst tenth of the clients (at least one): those with the lowest values, or with the
+            highest if lower is better.
     """
 
     mean: float
@@ -43,26 +43,26 @@ class Spread(NamedTuple):
 class ClientEvaluation:
     """Accuracies (fractions in [0, 1]) and other metrics of the model that one client would use.
 
-    Accuracies are nan for data without class labels.
+    Accuracies are NaN for data without class labels.
 
     Attributes:
         client: the client's id.
-        n_train: number of its training samples.
-        local_test: accuracy on the client's held-out samples; nan if it has none.
-        reweighted_test: accuracy per class on the global test set, weighted by the client's class shares; nan for
+        n_train: number of the client's training samples.
+        local_test: accuracy on the client's held-out samples; NaN if it has none.
+        reweighted_test: accuracy per class on the global test set, weighted by the client's class shares; NaN for
             rotated images.
         global_test: accuracy on the global test set.
-        validation: accuracy on the client's validation samples, in a phase with opt-out on those that opt in; nan if
-            there are none.
+        validation: accuracy on the client's validation samples (in a phase with opt-out, only those that opt in); NaN
+            if there are none.
         gate_weights: weights of the experts, shape (n, experts), on the client's own samples (the held-out ones
             if it has any, else its training samples); None for a model without a trained gate.
-        gate_labels: labels of those samples, shape (n,); None for data without class labels.
-        validation_loss: mean loss on the same validation samples; nan if there are none.
-        has_global_expert: whether all experts but the last one are global.
-        metrics: the values of other metrics, such as ``local_test_f1``, which is on the client's held-out samples; nan
-            if there are none.
-        name: what the data call the client; empty if they do not name it.
-        n_test: number of its held-out samples.
+        gate_labels: labels of the same samples, shape (n,); None for data without class labels.
+        validation_loss: mean loss on the same samples as ``validation``; NaN if there are none.
+        has_global_expert: whether all experts except the last one are global.
+        metrics: the values of other metrics, such as ``local_test_f1`` on the client's held-out samples; NaN if there
+            are none.
+        name: the client's name in the data; empty if it has none.
+        n_test: number of the client's held-out samples.
     """
 
     client: int
@@ -80,7 +80,7 @@ class ClientEvaluation:
     n_test: int = 0
 
     def value(self, metric: str) -> float:
-        """An accuracy, the loss, the mean gate weight, or another metric, by name; nan if the client lacks it.
+        """An accuracy, the loss, the mean gate weight, or another metric, by name; NaN if the client lacks it.
 
         Raises:
             MisconfigurationException: if the model has no such metric.
@@ -96,19 +96,19 @@ class ClientEvaluation:
 
     @property
     def has_values(self) -> bool:
-        """Whether the client was evaluated: one of a deployed federation may be away."""
+        """Whether the client was evaluated: in a deployed federation, it may have been disconnected."""
         values = (*(getattr(self, metric) for metric in MONITORS), *self.metrics.values())
         return not all(map(math.isnan, values))
 
     @property
     def mean_gate_weight(self) -> float:
-        """Mean of the global experts' total weight over the client's own samples; nan without such weights."""
+        """Mean of the global experts' total weight over the client's own samples; NaN without such weights."""
         weights = self.global_weights
         return math.nan if weights is None else weights.double().mean().item()
 
     @property
     def global_weights(self) -> Tensor | None:
-        """Total weight of the global experts (all but the last one), shape (n,); None without such weights."""
+        """Total weight of the global experts (all except the last one), shape (n,); None without such weights."""
         if self.gate_weights is None or not self.has_global_expert:
             return None
         return self.gate_weights[:, :-1].sum(dim=1)
@@ -116,20 +116,20 @@ class ClientEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one method on the clients, with all that is needed to name its accuracies.
+    """The evaluation of one method on the clients, with all that is needed to identify its values.
 
     Attributes:
-        method: name of the row: of the phase, perhaps with the evaluation point.
+        method: the name of the row: that of the phase, perhaps with the evaluation point.
         round: number of rounds that the phase had completed.
         model: the evaluated model: "global expert", "local expert", "one expert", "mixture", the class of a user's
-            module, or "predictor of ..." with the class of an algorithm that has a way of its own.
+            module, or "predictor of ..." with the class of an algorithm that predicts in its own way.
         evaluation_point: "after aggregation" or "after local training".
         selection: "last round", "this round" for an earlier one, "best round by ..." with the metric that selected it,
-            or "given checkpoint".
+            "given checkpoint", or "fewer epochs".
         clients: one entry per client, in the order of their ids.
-        drawn_from: number of clients that these were drawn from; None if all were evaluated.
-        lower_is_better: names of the metrics of which a lower value is better.
-        epochs: epochs of the phase's only round, if callbacks get the evaluations after fewer of them, too.
+        drawn_from: number of clients from which the evaluated ones were drawn; None if all were evaluated.
+        lower_is_better: names of the metrics for which lower is better.
+        epochs: number of epochs of the phase's only round, if it is also evaluated after fewer epochs; otherwise None.
     """
 
     method: str
@@ -144,7 +144,7 @@ class Evaluation:
 
     @property
     def step(self) -> int:
-        """The place on the axis of the method's curves: the round, or the epoch if there are several evaluated."""
+        """The position on the x-axis of the method's curves: the round, or the epoch if several are evaluated."""
         return self.round if self.epochs is None else self.epochs
 
     @property
@@ -171,7 +171,7 @@ class Evaluation:
         ]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The same rows as a data frame; needs pandas.
+        """The rows of ``clients.csv`` as a data frame; needs pandas.
 
         ``pandas.concat(each.to_pandas() for each in federation.fit(model, data).values())`` has those of all methods.
         """
@@ -189,7 +189,7 @@ class Evaluation:
 
     @property
     def evaluated(self) -> str:
-        """Which clients were evaluated, in words.
+        """How many of the clients were evaluated, in words.
 
         Example:
             >>> Evaluation("FedAvg", 1, "mixture", "after aggregation", "last round", [], drawn_from=100).evaluated
@@ -201,7 +201,7 @@ class Evaluation:
         return f"{number} of {asked if self.drawn_from is None else self.drawn_from}"
 
     def values(self, metric: str, clients: Collection[int] | None = None) -> list[float]:
-        """The values of the clients that have the metric; none if it was not measured.
+        """The values of the clients that have the metric; empty if it was not measured.
 
         Args:
             metric: one of ``ClientEvaluation.names``.
@@ -214,9 +214,9 @@ class Evaluation:
 
     @property
     def local_test_pooled(self) -> float:
-        """The accuracy over the held-out samples of all clients, as PFLlib and FL-bench report it; nan without any.
+        """The accuracy over the held-out samples of all clients, as PFLlib and FL-bench report it; NaN without any.
 
-        It is the mean of ``local_test`` in which each client counts as often as it has held-out samples.
+        It is the mean of ``local_test`` weighted by the clients' numbers of held-out samples.
 
         Example:
             >>> nan = float("nan")
@@ -238,7 +238,7 @@ class Evaluation:
             clients: the clients to count; None for all.
 
         Raises:
-            MisconfigurationException: if it was not measured.
+            MisconfigurationException: if the metric was not measured.
 
         Example:
             >>> nan = float("nan")
@@ -254,7 +254,7 @@ class Evaluation:
         return self.spread_or_nan(metric, clients)
 
     def spread_or_nan(self, metric: str, clients: Collection[int] | None = None) -> Spread:
-        """The same, of nan if the metric was not measured."""
+        """The same, but all values are NaN if the metric was not measured."""
         values = torch.tensor(self.values(metric, clients), dtype=torch.float64).sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)
@@ -268,7 +268,7 @@ class Evaluation:
 def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, object]]:
     """One method's rows of ``gate_weights.csv``: the gate's mean weights on each client's own samples of each class.
 
-    A client has one row, for the total weight of the global experts. If no expert is global, it has a row for each.
+    A client has one row, for the total weight of the global experts, or if no expert is global, a row per expert.
     """
     for client in evaluation.clients:
         if client.gate_weights is None or client.gate_labels is None:
@@ -290,14 +290,14 @@ def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, ob
 
 
 def _means_by_class(weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Mean of the weights, shape (n,), of each class, shape (num_classes,); nan for classes without a sample."""
+    """Mean of the weights (n,) of each class's samples, shape (num_classes,); NaN for classes without a sample."""
     labels = labels.cpu()
     sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights.detach().cpu().double())
-    return sums / torch.bincount(labels, minlength=num_classes)  # 0 / 0 is nan
+    return sums / torch.bincount(labels, minlength=num_classes)  # 0 / 0 is NaN
 
 
 def expert_usage(evaluation: Evaluation) -> Tensor:
-    """For each client and expert, the share of the client's own samples whose largest gate weight is that expert's."""
+    """The share of each client's own samples for which each expert has the largest weight, shape (clients, experts)."""
     weights = [client.gate_weights for client in evaluation.clients]
     most = max(client_weights.shape[1] for client_weights in weights if client_weights is not None)
     shares = torch.full((len(weights), most), math.nan, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of local training, from one batch per kind of client."""
+"""Counts the floating-point operations of local training, by one batch for each kind of client."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import Tree
 
 _ENDS_TRAINING = ("max_steps", "max_time", "fast_dev_run")  # arguments of a Trainer
-_TRIED = 3  # clients whose batch is tried, before the module is held to run in its Trainer only
+_TRIED = 3  # clients whose batch is tried before the module is assumed to run only in its Trainer
 
 
 class FlopCounter:
     """Counts the operations of forward and backward passes: a measure of work that is the same on every machine.
 
     For every architecture and set of trained parameters, the algorithm's loss of one batch is run under PyTorch's
-    ``FlopCounterMode`` and its operations are multiplied by samples and epochs. An algorithm with its own loss may
-    do other work in every round. Its loss is run again whenever the constants for it differ in anything but the
-    values of tensors; they are those of the cohort's first client of the architecture, and stand for all of them.
+    ``FlopCounterMode``, and its operations are multiplied by samples and epochs. An algorithm with its own loss may do
+    different work in every round; its loss is run again whenever its constants differ in more than the values of
+    tensors. The constants of the cohort's first client of an architecture stand for all of its clients.
     Matrix products, convolutions and attention count, with a multiplication and an addition as two operations;
-    activations, normalization and optimizers do not. Frozen parts have no backward pass. Their forward pass counts
-    in every step, even if a backend looks the outputs up. A client's work before its training does not count, and
-    early stopping is ignored. Where ``max_steps``, ``max_time`` or ``fast_dev_run`` ends training, they are not known.
+    activations, normalization and optimizers do not. Frozen parts have no backward pass, but their forward pass counts
+    in every step, even if a backend looks up the outputs. A client's work before its training does not count, and
+    early stopping is ignored. If ``max_steps``, ``max_time`` or ``fast_dev_run`` is set, operations are unknown.
     """
 
     def __init__(self, training: LocalTraining) -> None:
@@ -49,14 +49,14 @@ class FlopCounter:
         self._counted: dict[tuple[int, frozenset[str], str], tuple[float, int]] = {}
 
     def of_round(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
-        """Operations of a round: an integer, or nan for a module that only runs in its Trainer."""
+        """Operations of a round: an integer, or NaN if they cannot be counted."""
         if any(self.training.trainer.get(name) not in (None, -1, False) for name in _ENDS_TRAINING):
             return math.nan
         groups = self.training.by_architecture(cohort)
         return sum(self._of_architecture(server, clients, kept, round) for clients in groups)
 
     def _of_architecture(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
-        """Operations of all local training of the cohort's clients that have one architecture."""
+        """Operations of the local training of a cohort's clients of one architecture."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         samples = {client: _samples(training, client, round) for client in clients}
         if not any(samples.values()):
@@ -76,7 +76,7 @@ class FlopCounter:
             key = architecture, trained, constants
             if key not in self._counted:
                 epoch = epochs.index(trained)
-                for client in islice(with_samples, _TRIED):  # one of them may fail in this round
+                for client in islice(with_samples, _TRIED):  # several, because a client may fail in this round
                     self._counted[key] = _of_one_batch(training, server, client, kept, round, epoch)
                     if not math.isnan(self._counted[key][0]):
                         break
@@ -87,17 +87,17 @@ class FlopCounter:
         return total
 
     def _participants(self, architecture: int, round: int) -> Iterator[int]:
-        """The participants of an architecture with samples: in a resumed run, the same come first."""
+        """Clients of an architecture with samples, participants first; in the same order in a resumed run."""
         training = self.training
         clients = range(training.datamodule.num_clients)
-        # new clients have not opted out
+        # all others follow, because no new client has opted out
         ordered = dict.fromkeys([*training.algorithm.opt_out.participants(clients, training.seed), *clients])
         candidates = (client for client in ordered if training.architecture(client) == architecture)
         yield from (client for client in candidates if _samples(training.of(client), client, round))
 
 
 def _samples(training: LocalTraining, client_id: int, round: int) -> int:
-    """Number of samples that a client trains on in an epoch, without a dropped last one."""
+    """Number of samples that a client trains on in an epoch, not counting a dropped last one."""
     samples = training.algorithm.client_samples(client_of(training, training.module, client_id, {}, round))
     drops = training.has_batch_norm
     batches = training.datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops)
@@ -109,14 +109,14 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
 
 
 def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> str:
-    """Describes all that an algorithm's own loss of one batch may depend on, but for the values of tensors.
+    """Describes all that an algorithm's own loss of one batch may depend on, except for the values of tensors.
 
-    The batch's size belongs to it, so that a resumed run counts the same operations.
+    This includes the batch's size, so that a resumed run counts the same operations.
     """
     with seeded(0):
         try:
             _, constants, samples = begin_client(training, training.copies.copy(), server, client_id, kept, round)
-        except Exception:  # the hooks of a user may raise anything; training reports it
+        except Exception:  # a user's hooks may raise anything; training reports it
             return ""
     size = min(len(samples), training.datamodule.batches(samples, batch_size=training.batch_size).batch_size)
     return f"{size} samples, {tree_map(_description, constants)}"
@@ -129,7 +129,7 @@ def _description(leaf: Any) -> str:
 def _of_one_batch(
     training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, epoch: int
 ) -> tuple[float, int]:
-    """Operations of the forward and backward pass of one batch, counted on the CPU, and the batch's samples."""
+    """Operations of the forward and backward pass of one batch, counted on the CPU, and the batch's size."""
     if not trains_by_loss(training) or overrides(training.algorithm, "client_batches"):
         return math.nan, 1
     module = training.copies.copy()
@@ -140,7 +140,7 @@ def _of_one_batch(
             Freezing(training, module, round).freeze(epoch)
             batches = training.datamodule.batches(samples, batch_size=training.batch_size)
             batch = move_data_to_device(next(iter(batches)), torch.device("cpu"))
-            # oneDNN's LSTM is one operation that the counter does not know; without oneDNN, it is matrix products
+            # oneDNN's LSTM is one operation, unknown to the counter; without oneDNN, it consists of matrix products
             with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
                 training.algorithm.client_loss(client.module, batch, constants).backward()
         except Exception:  # a loss may need its Trainer or the whole run; training reports other errors

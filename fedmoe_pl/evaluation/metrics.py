@@ -1,4 +1,4 @@
-"""Predictions of a model, and the accuracies and other metrics of the clients that have it."""
+"""Predictions of a model, and the accuracies and other metrics of the clients that use it."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.models.mixtures.tasks import IGNORED, inputs_of, preds_and_target, rows_of, weight_of
 from fedmoe_pl.trees import Tree, loads_by_itself, names_of_same_tensors
 
-_MOST = 8  # more gain little, and would leave worker processes without work
+_MOST = 8  # models in a stack; more gain little and would leave worker processes without work
 
 
 def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
-    """Divides clients into those whose models are stacked: of one architecture and similar numbers of samples.
+    """Divides clients into groups whose models are stacked: of one architecture and similar numbers of samples.
 
-    A client is alone if its model is large, has a convolution, holds a tensor under several names, loads its state by
-    code of its own, or has layers that are not known to treat samples apart, such as those of the user's. A convolution
-    gains nothing from stacking on a CPU; on a GPU, where this was not measured, a batch of one model is large already.
-    ``functional_call`` does not put back the tensors of a module that has several names.
+    A client is alone if its model is large, has a convolution, holds a tensor under several names (which
+    ``functional_call`` does not restore), loads its state by its own code, or has layers that are not known to treat
+    samples apart, such as a user's. Convolutions gain nothing from stacking on a CPU; on a GPU, where this was not
+    measured, a batch of one model is already large.
     """
     sizes, groups = training.datamodule.train_samples.sizes.tolist(), []
-    if training.datamodule.reader is not None:  # reading samples one by one takes longer than the calls that are saved
+    if training.datamodule.reader is not None:  # reading samples one by one takes longer than stacking saves
         return [[client] for client in clients]
     for members in training.by_architecture(clients):
         module = training.of(members[0]).module
@@ -67,7 +67,7 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
 
 
 class StackedModels:
-    """The models of k clients: a module of their architecture, and the tensors of each, shared if the same object."""
+    """The models of k clients of one architecture; tensors that are the same object in all of them are not stacked."""
 
     def __init__(self, module: LightningModule, states: Sequence[Tree]) -> None:
         first = states[0]
@@ -77,7 +77,7 @@ class StackedModels:
         self.module = ScoresAndWeights(module)
         self.stacked = {
             f"module.{name}": torch.stack([state[name] for state in states]).to(module.device)
-            for name in differ or [*first][:1]  # `vmap` needs a tensor to map over
+            for name in differ or [*first][:1]  # `vmap` needs at least one tensor to map over
         }
         self.device = module.device
 
@@ -91,7 +91,7 @@ class StackedModels:
         return True
 
     def outputs(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of each model for samples that all of them get, (k, n, ...), and the targets (n, ...)."""
+        """The outputs of each model for the same samples, (k, n, ...), and the targets (n, ...)."""
         batches = datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
         outputs, targets = zip(*((self._call(x, None)[0], y.cpu()) for x, y in batches), strict=True)
         return torch.cat(outputs, 1), torch.cat(targets)
@@ -99,10 +99,10 @@ class StackedModels:
     def of_each(
         self, datamodule: FederatedDataModule, parts: ClientSamples
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """For each model, on its own part: scores (n, ...), weights (n, experts) or None, and targets (n, ...)."""
+        """For each model and its own part: scores (n, ...), weights (n, experts) or None, and targets (n, ...)."""
         if not len(parts.indices):
             return
-        padded = nn.utils.rnn.pad_sequence([*parts], batch_first=True)  # (k, longest), filled up with sample 0
+        padded = nn.utils.rnn.pad_sequence([*parts], batch_first=True)  # (k, longest), padded with sample 0
         pieces = [self._of_piece(datamodule, samples) for samples in padded.split(EVALUATED_AT_ONCE // _MOST, dim=1)]
         outputs = [torch.cat(output, 1) for output in zip(*pieces, strict=True)]
         for row, samples in enumerate(parts):
@@ -110,7 +110,7 @@ class StackedModels:
             yield scores, weights[0] if weights else None, targets
 
     def _of_piece(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, ...]:
-        """Targets (k, b, ...), scores (k, b, C), and weights if there is a gate, for samples (k, b)."""
+        """Targets (k, b, ...), scores (k, b, C), and weights if there is a trained gate, for samples (k, b)."""
         ((x, y),) = datamodule.batches(samples.flatten(), batch_size=samples.numel())
         return y.cpu().unflatten(0, samples.shape), *self._call(x.unflatten(0, samples.shape), 0)
 
@@ -123,53 +123,53 @@ class StackedModels:
             return tuple(output.cpu() for output in vmap(outputs, (0, dim))(self.stacked, x.to(self.device)))
 
 
-_MOST_VALUES = 2**26  # outputs at a time in a language model's evaluation: 256 MiB of float32
+_MOST_VALUES = 2**26  # outputs computed at once when a language model is evaluated: 256 MiB of float32
 
 
 def predicts_classes(module: LightningModule, datamodule: FederatedDataModule) -> bool:
-    """Whether each sample has a class, and the module predicts it, so that there are accuracies."""
+    """Whether each sample has a class and the module predicts it, so that there are accuracies."""
     mixture = mixture_of(module)
     return datamodule.num_classes > 0 and (mixture is None or mixture.task == "multiclass")
 
 
 def measures_loss(module: LightningModule, datamodule: FederatedDataModule) -> bool:
-    """Whether the loss is a metric on all sets of samples: for mixtures, if there are no accuracies."""
+    """Whether the loss is a metric on all sets of samples: for mixtures without accuracies."""
     return mixture_of(module) is not None and not predicts_classes(module, datamodule)
 
 
 def preds_of(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Predictions and targets, of a mixture as probabilities or values; those of other modules as they are."""
+    """Predictions and targets: a mixture's outputs as probabilities or values, other modules' outputs unchanged."""
     mixture = mixture_of(module)
     return (outputs, targets) if mixture is None else preds_and_target(mixture.task, outputs, targets)
 
 
 def _update(metric: Metric, preds: Tensor, target: Tensor) -> None:
-    """Updates a metric; of values in float64, because some, such as R2Score, take the difference of large sums."""
+    """Updates a metric; real values as float64, because some metrics, such as R2Score, subtract large sums."""
     if target.is_floating_point():
         preds, target = preds.double(), target.double()
-        # another metric may be made of some, whose type does not change with its own
+        # a metric may contain others, whose types `set_dtype` does not change
         for each in (each for each in metric.modules() if isinstance(each, Metric) and each.dtype != target.dtype):
             each.set_dtype(target.dtype)
     metric.update(preds, target)
 
 
 def names_of(metrics: Mapping[str, Metric], with_loss: bool) -> list[str]:
-    """The names of the metrics' values, such as ``local_test_f1``; without the loss on validation samples."""
+    """The names of the metrics' values, such as ``local_test_f1``, without the loss on validation samples."""
     of_loss = [f"{split}_{LOSS}" for split in SPLITS[:2]] if with_loss else []
     return [f"{split}_{name}" for name in metrics for split in SPLITS] + of_loss
 
 
 def lower_is_better(metrics: Mapping[str, Metric]) -> list[str]:
-    """The names of values of which a lower one is better, as torchmetrics says it; also those of the loss."""
+    """The names of values for which lower is better according to torchmetrics, and those of the loss."""
     lower = [name for name, metric in metrics.items() if metric.higher_is_better is False]
     return [f"{split}_{name}" for name in (*lower, LOSS) for split in SPLITS]
 
 
 class Meter:
-    """Feeds the outputs for the samples of several parts, one part after another, to metrics.
+    """Computes metrics for several parts of the samples, whose outputs arrive one part after another.
 
-    A mixture's outputs become probabilities, or values in regression; those of other modules are taken as they are. The
-    ``values`` of each metric, one for each part, are nan if the part is not wanted, or has too few samples.
+    A mixture's outputs become probabilities, or values in regression; other modules' outputs are used unchanged. The
+    ``values`` of each metric, one per part, are NaN for parts that are not wanted or have too few samples.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Meter:
         self._begin(0)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Takes the outputs (b, ...) and targets (b, ...) of the next samples, which may be of several parts."""
+        """Takes the outputs (b, ...) and targets (b, ...) of the next samples, which may belong to several parts."""
         while len(targets):
             count = min(self._left, len(targets))
             if self.wanted[self._part]:
@@ -227,7 +227,7 @@ class Meter:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Copies of the metrics; their names and values can be columns of files."""
+    """Copies of the metrics, checked so that their names can be columns of files."""
     if not isinstance(metrics, Mapping | MetricCollection | None):
         raise InvalidArgumentError("Federation", "metrics", metrics, "a dict of names and metrics of torchmetrics")
     for name, metric in (metrics or {}).items():
@@ -246,7 +246,7 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
         metric.reset()
         try:
-            with warnings.catch_warnings():  # of few samples
+            with warnings.catch_warnings():  # torchmetrics warns of few samples
                 warnings.simplefilter("ignore")
                 _update(metric, *preds_of(module, outputs, targets))
                 float(metric.compute())
@@ -260,8 +260,8 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
 
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
-"""Scores (b, C) or other outputs, weights (b, experts) of a gate that is not constant, and labels (b,) or other targets
-of some samples after others."""
+"""For one batch after another: scores (b, C) or other outputs, weights (b, experts) of a gate that is not constant, and
+labels (b,) or other targets."""
 
 
 @torch.inference_mode()
@@ -272,7 +272,7 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
 
 
 def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> Outputs:
-    """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
+    """The outputs for each batch, on the CPU."""
     for batch, y in labelled_batches(datamodule, samples, mixture_of(module)):
         for piece, targets in _in_pieces(module, batch, y):
             logits, weights = outputs_of(module, piece, datamodule.has_pairs)
@@ -280,13 +280,13 @@ def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: 
 
 
 def _in_pieces(module: LightningModule, batch: Any, y: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """A batch with its targets or, if the outputs are logits of the vocabulary for each token, pieces of the batch."""
+    """A batch with its targets or, if the model gives logits of the vocabulary for each token, pieces of the batch."""
     mixture = mixture_of(module)
     if mixture is None or not has_task(module, "causal_lm"):
         yield batch, y
         return
     x = inputs_of(batch, mixture.target_key)
-    values = outputs_of(module, (rows_of(x, slice(1)), y[:1]), True)[0].numel()  # of a sample
+    values = outputs_of(module, (rows_of(x, slice(1)), y[:1]), True)[0].numel()  # for one sample
     size = max(_MOST_VALUES // values, 1)
     for start in range(0, len(y), size):
         rows = slice(start, start + size)
@@ -297,7 +297,7 @@ def _in_pieces(module: LightningModule, batch: Any, y: Tensor) -> Iterator[tuple
 def _on_global_test(
     module: LightningModule, datamodule: FederatedDataModule, models: StackedModels | None, meter: Meter
 ) -> tuple[Tensor, Tensor] | None:
-    """Measures one model or k of them; the accuracies of each, None without class labels."""
+    """Measures one model or k models; returns the accuracies of each, or None without class labels."""
     samples, has_classes = datamodule.global_test, predicts_classes(module, datamodule)
     if models:
         scores, targets = models.outputs(datamodule, samples)
@@ -313,9 +313,9 @@ def _on_global_test(
 
 
 def _accuracies(predicted: Tensor, datamodule: FederatedDataModule) -> tuple[Tensor, Tensor]:
-    """Accuracy of k models on the global test set, float64: of each class (k, C), and over all samples (k,).
+    """Accuracies of k models on the global test set, float64: of each class (k, C), and over all samples (k,).
 
-    torchmetrics has float32, in which 27 of 30 are less than 0.9.
+    torchmetrics computes in float32, where 27 of 30 is less than 0.9.
     """
     labels, classes = datamodule.y[datamodule.global_test].cpu(), datamodule.num_classes
     right = (predicted == labels).double()
@@ -332,9 +332,9 @@ def evaluate(
     models: StackedModels | None = None,
     shared: AbstractContextManager[None] | None = None,
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model, or small models of their own, computed together.
+    """The evaluations of clients that all use this model, or, with ``models``, stacked models of their own.
 
-    A model computes its outputs on the global test set in the context ``shared``.
+    The outputs on the global test set are computed in the context ``shared``.
     """
     chosen = torch.tensor(clients)
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
@@ -378,7 +378,7 @@ def evaluate(
 
 
 def _own_samples(module: LightningModule, datamodule: FederatedDataModule, chosen: Tensor) -> ClientSamples:
-    """Each client's held-out samples; for the weights of a trained gate, its training samples if it has none."""
+    """Each client's held-out samples; if it has none and the module a trained gate, its training samples."""
     held_out = datamodule.test_samples.select(chosen)
     if not has_trained_gate(module):
         return held_out
@@ -407,7 +407,7 @@ def _by_client(number: int, *of_splits: Mapping[str, Sequence[float]]) -> list[d
 def _measured(
     module: LightningModule, outputs: Outputs, parts: ClientSamples, meter: Meter, has_classes: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Accuracy and mean loss of each part, (len(parts),), nan for an empty one, and weights of a trained gate."""
+    """Accuracy and mean loss of each part, (len(parts),), NaN if it is empty; and the weights of a trained gate."""
     right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
     for scores, batch_weights, targets in outputs:
         if has_classes:
@@ -430,7 +430,7 @@ def _measured(
 def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
     """Loss of every sample, float64 (n,): the mixture's own loss, or cross-entropy for another module.
 
-    nan if the mixture has a loss of the user's, which gives the mean of several samples.
+    NaN if a user has given the mixture a loss, because it returns the mean over several samples.
     """
     if not isinstance(module, MixtureOfExperts):
         return F.cross_entropy(scores, labels, reduction="none").double()
@@ -440,14 +440,14 @@ def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Splits a tensor along its first dimension into copies, because a view would be pickled with the whole tensor."""
+    """Splits a tensor along its first dimension into copies, because pickling a view includes the whole tensor."""
     return [piece.clone() for piece in tensor.split(sizes.tolist())]
 
 
 def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
-    """Mean of the class accuracies (1 or k, C), weighted with the clients' shares (k, C) of classes in the test set.
+    """Mean of the class accuracies (1 or k, C), weighted by the clients' shares (k, C) of the classes in the test set.
 
-    nan for rotated images: the global test set has them in all rotations, which class shares know nothing of.
+    NaN for rotated images: the global test set has all rotations, about which class shares say nothing.
     """
     if datamodule.rotations is not None:
         return shares.new_full((len(shares),), math.nan)
@@ -457,7 +457,7 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
 
 
 _TASKS = ("Binary", "Multiclass", "Multilabel")
-# EER and LogAUC are newer than the oldest torchmetrics that is allowed
+# the oldest supported torchmetrics lacks EER and LogAUC
 _OF_BOTH, _OF_POSITIVES, _CORRELATIONS = (
     tuple(
         kind
@@ -470,15 +470,15 @@ _OF_BOTH, _OF_POSITIVES, _CORRELATIONS = (
 
 
 def value_of(metric: Metric) -> float:
-    """The value of a metric, whose state may be changed, so that it must be reset before its next samples.
+    """The value of a metric; may change the metric's state, so that it must be reset before its next samples.
 
-    Metrics of a ranking are means over the classes or labels for which they are defined: those that some samples have
-    and, but for average precision, others do not have. nan if there is none, or there are too few samples. A Matthews
-    coefficient with a zero in its denominator is 0 also of two classes, as scikit-learn's.
+    Ranking metrics are means over the classes or labels for which they are defined: those that some samples have and,
+    except for average precision, some lack. NaN if there are none, or too few samples. A Matthews coefficient with a
+    zero denominator is 0, for two classes, too, as in scikit-learn.
     """
     try:
         with ExitStack() as stack:
-            for each in metric.modules():  # a metric may be made of others
+            for each in metric.modules():  # a metric may contain others
                 if isinstance(each, _OF_BOTH + _OF_POSITIVES) and not stack.enter_context(_of_present_classes(each)):
                     return math.nan
                 if isinstance(each, _CORRELATIONS):
@@ -490,7 +490,7 @@ def value_of(metric: Metric) -> float:
 
 @contextmanager
 def _of_present_classes(metric: Any) -> Iterator[bool]:
-    """Leaves the other classes or labels out of the state of a metric of a ranking; gives whether any are left."""
+    """Drops classes or labels for which a ranking metric is undefined from its state; yields whether any are left."""
     number = next((name for name in ("num_classes", "num_labels") if getattr(metric, name, None) is not None), "")
     is_binned, is_class = metric.thresholds is not None, False
     preds = target = torch.empty(0)
@@ -523,7 +523,7 @@ def _of_present_classes(metric: Any) -> Iterator[bool]:
 
 
 def _without_epsilon(metric: Any) -> None:
-    """Replaces a confusion matrix of two classes without a coefficient by one whose coefficient is 0."""
+    """Replaces a two-class confusion matrix whose Matthews coefficient is undefined by one whose coefficient is 0."""
     matrix = metric.confmat if metric.confmat.dim() == 2 else metric.confmat.sum(0)
     if matrix.shape == (2, 2) and not (matrix.any(0).all() and matrix.any(1).all()):
         metric.confmat = torch.ones_like(metric.confmat)

@@ -1,4 +1,4 @@
-"""What a model says of batches, whatever these are."""
+"""A model's outputs for batches of any form."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fedmoe_pl.models.layers import modes_of, set_modes
 from fedmoe_pl.models.mixtures.tasks import Task, inputs_and_targets, inputs_of
 from fedmoe_pl.trees import Tree, load_tree
 
-# the class that a type checker takes a client's module for
+# a client's module, for type checkers
 ClientModule = TypeVar("ClientModule", bound=LightningModule, default=MixtureOfExperts)
 
-_modes = WeakKeyDictionary[nn.Module, list[bool]]()  # of a module's parts before its first evaluation
+_modes = WeakKeyDictionary[nn.Module, list[bool]]()  # modes of a module's parts before its first evaluation
 
 
 def load_to_evaluate(module: nn.Module, tree: Tree) -> None:
-    """Loads tensors into a module and puts it in eval mode, for which it may change them, such as to merge adapters."""
+    """Loads tensors into a module and puts it in eval mode, which may change tensors, for example to merge adapters."""
     given = _modes.setdefault(module, [*modes_of(module).values()])
-    set_modes(dict(zip(module.modules(), given, strict=False)))  # calling the module may have added parts
+    set_modes(dict(zip(module.modules(), given, strict=False)))  # not strict: a call may have added parts
     load_tree(module, tree)
     module.eval()
 
 
 class Predictor(LightningModule):
-    """A client's module that predicts in the algorithm's way, as scores (n, ...) of samples; it has no gate weights."""
+    """A client's module that predicts scores (n, ...) in the algorithm's own way; it has no gate weights."""
 
     def __init__(self, module: LightningModule, predict: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -43,18 +43,18 @@ class Predictor(LightningModule):
         self.to(module.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores."""
+        """The scores of samples."""
         return self.predict(x)
 
 
 def mixture_of(module: LightningModule) -> MixtureOfExperts | None:
-    """The mixture whose task and loss the outputs are for; None if the module is another one."""
+    """The mixture that defines the outputs' task and loss; None if the module is not a mixture."""
     inner = module.module if isinstance(module, Predictor) else module
     return inner if isinstance(inner, MixtureOfExperts) else None
 
 
 def has_task(module: LightningModule, task: Task) -> bool:
-    """Whether a module is a mixture, or predicts with one, of this task."""
+    """Whether a module is a mixture with this task, or predicts with one."""
     mixture = mixture_of(module)
     return mixture is not None and mixture.task == task
 
@@ -62,7 +62,7 @@ def has_task(module: LightningModule, task: Task) -> bool:
 def labelled_batches(
     datamodule: FederatedDataModule, samples: Tensor, mixture: MixtureOfExperts | None = None
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Large batches of some samples, each with its targets: the samples' classes, otherwise those in the batch.
+    """Large batches of some samples, each with its targets: the samples' classes or, without classes, those in it.
 
     A mixture knows the key of the targets in a dict, and which tokens are padding.
     """
@@ -72,7 +72,7 @@ def labelled_batches(
             targets = batch[1]
         elif mixture is not None and not datamodule.num_classes:
             targets = inputs_and_targets(batch, mixture.target_key)[1]
-        else:  # batches may have classes in another form, such as probabilities
+        else:  # if there are classes, batches may hold them in another form, such as probabilities
             targets = None if datamodule.num_classes else datamodule.reader.targets_of(batch)
         found = targets if isinstance(targets, Tensor) else datamodule.y[indices]
         number = len(batch[1] if is_pair(batch) and isinstance(batch[1], Tensor) else found)
@@ -85,7 +85,7 @@ def labelled_batches(
 
 
 def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores (b, C), and weights (b, experts) of a gate that is not constant, on the module's device."""
+    """Scores (b, C), and weights (b, experts) of a gate that is not constant, or None, on the module's device."""
     mixture = mixture_of(module)
     if is_pair or mixture is not None:
         x = batch[0] if mixture is None else inputs_of(batch, mixture.target_key)
@@ -103,7 +103,7 @@ def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tens
 
 
 def described_batches(datamodule: FederatedDataModule) -> str:
-    """The samples or batches of the data in words, for messages."""
+    """Describes the samples or batches of the data, for messages."""
     (batch,) = datamodule.batches(datamodule.train_samples.indices[:1])
     x = batch[0] if datamodule.has_pairs else batch
     return f"samples of shape {tuple(x.shape[1:])}" if isinstance(x, Tensor) else f"batches of {type(x).__name__}"
@@ -117,7 +117,7 @@ def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
 
 
 class ScoresAndWeights(nn.Module):
-    """A module whose outputs are scores and, if it has a trained gate, weights of the experts."""
+    """Wraps a module so that it returns scores and, if it has a trained gate, the experts' weights."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()

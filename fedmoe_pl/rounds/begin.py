@@ -32,8 +32,8 @@ from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree
 
 ReadResult = Callable[[Phase, LightningModule, Mapping[str, Any]], PhaseState]
-"""Reads the result of a phase from ``ckpt_path``, for a module and the identity of a run."""
-_TRAINED = "after local training"  # in Evaluation.evaluation_point
+"""Reads a phase's result from its ``ckpt_path``, given the phase's module and the identity of the run."""
+_TRAINED = "after local training"  # a value of Evaluation.evaluation_point
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
@@ -61,7 +61,7 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
 
 
 def _uses(module: MixtureOfExperts, part: str) -> bool:
-    """Whether ``configure_optimizers``, perhaps a subclass's own, calls what makes the optimizer or the scheduler."""
+    """Whether ``configure_optimizers``, which a subclass may override, calls the factory of optimizer or scheduler."""
     if type(module).configure_optimizers is MixtureOfExperts.configure_optimizers:
         return True
     make: Any = getattr(module, part)
@@ -69,7 +69,7 @@ def _uses(module: MixtureOfExperts, part: str) -> bool:
     setattr(module, part, lambda argument: calls.append(argument) or make(argument))
     try:
         module.configure_optimizers()
-    except Exception:  # it may need its Trainer
+    except Exception:  # the method may need its Trainer
         return True
     finally:
         setattr(module, part, make)
@@ -77,19 +77,19 @@ def _uses(module: MixtureOfExperts, part: str) -> bool:
 
 
 def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
-    """The module with its lazy layers sized by a sample, such as a gate whose input width is unknown."""
+    """The module, with lazy layers, such as a gate of unknown input width, sized by a sample."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
         ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1], mixture_of(module))
         others = [part for part in module.modules() if not any(map(is_lazy, part.parameters(recurse=False)))]
         before = [(part, {**vars(part)}) for part in others]
-        with torch.no_grad(), evaluating(module):  # torch does not export parameters that are made in inference mode
+        with torch.no_grad(), evaluating(module):  # torch cannot export parameters that were made in inference mode
             outputs_of(module, batch, datamodule.has_pairs)
-        for part, attributes in before:  # without what the part keeps from predicting
+        for part, attributes in before:  # drops what the prediction has left in the part
             vars(part).clear()
             vars(part).update(attributes)
         if isinstance(module, MixtureOfExperts):
-            module.check_parts()  # also sets the memory format of the layers that have been sized
+            module.check_parts()  # also sets the memory format of the sized layers
     return module
 
 
@@ -100,10 +100,10 @@ def _dtype(module: LightningModule) -> torch.dtype:
 
 
 def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
-    """Freezes what clients share, if their training leaves the server's state as it is: they keep nothing of it.
+    """Freezes what clients share if the server no longer learns, because clients would not keep what they train of it.
 
-    If the loss depends on no other parameter, such as one of an expert that the gate leaves out, nothing is trained.
-    An evaluation after local training is of all that clients train, so that nothing is frozen for it.
+    If the loss then depends on no trainable parameter, for example because the gate leaves out the clients' own expert,
+    nothing is trained. If the phase is evaluated after local training, nothing is frozen, since all parameters count.
     """
     if state is None or state.server_learns or training.keep_trained:
         return
@@ -111,7 +111,7 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
     for name, parameter in module.named_parameters():
         if is_shared(name):
             parameter.requires_grad_(False)
-    for name, part in module.named_modules():  # such as batch normalization without parameters
+    for name, part in module.named_modules():  # including parts without parameters, such as batch normalization
         tensors = part.state_dict(prefix=f"{name}." if name else "")
         if tensors and all(map(is_shared, tensors)):
             part.eval()
@@ -126,7 +126,7 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
 def share_memory(training: LocalTraining, model: LightningModule) -> None:
     """Has a phase's module and initial tensors share the memory of frozen parameters of the run's model.
 
-    From here on, only copies of the phase's module are called: a call may change parameters.
+    From here on, only copies of the phase's module may be called, because a call may change parameters.
     """
     initial, parameters = training.initial, dict(training.module.named_parameters())
     for name, parameter in model.named_parameters():
@@ -137,9 +137,9 @@ def share_memory(training: LocalTraining, model: LightningModule) -> None:
 
 
 def _idles_before_training(training: LocalTraining) -> bool:
-    """Whether in some epoch nothing is trained but in the next one something is, which a loss without gradient fails.
+    """Whether some epoch trains nothing and the next one trains something; the former's loss would have no gradient.
 
-    Epochs at a round's end that train nothing are left out.
+    Final epochs of a round that train nothing do not matter, because they are skipped.
     """
     names = [name for name, parameter in training.module.named_parameters() if parameter.requires_grad]
     pairs = epochs_to_try(training.algorithm, range(training.rounds), training.max_epochs)[0]
@@ -148,10 +148,10 @@ def _idles_before_training(training: LocalTraining) -> bool:
 
 
 def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
-    """Whether the loss of a batch depends on a parameter that is not frozen, as far as it can be tried."""
+    """Whether the loss of a batch depends on a parameter that is not frozen; True if that cannot be tried."""
     samples_of = training.datamodule.train_samples
     client_id = max(range(training.datamodule.num_clients), key=lambda client: len(samples_of[client]))
-    training = replace(training).of(client_id)  # it remembers the architectures, whose modules may still be frozen
+    training = replace(training).of(client_id)  # a copy, because `of` remembers modules, which may still be frozen
     if not trains_by_loss(training):
         return True
     try:
@@ -164,7 +164,7 @@ def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
             with evaluating(module):
                 if training.algorithm.client_loss(module, batch, constants).requires_grad:
                     return True
-        return not training.trainable  # without epochs, there is nothing to freeze
+        return not training.trainable  # without epochs, nothing needs freezing
     except Exception:  # a loss may need its Trainer; training reports other errors
         return True
 
@@ -177,7 +177,7 @@ def begin_phase(
     if result is None:
         return state
     client_states = state.clients
-    if result.clients:  # a ChainMap, because one dict of both could be too large; it is only read
+    if result.clients:  # a ChainMap, because one dict of both could be too large, and it is only read
         client_states = ChainMap(result.clients, state.clients)  # pyright: ignore[reportArgumentType]
     counted = {
         "counted_rounds": {**state.counted_rounds, **result.counted_rounds},
@@ -189,7 +189,7 @@ def begin_phase(
 def first_clients(
     training: LocalTraining, cohort: Sequence[int], client_states: Mapping[int, Tree]
 ) -> Iterator[Client]:
-    """The clients of a phase's first round as ``Algorithm.server_begin`` sees them, before anything is sent to them."""
+    """The clients of a phase's first round, as ``Algorithm.server_begin`` sees them before anything is sent to them."""
     modules: dict[int, LightningModule] = {}
     for client_id in cohort:
         own_training, architecture = training.of(client_id), training.architecture(client_id)
@@ -199,7 +199,7 @@ def first_clients(
 
 
 def read_result(phase: Phase, module: LightningModule, identity: Mapping[str, Any]) -> PhaseState:
-    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits, also the data of the run."""
+    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits the phase and the run's data."""
     saved = _read(phase, module, identity)
     check_moments(phase, saved)
     check_states(saved.clients)
@@ -208,10 +208,10 @@ def read_result(phase: Phase, module: LightningModule, identity: Mapping[str, An
 
 
 def read_result_for_new_clients(phase: Phase, module: LightningModule, identity: Mapping[str, Any]) -> PhaseState:
-    """Reads the phase's result for clients that were not in the federation, and that get nothing of what others kept.
+    """Reads the phase's result for clients that were not in the federation, without what other clients kept.
 
-    They have local rounds, which leave the server's state unchanged, if they keep, predict with, or are evaluated with
-    anything but what they share.
+    New clients have local rounds, which leave the server's state unchanged, if they keep, predict with, or are
+    evaluated with anything that is not shared.
     """
     saved = _read(phase, module)
     has_predictor = phase.algorithm.predictor is not None
@@ -220,7 +220,7 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule, identity:
     per_client = phase.algorithm.per_client
     server = {name: tensor for name, tensor in saved.server.items() if not name.startswith(per_client)}
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
-    others = {  # a newcomer has the number of a client whose steps it does not pay for
+    others = {  # renamed, because a new client may have the id of an old one whose steps do not count for it
         name: {client if client == EVERYONE else f"{phase.ckpt_path}/{client}": steps for client, steps in each.items()}
         for name, each in saved.counted_steps.items()
     }
@@ -228,11 +228,11 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule, identity:
 
 
 def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseState:
-    """The state with what the result cost; it is not private if nothing is known of its rounds."""
+    """The state with the result's privacy costs; a result counts as not private if its rounds are unknown."""
     unknown = {phase.name: [[*NOT_PRIVATE, 1]]} if phase.algorithm.federated else {}
     rounds = saved.counted_rounds or unknown
     steps = saved.counted_steps or {phase.name: {EVERYONE: [[*NOT_PRIVATE, 1]]}}
-    # phases of other runs may have the names of this run's
+    # prefixed with the path, because phases of another run may have the same names
     counted = {
         "counted_rounds": {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in rounds.items()},
         "counted_steps": {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in steps.items()},
@@ -242,14 +242,14 @@ def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseSt
 
 
 def check_moments(phase: Phase, result: PhaseState) -> None:
-    """Refuses a result without the models that clients trained last, if the phase is evaluated after local training."""
+    """Refuses a result that lacks the locally trained models, if the phase is evaluated after local training."""
     if _evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"
         raise InvalidArgumentError(str(phase), "evaluate.after", phase.evaluation.after, "aggregation", because)
 
 
 def with_gate_of(phase: Phase, module: LightningModule, state: PhaseState) -> PhaseState:
-    """The result of a phase without the gate that it was trained with, where the module has one without tensors."""
+    """The result of a phase, without its trained gate if the module's gate has no tensors."""
     if _same_gate(state.initial, tree := module.state_dict()):
         return state
     if any(name.startswith("gate.") for name in tree):
@@ -264,21 +264,21 @@ def with_gate_of(phase: Phase, module: LightningModule, state: PhaseState) -> Ph
 
 
 def _evaluates_trained(phase: Phase) -> bool:
-    """Whether a phase with aggregation is evaluated after local training."""
+    """Whether the phase aggregates and is evaluated after local training."""
     return phase.evaluate and phase.aggregates and "local_training" in phase.evaluation_points
 
 
 def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | None = None) -> PhaseState:
-    """The phase's saved state; from a checkpoint of Lightning, its first state with the server's parameters in it.
+    """The phase's saved state or, from a Lightning checkpoint, its first state with the checkpoint's parameters.
 
-    If the ``identity`` of a run is given, its clients must be those of the checkpoint to get what they have kept.
+    If the ``identity`` of a run is given and clients kept tensors, the checkpoint must be of a run with these clients.
     """
     state, path = _from_start(phase, module, []), Path(phase.ckpt_path or "")
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
     is_of_peft = path.is_dir()
     content: Any = {"state_dict": _read_adapter(phase, module, state.server)} if is_of_peft else load_checkpoint(path)
     if "phases" not in content:
-        parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
+        parameters = [name for name in state.server if name in state.initial]  # not the algorithm's own tensors
         missing = [name for name in parameters if name not in content["state_dict"]]
         if missing:
             because = f"this one has no '{missing[0]}'"
@@ -294,7 +294,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     load_tree(module, _selected(state.initial, saved.server))
     missing = [name for name in state.server if name not in saved.server]
     surplus = [name for name in saved.server if name in state.initial and name not in state.server]
-    if overrides(phase.algorithm, "server_begin"):  # which may add copies, or all that a server only hands on
+    if overrides(phase.algorithm, "server_begin"):  # may add copies, or any tensors that the server only passes on
         is_of_user = not type(phase.algorithm).server_begin.__module__.startswith("fedmoe_pl.")
         added = [""] if is_of_user or not phase.algorithm.aggregates else phase.algorithm.copied_parts
         surplus = [name for name in surplus if not any(in_part(name, part) for part in added)]
@@ -315,7 +315,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
 
 
 def _read_adapter(phase: Phase, module: LightningModule, server: Tree) -> Tree:
-    """The tensors of the global expert from a folder of peft, all of which the phase's algorithm must share."""
+    """The global expert's tensors from a folder of peft; the phase's algorithm must share all of them."""
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
     if not isinstance(module, AdapterMoE):
         raise InvalidArgumentError(*refused, "a file, because the model is no AdapterMoE")
@@ -332,7 +332,7 @@ def _from_start(
 ) -> PhaseState:
     """The phase's state before its first round, from the phases that it starts from or the initial model.
 
-    With ``copies``, clients copy parts of what they have; a given result has the copies that it was trained with.
+    With ``copies``, clients make the copies that ``copied_parts`` declares; a given result has its copies already.
     """
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     inherited: list[tuple[list[str], PhaseState]] = []
@@ -347,12 +347,12 @@ def _from_start(
     server = phase.algorithm.server_init(module)
     client_states = []
     for names, state in inherited:
-        # what the server sends now replaces what clients kept under the same names
+        # tensors that clients kept under a name that the server now sends are dropped
         private = {name: name for name in names if name not in server}
-        if phase.algorithm.gate_starts_anew:  # a client without a gate has not drawn it yet
+        if phase.algorithm.gate_starts_anew:  # a client without a gate draws a new one
             private = {name: name for name in private if not name.startswith("gate.")}
         copied = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts) if copies else {}
-        if copied.keys() & private.keys():  # a client without a part of its own takes the copy
+        if copied.keys() & private.keys():  # only a client without a part of its own takes the copy
             client_states.append(only(state.clients, copied))
             copied = {}
         client_states.append(only(state.clients, copied | private))
@@ -365,15 +365,15 @@ def _from_start(
 
 
 def _same_gate(tree: Tree, other: Tree) -> bool:
-    """Whether the gates of two models have tensors of the same shapes."""
+    """Whether the gates of two models have tensors of the same names and shapes."""
     shapes = [{name: t.shape for name, t in one.items() if name.startswith("gate.")} for one in (tree, other)]
     return shapes[0] == shapes[1]
 
 
 def _keeps_tensors(phase: Phase, module: LightningModule) -> bool:
-    """Whether the clients of this phase have parameters to train, or weights to estimate, that they do not share."""
+    """Whether clients of this phase train parameters, or estimate weights, that they do not share."""
     algorithm = phase.algorithm
-    at_times = overrides(algorithm, "is_trainable")  # perhaps in a later round or epoch, at which freeze_shared looks
+    at_times = overrides(algorithm, "is_trainable")  # perhaps trains later; `freeze_shared` looks at all epochs
     estimated = isinstance(getattr(module, "gate", None), MixtureWeights) and not algorithm.is_shared("gate.weights")
     return estimated or any(
         parameter.requires_grad and (at_times or algorithm.is_trainable(name, 0, 0)) and not algorithm.is_shared(name)

@@ -1,4 +1,4 @@
-"""Evaluates a phase after some of its rounds; its monitored metric chooses the best round, and may end the phase."""
+"""Evaluates a phase after some of its rounds; the monitored metric selects the best round and may end the phase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedmoe_pl.rounds.run import Run
 def evaluate_phase(
     run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None, state: PhaseState | None = None
 ) -> list[Evaluation]:
-    """Evaluates the model that every client would use now, after each of ``Phase.evaluation_points``."""
+    """Evaluates the model that each client would use now, once for each of ``Phase.evaluation_points``."""
     state, evaluations = run.states[phase.name] if state is None else state, []
     lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.clients, state.round_of_models
@@ -46,7 +46,7 @@ def evaluate_phase(
 
 
 def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
-    """The round that is evaluated now, and why it was selected, in the words of ``Evaluation.selection``."""
+    """The round that is evaluated now, and the reason for its selection, in the words of ``Evaluation.selection``."""
     if state.given_round is not None:
         return state.given_round, "given checkpoint"
     if state.finished and state.best_round:
@@ -56,7 +56,7 @@ def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
 
 
 def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None) -> list[Evaluation]:
-    """Evaluates the round, adds its rows, and remembers it if it is the best so far; see :func:`evaluate_phase`."""
+    """Evaluates the round as :func:`evaluate_phase` does, adds its rows, and remembers it if it is the best so far."""
     state = run.states[phase.name]
     evaluations = evaluate_phase(run, phase, training, plan)
     recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
@@ -74,7 +74,7 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
 
 
 def _costs_before(run: Run, phase: Phase) -> dict[str, float]:
-    """What the phases that it starts from have cost, by column of ``rounds.csv``; nan if a result was given."""
+    """The costs of the phases that a phase starts from, by column of ``rounds.csv``; NaN if a result was given."""
     states = [run.states[before.name] for before in run.phases_before(phase)]
     costs: dict[str, float] = {"rounds_before": sum(state.round for state in states)}
     for quantity in Traffic._fields:
@@ -91,7 +91,7 @@ def is_evaluated_after(run: Run, phase: Phase, round: int) -> bool:
 
 
 def is_over(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> bool:
-    """Whether the phase ends early: its monitor or algorithm says so, or more rounds would change nothing."""
+    """Whether the phase ends early: because its monitor or algorithm says so, or more rounds would change nothing."""
     waited = state.round - state.improved_round if state.improved_round else 0
     patience = phase.select and phase.select.patience
     if patience is not None and waited >= patience * _interval(run, phase):
@@ -102,22 +102,22 @@ def is_over(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) 
 
 
 def _interval(run: Run, phase: Phase) -> int:
-    """Rounds between two evaluations of the phase; 0 if it is evaluated at its end only."""
+    """The number of rounds between two evaluations of the phase; 0 if it is evaluated only at its end."""
     every = phase.evaluation.every_n_rounds
     return run.evaluate_every_n_rounds if every is None else every
 
 
 def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
-    """Hands the callbacks an evaluation after 0, n, 2n ... epochs, before the only round of a phase.
+    """Before the only round of a phase, passes an evaluation after 0, n, 2n ... epochs to the callbacks.
 
-    For each, clients train from the start and stop after so many of the phase's epochs, on which schedules may depend;
-    what they learn is forgotten: no bit of the result depends on it.
+    For each, clients train from the start and stop after this many epochs, with schedules over all of the phase's. The
+    trained weights are discarded; the result does not depend on them.
     """
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
         trainer = {**plan.training.trainer, "logger": logger}
-        if not epochs:  # clients stop when an epoch ends
+        if not epochs:  # clients can stop only at the end of an epoch
             trainer["max_epochs"] = 0
         shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))
         state = _trained(run, phase, shorter)
@@ -126,7 +126,7 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
 
 
 def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
-    """The state of the phase after the training of the clients that are evaluated; nothing is stored."""
+    """The phase's state after training the clients that are evaluated; nothing is stored."""
     state = run.states[phase.name]
     client_states = {client: state.clients[client] for client in run.evaluated if client in state.clients}
     updates = []

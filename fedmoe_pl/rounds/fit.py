@@ -48,15 +48,15 @@ class Trained:
     """The clients of a round after their training."""
 
     update: Update | None
-    """The combined update of those that answered; None if there are none, which an aggregation may allow."""
+    """The combined update of the clients that answered; None if none did, which an aggregation may allow."""
     clients: list[int]
-    """Those that answered."""
+    """The clients that answered."""
     failed: list[int]
-    """Those that failed or dropped out."""
+    """The clients that failed or dropped out."""
     client_states: Mapping[int, Tree]
-    """What all clients keep now."""
+    """What each client keeps now, for all clients."""
     asked: set[int]
-    """Those that began to train, also in tries whose result was discarded."""
+    """The clients that were asked to train, including in tries whose result was discarded."""
 
 
 def train_round(
@@ -67,7 +67,7 @@ def train_round(
     log: TransferLog,
     cohort: Sequence[int] | None,
 ) -> Trained:
-    """Trains the clients of the round; tries again if too few answer. What each try sends and computes counts."""
+    """Trains the clients of the round; retries if too few answer. Retries count towards traffic and FLOPs."""
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
     asked: set[int] = set()
@@ -87,7 +87,7 @@ def train_round(
         state.failed += len(dropped) + len(failed)
         failures.report(phase, state.round + 1, failed, run.datamodule.client_names)
         answered = [client for client in clients if client not in failed]
-        expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
+        expected = clients if poisson else drawn  # redrawing a Poisson cohort would make clients' dropout dependent
         if len(answered) >= (needed if secure else min(needed, len(expected))):
             client_states = run.store.updated(phase.name, state.clients, written)
             return Trained(combined, answered, [*dropped, *failed], client_states, asked)
@@ -105,12 +105,12 @@ def train_round(
 
 
 def _fail_alike(failures: Sequence[Failure]) -> bool:
-    """Whether all failed by the same exception, which another try would only raise again; a disk may recover."""
+    """Whether all failed with the same exception, which a retry would repeat; not an OSError, as a disk may recover."""
     return len({each.reason for each in failures}) == 1 and not isinstance(failures[0].error, OSError | None)
 
 
 def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
-    """Announces to the plan the next round, if there will be one whatever its clients' evaluation says."""
+    """Announces the next round to the plan, if there will be one whatever the evaluation of this round gives."""
     state = run.states[phase.name]
     if state.round == phase.rounds or is_over(run, phase, state, plan.training):
         return
@@ -128,12 +128,12 @@ def _dropped(run: Run, phase: Phase, drawn: Sequence[int], attempt: int = 0) -> 
 
 
 def _added(state: PhaseState, plan: Plan) -> Tree:
-    """What the aggregation sends beside what the algorithm does."""
+    """What the aggregation sends to clients in addition to the algorithm."""
     return {} if plan.training.aggregation is None else plan.training.aggregation.for_clients(state.aggregation)
 
 
 def draw_cohort(run: Run, phase: Phase, state: PhaseState, attempt: int = 0) -> list[int]:
-    """The clients of the round; all clients if they only train the parameters that they keep."""
+    """The clients of the round; all clients if the server does not learn and they only train what they keep."""
     num_clients = run.datamodule.num_clients
     if not state.server_learns:
         return [*range(num_clients)]
@@ -149,12 +149,12 @@ def _count_costs(
     counter: FlopCounter | None,
     log: TransferLog,
 ) -> dict[int, Traffic]:
-    """Counts requests and the operations of training; returns what each client is to be sent."""
+    """Counts requests and training's operations; returns the traffic to each client."""
     down = count_sent(phase.algorithm, state, plan, clients, log)
     for client in clients if added else ():
         down[client] = down.get(client, Traffic()) + Traffic.of(added)
         log.add("down", client, added)
-    if counter is not None:  # it trains a client for a batch, which may never end
+    if counter is not None:  # guarded, because it trains a client for a batch, which may hang
         count = partial(counter.of_round, state.server, clients, readable(state.clients), state.round)
         with one_thread():
             operations = guarded(count, plan.training.client_timeout)
@@ -165,7 +165,7 @@ def _count_costs(
 def _count_down(
     state: PhaseState, down: Mapping[int, Traffic], failed: Mapping[int, Failure], tried: TransferLog, log: TransferLog
 ) -> None:
-    """Counts what was sent to clients, and adds it to the log; nothing was sent to one that is not connected."""
+    """Counts and logs what was sent to clients, except to those that are not connected."""
     absent = {client for client, failure in failed.items() if failure.is_absent}
     for client, traffic in down.items():
         if client not in absent:
@@ -176,9 +176,9 @@ def _count_down(
 def count_sent(
     algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog
 ) -> dict[int, Traffic]:
-    """Counts requests; returns what the server is to send: nothing if clients train alone, a checkpoint's result once.
+    """Counts requests and returns the traffic to each client; logs both.
 
-    Both are in the log.
+    Clients that train alone are sent nothing; a result from a checkpoint is sent once.
     """
     down: dict[int, Traffic] = {}
     if not algorithm.federated or (not state.server_learns and state.round > 0):
@@ -197,7 +197,7 @@ def count_sent(
 def _train_clients(
     run: Run, phase: Phase, plan: Plan, clients: Sequence[int], added: Tree, log: TransferLog
 ) -> tuple[Update | None, dict[int, Any], dict[int, Failure]]:
-    """Trains clients: their combined update, None if all failed, what the store has written, and why some failed."""
+    """Trains clients; returns the combined update (None if all failed), what the store wrote, and the failures."""
     state, failures = run.states[phase.name], run.failures
     combined: Update | None = None
     written: dict[int, Any] = {}
@@ -226,7 +226,7 @@ def fit(run: Run) -> None:
     for phase in run.phases:
         if phase.name not in run.states or not run.states[phase.name].finished:
             run_phase(run, phase)
-    run.save()  # so that the checkpoint before the last one is of the finished run, too
+    run.save()  # so that the previous checkpoint, too, is that of the finished run
     run.store.remove_replaced()
     run.call("on_fit_end")
 
@@ -235,7 +235,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     """Runs the remaining rounds of a phase and determines its result."""
     module = run.module(phase)
     state = run.state_of(phase, module)
-    update_epsilon(phase, state)  # of a result from a checkpoint, or for another delta than before
+    update_epsilon(phase, state)  # a result from a checkpoint, or a changed delta, needs a new value
     update_sample_epsilon(phase, state)
     training = run.local_training(phase, module, state.initial)
     evaluations: list[Evaluation] = []
@@ -259,7 +259,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         state.select_best()
         evaluations = evaluate_phase(run, phase, training, plan)
     state.evaluations = evaluations
-    # before the checkpoint: after a kill in between, it is called again
+    # before the checkpoint, so that it is called again if the process is killed in between
     run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
     for evaluation_point in phase.evaluation_points:
         run.loggers.close(phase.method(evaluation_point))
@@ -273,7 +273,7 @@ def run_phase(run: Run, phase: Phase) -> None:
 def run_round(
     run: Run, phase: Phase, plan: Plan, counter: FlopCounter | None, cohort: Sequence[int] | None = None
 ) -> list[Evaluation]:
-    """Runs one round; returns its evaluations, one for each of ``Phase.evaluation_points``, if it is evaluated."""
+    """Runs a round; returns its evaluations, one for each of ``Phase.evaluation_points``, or none."""
     state, algorithm = run.states[phase.name], phase.algorithm
     round = state.round
     run.call("on_round_start", phase, round)
@@ -288,7 +288,7 @@ def run_round(
         _exchange(run, phase, plan, trained.failed, round, log)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
-    # with a selection, its evaluation says so
+    # with a selection, the evaluation decides this
     state.stopped = phase.select is None and is_over(run, phase, state, plan.training)
     evaluations: list[Evaluation] = []
     if is_evaluated_after(run, phase, state.round):
@@ -306,14 +306,14 @@ def run_round(
 
 
 def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Trained) -> None:
-    """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one."""
+    """Makes the server's next state from the clients' updates; a server optimizer steps from the old state to it."""
     state, combined, secure = run.states[phase.name], trained.update, training.secure_aggregation
     if secure is not None and combined is not None:
         combined = secure.decoded(combined, state.server, training.start_of_changes(state.server))
     if phase.aggregation is not None:
         combined = aggregated(run, phase, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"
-    with one_thread():  # a sum or a decomposition with several threads may have other bits
+    with one_thread():  # with several threads, sums and decompositions may differ in their bits
         new = updated_server(phase.algorithm, state.server, combined)
     if phase.server_optimizer is not None:
         old, optimizer = state.server, state.server_optimizer
@@ -329,7 +329,7 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
 
 
 def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
-    """Lets clients send each other tensors, all computed from those they kept before."""
+    """Lets clients send each other tensors, all of them computed from what clients kept before the exchange."""
     state, written = run.states[phase.name], dict[int, Any]()
     for client, client_state, sent, received in plan.exchange(state.server, state.clients, failed, round):
         written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: client_state}))
@@ -341,7 +341,7 @@ def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: 
         state.clients = run.store.updated(phase.name, state.clients, written)
 
 
-_NOISE = 9  # separates the random numbers of aggregations from those of clients, cohorts and splits
+_NOISE = 9  # seed key that separates random numbers of aggregations from those of clients, cohorts and splits
 
 
 def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
@@ -350,11 +350,11 @@ def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
 
 
 def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
-    """The update for ``Algorithm.server_update``; changes the state of the phase's aggregation."""
+    """The aggregated update for ``Algorithm.server_update``; updates the state of the phase's aggregation."""
     state, aggregation = run.states[phase.name], phase.aggregation
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
-    # two phases draw different noise, or the difference of their results would tell what it hides
+    # phases draw different noise: equal noise would cancel in the difference of their results
     generator = generator_of(run.seed, _NOISE, phase.name, state.round)
     start = shared_by(phase.algorithm, state.server)
     with one_thread():
@@ -365,12 +365,12 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
 def server_step(
     factory: OptimizerCallable, module: LightningModule, old: Tree, new: Tree, state: Tree
 ) -> tuple[Tree, Tree]:
-    """A step of an optimizer from the old parameters, using old - new as the gradient.
+    """Steps an optimizer from the old parameters, using old - new as the gradient; returns new tensors and its state.
 
     FedOpt, Reddi et al., ICLR 2021, Algorithm 1 (https://arxiv.org/abs/2003.00295).
 
-    Buffers, such as the statistics of batch normalization, and the algorithm's own tensors are taken from ``new``. So
-    are parameters that no client changed: as a parameter without a gradient, they and their state stay as they are.
+    Buffers, such as the statistics of batch normalization, and the algorithm's own tensors are taken from ``new``.
+    Parameters that no client changed get no gradient, so that they and their optimizer state stay as they are.
     """
     parameters = {name: nn.Parameter(old[name].clone()) for name in server_parameters(module, old)}
     optimizer = factory([*parameters.values()])
@@ -386,19 +386,19 @@ def server_step(
 
 
 def server_parameters(module: LightningModule, server: Tree) -> list[str]:
-    """Names of the module's floating-point parameters that the server holds, also of those that two parts share."""
+    """Names of the module's floating-point parameters that the server holds; all names of one shared by two parts."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if name in server and parameter.is_floating_point()]
 
 
 def count_round(run: Run, phase: Phase) -> None:
-    """Adds a round of a federated phase to those that its epsilon is computed of, and computes it."""
+    """Adds a round to those that count for the epsilon of a federated phase, and recomputes it."""
     state, aggregation = run.states[phase.name], phase.aggregation
     kind = NOT_PRIVATE
     if isinstance(aggregation, DifferentialPrivacy):
         cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
         kind = [aggregation.probability(cohort), aggregation.noise_multiplier]
-    elif not math.isnan(state.epsilon):  # its earlier rounds were private, with another configuration
+    elif not math.isnan(state.epsilon):  # earlier rounds were private, under another configuration
         state.epsilon = math.inf
     *before, last = state.counted_rounds.get(phase.name) or [[*kind, 0]]
     same = last[:2] == kind
@@ -408,14 +408,14 @@ def count_round(run: Run, phase: Phase) -> None:
 
 
 def update_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Computes the epsilon of all rounds for the phase's delta; without privacy, a given result keeps what it had."""
+    """Computes the epsilon of all rounds for the phase's delta; leaves it as it is in a phase without privacy."""
     if isinstance(phase.aggregation, DifferentialPrivacy):
         rounds = [kind for of_phase in state.counted_rounds.values() for kind in of_phase]
         state.epsilon, state.delta = phase.aggregation.epsilon(rounds), phase.aggregation.delta
 
 
 def log_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Logs what a phase with differential privacy cost."""
+    """Logs the epsilon and delta of a phase with differential privacy."""
     if math.isnan(state.epsilon):
         return
     what = f"(epsilon, delta)-differential privacy for each client with epsilon {state.epsilon:.3g} and delta "

@@ -1,4 +1,4 @@
-"""Ends a run on a signal, such as Ctrl-C, within seconds, wherever it is, and requeues it on SLURM's signal."""
+"""Ends a run within seconds of a signal, such as Ctrl-C, wherever it is, and requeues it on SLURM's signal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.rounds.run import Run
 
 _END = b"\0"  # no signal has this number: the run has ended
-_SECONDS_TO_END = 10.0  # after a signal; then a thread ends the process, because the main thread hangs
+_SECONDS_TO_END = 10.0  # time after a signal before a thread ends the process, because the main thread hangs
 
 
 class Interruption(BaseException):
-    """A signal has arrived. Lightning handles ``KeyboardInterrupt`` itself, and ignores Ctrl-C from then on.
+    """A signal has arrived; not a ``KeyboardInterrupt``, because Lightning would catch it and then ignore Ctrl-C.
 
     Attributes:
         signum: the signal's number.
@@ -37,12 +37,12 @@ class Interruption(BaseException):
 
 @contextmanager
 def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
-    """In this context, a signal ends the run within seconds, also in a client's training, and how to continue is said.
+    """In this context, a signal ends the run within seconds, even during training, and prints how to continue.
 
-    The signals are Ctrl-C, SIGTERM, SIGHUP of a closed terminal, and SIGUSR1, after which a job of SLURM is requeued. A
-    second signal ends the process at once. So does a thread ten seconds after the first, if the main thread is in an
-    operation that Python cannot interrupt. Signals that are ignored, or that the user handles, are left alone. So are
-    all outside of the main thread, where Python has no signals; on Windows, only Ctrl-C is heard.
+    The signals are Ctrl-C, SIGTERM, SIGHUP (a closed terminal), and SIGUSR1, after which a SLURM job is requeued. A
+    second signal ends the process at once. If the main thread is in an operation that Python cannot interrupt, another
+    thread ends the process ten seconds after the first signal. Signals that are ignored or that the user handles stay
+    as they are. Outside the main thread, where Python has no signals, this does nothing; on Windows, only Ctrl-C works.
     """
     try:
         with _handled():
@@ -51,7 +51,7 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
         signum = end.signum if isinstance(end, Interruption) else signal.SIGINT
         checkpoint = run.folder / FILE
         if command is not None:
-            with suppress(OSError):  # the terminal is closed
+            with suppress(OSError):  # the terminal may be closed
                 print(how_to_continue(signum, checkpoint, command), file=sys.stderr, flush=True)
             if signum == getattr(signal, "SIGUSR1", None) and SLURMEnvironment.detect():
                 requeue(runs, checkpoint)
@@ -60,7 +60,7 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
 
 @contextmanager
 def _handled() -> Iterator[None]:
-    """In this context, a signal raises :class:`Interruption` in the main thread, and another thread watches."""
+    """In this context, a signal raises :class:`Interruption` in the main thread, and a thread runs ``_watch``."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGHUP"):
         yield
         return
@@ -74,7 +74,7 @@ def _handled() -> Iterator[None]:
             yield
         finally:
             signal.set_wakeup_fd(woken)
-            os.write(write, _END)  # closing is not enough: forked processes, which read samples, have it open as well
+            os.write(write, _END)  # closing is not enough: forked processes that read samples hold the pipe open, too
             watch.join()
             os.close(write)
             os.close(read)
@@ -113,7 +113,7 @@ def _watch(read: int, signals: Sequence[int]) -> None:
 
 
 def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
-    """Says that a run has ended, and how it continues after its last whole round."""
+    """The message that a run has ended and how to continue it after its last complete round."""
     ended = f"fedmoe: {signal.Signals(signum).name} has ended the run"
     if not checkpoint.is_file():
         return f"{ended}, which has no checkpoint to continue from."
@@ -122,7 +122,7 @@ def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
 
 
 def requeue(runs: Path, checkpoint: Path) -> None:
-    """Requeues the job of SLURM, as Lightning does, and notes the checkpoint that the job continues from."""
+    """Requeues the SLURM job, as Lightning does, and notes the checkpoint that the job continues from."""
     job = _job()
     if checkpoint.is_file():
         _note(runs, job).write_text(str(checkpoint))
@@ -132,7 +132,7 @@ def requeue(runs: Path, checkpoint: Path) -> None:
 
 
 def requeued(runs: Path) -> str | None:
-    """The checkpoint that this job of SLURM continues from, once, after it was requeued; None if there is none."""
+    """The checkpoint that this requeued SLURM job continues from; None at a second call or if there is none."""
     if not (SLURMEnvironment.detect() and int(os.environ.get("SLURM_RESTART_COUNT", 0))):
         return None
     note = _note(runs, _job())

@@ -49,19 +49,19 @@ class FederationCallback:
         """Called when a client has finished its local training."""
 
     def on_server_update(self, run: Run, phase: Phase, round: int) -> None:
-        """Called when the server's state is that after the round, before its evaluation and its checkpoint."""
+        """Called after the server's state was updated, before the round's evaluation and checkpoint."""
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
-        """Called after every evaluated round."""
+        """Called after an evaluation: one per evaluated round, or after fewer epochs, and per evaluation point."""
 
     def on_transfers(self, run: Run, phase: Phase, round: int, transfers: list[Transfer]) -> None:
-        """Called before the checkpoint of a round with every tensor that was sent in it; not if nothing was."""
+        """Called before a round's checkpoint with every tensor that was sent in the round, if there are any."""
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
-        """Called after aggregation, evaluation and checkpoint of a round."""
+        """Called after a round's aggregation, evaluation and checkpoint."""
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Called with the final evaluation of the phase; None where the phase is not evaluated."""
+        """Called with the final evaluation of the phase; None if the phase is not evaluated."""
 
     def on_fit_end(self, run: Run) -> None:
         """Called once, after the last phase."""
@@ -73,19 +73,19 @@ class Settings:
 
     Attributes:
         phases: the phases, in order.
-        starts: what each phase starts from (``starts.find_starts``).
+        starts: what each phase starts from, by phase name (``starts.find_starts``).
         trainer: arguments of all clients' Trainers.
         backend: how clients are trained.
         callbacks: the federation's callbacks.
         seed: the seed of all random numbers.
-        evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
+        evaluate_every_n_rounds: evaluate after every n rounds; with 0, only at the end of a phase.
         evaluation_cohort_size: how many clients are evaluated; None for all.
         enable_checkpointing: whether to write checkpoints.
-        hparams: the resolved configuration of the command line; empty without one.
-        folder: the run's folder, ``default_root_dir/name/version_N``, or where it will be.
+        hparams: the resolved configuration of the command line; empty without a command line.
+        folder: the run's folder, ``default_root_dir/name/version_N``; it may not exist yet.
         failures: what happens when clients fail.
-        metrics: what is evaluated beside accuracy, by name.
-        evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
+        metrics: the metrics that are evaluated besides accuracy, by name.
+        evaluate: evaluates the clients' models; by default, in this process and its workers (``evaluate_moments``).
     """
 
     phases: Sequence[Phase]
@@ -106,14 +106,14 @@ class Settings:
 
 @dataclass(eq=False, kw_only=True)
 class Saved:
-    """What a run goes on from; nothing if it is new.
+    """The saved state that a run goes on from; the defaults are those of a new run.
 
     Attributes:
-        initial: the tensors of the initial models; keys as in ``Run.models``.
+        initial: the tensors of the initial models, by the keys of ``Run.models``.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
         writer: writes the next checkpoints.
-        only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
+        only_client: in a deployed federation, the one client on this machine; None if all clients are here.
     """
 
     initial: Mapping[str, Tree] = field(default_factory=dict)
@@ -128,24 +128,24 @@ class Run(Settings):
     """One run of a federation: its settings and its state.
 
     Attributes:
-        devices: the devices to train on, one for each client that is trained at the same time.
-        models: the initial models: the federation's, by ``initial``, and those of phases that have one, by their names.
+        devices: the device of each process that trains clients.
+        models: the initial models: the federation's, under ``INITIAL``, and those that phases bring, by phase name.
         datamodule: the data and the clients that hold them; already set up.
-        training_data: the same, with the samples on the device that clients train on.
+        training_data: the same data with the samples on the device that clients train on.
         identity: the run's seed and data (``resume.identify``).
-        configuration: what the result depends on (``configuration.configuration``).
-        record: the same for reports, which compare it with that of other runs (``configuration.recorded``).
+        configuration: the settings that the result depends on (``configuration.configuration``).
+        record: these settings for reports, which compare them between runs (``configuration.recorded``).
         loggers: the run's loggers, as callbacks use them.
         store: holds the tensors that clients keep between rounds.
-        given_results: results from checkpoints, by phase name, until the phase begins.
-        plans: how the clients of each phase are trained, by phase name, until the phase begins.
+        given_results: results from checkpoints, by phase name; each is removed when its phase begins.
+        plans: how the clients of each phase are trained, by phase name; each is removed when its phase begins.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
-        writer: writes the checkpoints, from the first one on.
-        noise_multipliers: by phase and client, where noise follows from a target (``sample_privacy.set_noise``).
-        logged: with ``trainer.logger``, the means of what each client of the last round logged, one dict per epoch.
-        only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
-        other_test_set: names the test set that is not the run's, below what is printed; empty if it is.
+        writer: writes the checkpoints; None until the first one.
+        noise_multipliers: by phase and client, if noise follows from a target (``sample_privacy.set_noise``).
+        logged: with ``trainer.logger``, the means that each client of the last round logged, one dict per epoch.
+        only_client: in a deployed federation, the one client on this machine; None if all clients are here.
+        other_test_set: a note to print below results on a test set other than the run's own; empty for its own.
     """
 
     devices: list[torch.device]
@@ -176,7 +176,7 @@ class Run(Settings):
 
     @property
     def clients(self) -> Sequence[int]:
-        """Ids of the clients that are here."""
+        """Ids of the clients on this machine."""
         return range(self.datamodule.num_clients) if self.only_client is None else [self.only_client]
 
     @property
@@ -186,7 +186,7 @@ class Run(Settings):
 
     @cached_property
     def initial(self) -> dict[str, Tree]:
-        """The tensors of the initial models; keys as in ``models``."""
+        """The tensors of the initial models, by the keys of ``models``."""
         return {
             key: {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
             for key, model in self.models.items()
@@ -199,25 +199,25 @@ class Run(Settings):
 
     @cached_property
     def records_transfers(self) -> bool:
-        """Whether a callback has ``on_transfers``, so that every tensor that is sent must be described."""
+        """Whether a callback overrides ``on_transfers``, so that every tensor that is sent must be described."""
         return any(type(each).on_transfers is not FederationCallback.on_transfers for each in self.callbacks)
 
     @property
     def results(self) -> dict[str, Evaluation]:
-        """The final evaluation of every finished phase that is evaluated, by name."""
+        """The final evaluations of all finished phases, by method."""
         return {each.method: each for state in self.states.values() for each in state.evaluations}
 
     @property
     def step(self) -> int:
-        """Number of completed rounds of all phases."""
+        """The number of completed rounds, summed over all phases."""
         return sum(state.round for state in self.states.values())
 
     def phases_before(self, phase: Phase) -> list[Phase]:
-        """The phases whose training is in the phase's start."""
+        """The phases whose training this phase starts from, directly or through others."""
         return chain_of_starts(self.phases, self.starts, phase.name)[1:]
 
     def rounds_before(self, phase: Phase) -> int:
-        """Rounds of its longest chain of starts; of a checkpoint's result, those that it had, if more."""
+        """The rounds of a phase's longest chain of starts; a given result counts with its own rounds if it had more."""
         names = {name for _, name in sources(self.starts[phase.name])}
         rounds = []
         for before in (other for other in self.phases if other.name in names):
@@ -238,7 +238,7 @@ class Run(Settings):
         return next(self.client_modules(method, [self.datamodule.client_names.number("Federation", client)]))
 
     def client_modules(self, method: str, clients: Iterable[int]) -> Iterator[LightningModule]:
-        """As :meth:`client_module`, for several clients."""
+        """Yields the :meth:`client_module` of each of several clients."""
         trainings = dict[str, LocalTraining]()
         for client in clients:
             phase, evaluation_point = self.phase_and_point(method, client)
@@ -247,7 +247,7 @@ class Run(Settings):
             yield self._client_module(trainings[phase.name].of(client), phase, evaluation_point, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
-        """What a client predicts with: its :meth:`client_module`, unless the algorithm has a ``predictor``."""
+        """The model that a client predicts with: its :meth:`client_module`, or one with ``Algorithm.predictor``."""
         phase, evaluation_point = self.phase_and_point(method, client)
         state, training = self.states[phase.name], self.training(phase).of(client)
         module = self._client_module(training, phase, evaluation_point, client)
@@ -264,7 +264,7 @@ class Run(Settings):
         return module
 
     def phase_and_point(self, method: str, client: int) -> tuple[Phase, EvaluationPoint]:
-        """The phase and the evaluation point that a row is about; refuses others, and ids that no client has."""
+        """The phase and evaluation point of a table's row; refuses unknown methods and ids that no client has."""
         begun = [phase for phase in self.phases if phase.name in self.states]
         rows: dict[str, tuple[Phase, EvaluationPoint]] = {
             phase.method(point): (phase, point) for phase in begun for point in phase.evaluation_points
@@ -274,22 +274,22 @@ class Run(Settings):
         return rows[method]
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of all callbacks."""
+        """Calls a hook of every callback."""
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
 
     def module(self, phase: Phase) -> LightningModule:
-        """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
+        """A new module for the phase: a copy of the initial model with the phase's own gate and optimizer."""
         seed = named_seed(self.seed, phase.name)
-        seed_all(seed)  # a gate of unknown width draws its parameters here
+        seed_all(seed)  # a gate of unknown input width draws its parameters here
         return sized(phase_module(self.initial_model(phase), phase), self.datamodule, seed)
 
     def initial_model(self, phase: Phase) -> LightningModule:
-        """The initial model that a phase's module is a copy of."""
+        """The initial model that the phase's module is a copy of."""
         return self.models[model_of(self.phases, self.starts, phase.name)]
 
     def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
-        """The phase's state; begins the phase, with this module, if it has not begun."""
+        """The phase's state; begins the phase with this module if it has not begun."""
         if phase.name not in self.states:
             before = [(part, self.states[name]) for part, name in sources(self.starts[phase.name])]
             state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))
@@ -302,7 +302,7 @@ class Run(Settings):
         return self.local_training(phase, self.module(phase), self.states[phase.name].initial)
 
     def local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
-        """The local training of a phase, into whose module the initial tensors are loaded."""
+        """The local training of a phase; loads the initial tensors into the module."""
         load_tree(module, initial)
         state = self.states.get(phase.name)
         server_learns = state is None or state.server_learns
@@ -336,9 +336,9 @@ class Run(Settings):
         )
 
     def save(self, finished: str | None = None) -> None:
-        """Writes the checkpoint, unless checkpoints are disabled, after all that was logged of the rounds in it.
+        """Writes the checkpoint, if enabled, after flushing the loggers, so that each round in it has its logs.
 
-        A phase that is ``finished`` now is written to a file of its own.
+        The phase named by ``finished``, which has just ended, is also written to a file of its own.
         """
         if not self.enable_checkpointing:
             return

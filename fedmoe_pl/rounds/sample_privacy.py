@@ -1,4 +1,4 @@
-"""What DP-SGD costs each client, and how much noise keeps the costs below a target."""
+"""The epsilon that DP-SGD costs each client, and the noise that keeps it below a target."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
 Steps = list[list[float]]
-"""For every kind of step: the probability with which samples join it, the noise multiplier, and how many there are."""
-_ROUNDING = 1e-9  # of sums in another order
+"""For each kind of step: the probability that a sample joins it, the noise multiplier, and the number of steps."""
+_ROUNDING = 1e-9  # relative error of sums in different orders
 
 
 def set_noise(run: Run) -> None:
-    """Finds the noise multipliers of phases with a ``target_epsilon``, each client's own, before any training.
+    """Finds, before any training, each client's noise multiplier in phases with a ``target_epsilon``.
 
-    The noise follows from the configuration alone, so that a resumed run has the same.
+    The noise follows from the configuration alone, so that a resumed run has the same noise.
     """
     planned: dict[tuple[str, int], list[float]] = {}  # the steps of a round
     known: dict[tuple[object, ...], float] = {}
@@ -55,7 +55,7 @@ def set_noise(run: Run) -> None:
 
 
 def _check_spent(run: Run, phase: Phase, planned: Mapping[tuple[str, int], list[float]]) -> None:
-    """Refuses to go on with a run whose rounds so far were planned with other settings, if a target is exceeded."""
+    """Refuses to resume a run if its rounds so far, planned with other settings, would lead beyond a target."""
     chain = [phase, *run.phases_before(phase)]
     states = {each.name: run.states[each.name] for each in chain if each.name in run.states}
     if not states or phase.ckpt_path is not None or (phase.name in states and states[phase.name].finished):
@@ -68,7 +68,7 @@ def _check_spent(run: Run, phase: Phase, planned: Mapping[tuple[str, int], list[
 
 
 def check_target(phase: Phase, client: int, spent: Steps, left: Steps) -> None:
-    """Refuses the steps that are left to a client, if they exceed the target together with those that it has taken."""
+    """Refuses a client's remaining steps if they would exceed the target together with the steps already taken."""
     assert phase.sample_privacy is not None
     target = phase.sample_privacy.target_epsilon
     if target is None or (total := phase.sample_privacy.epsilon([*spent, *left])) <= target * (1 + _ROUNDING):
@@ -83,20 +83,20 @@ def check_target(phase: Phase, client: int, spent: Steps, left: Steps) -> None:
 
 
 def in_rounds(steps_of_round: Sequence[float], rounds: int) -> list[float]:
-    """The steps of some rounds that are alike."""
+    """The steps of a number of equal rounds."""
     probability, noise_multiplier, number = steps_of_round
     return [probability, noise_multiplier, number * rounds]
 
 
 def _sampling(training: LocalTraining, client: int) -> tuple[float, int]:
-    """The probability with which samples of a client join a batch, and the number of batches of an epoch."""
+    """The probability with which a client's sample joins a batch, and the number of batches in an epoch."""
     training = training.of(client)
     samples = training.algorithm.client_samples(client_of(training, training.module, client, {}, round=0))
     return poisson_sampling(len(samples), training.batch_size or training.datamodule.batch_size)
 
 
 def steps_of_round(training: LocalTraining, client: int) -> list[float]:
-    """A client's steps in a round: the probability of samples, the noise multiplier, and how many there are."""
+    """A client's steps in a round: the probability of a sample, the noise multiplier, and the number of steps."""
     probability, steps = _sampling(training, client)
     return [probability, training.noise_multiplier(client), steps * training.max_epochs]
 
@@ -104,7 +104,7 @@ def steps_of_round(training: LocalTraining, client: int) -> list[float]:
 def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, clients: Collection[int]) -> None:
     """Adds a round's steps of the clients that were asked to train, whether they answered or not.
 
-    A round without noise counts for all clients, also if only they have what it trained: later rounds start from it.
+    A round without noise counts for all clients, even if it trained only what they keep: later rounds start from that.
     """
     counted = {**state.counted_steps.get(phase.name, {})}
     if phase.sample_privacy is not None:
@@ -120,18 +120,18 @@ def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, client
 
 
 def update_sample_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Computes the epsilon of the client whose steps cost most, for the phase's delta; otherwise it stays as it was."""
+    """Computes the largest epsilon of any client for the phase's delta; infinite after any rounds without noise."""
     if phase.sample_privacy is not None:
         is_open = any(EVERYONE in of_phase for of_phase in state.counted_steps.values())
         epsilons = [*epsilon_of_clients(phase, state).values(), *([math.inf] if is_open else [])]
         state.sample_epsilon = max(epsilons, default=0.0)
         state.sample_delta = phase.sample_privacy.delta
     elif not math.isnan(state.sample_epsilon) and EVERYONE in state.counted_steps.get(phase.name, {}):
-        state.sample_epsilon = math.inf  # its earlier rounds were private, with another configuration
+        state.sample_epsilon = math.inf  # earlier rounds were private, under another configuration
 
 
 def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[str, float]:
-    """The epsilon of each client that trained, in this phase or one that it starts from, by its id as text."""
+    """The epsilon of each client that trained in this phase or one that it starts from, by the client's id as text."""
     assert phase.sample_privacy is not None
     of_phases = [*state.counted_steps.values()]
     clients = {client for of_phase in of_phases for client in of_phase if client != EVERYONE}
@@ -146,12 +146,12 @@ def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[str, float]:
 
 
 def _steps_of(of_phases: Iterable[Mapping[str, Steps]], client: str) -> Steps:
-    """All steps that touched a client's samples in some phases, and those of which only that is known."""
+    """All steps in some phases that used a client's samples, including those known only to have used everyone's."""
     return [kind for of_phase in of_phases for name in (client, EVERYONE) for kind in of_phase.get(name, [])]
 
 
 def log_sample_epsilon(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> None:
-    """Logs which parts of the model are protected, and what that cost; of other phases, what is not protected."""
+    """Logs which parts of the model are protected, and at what epsilon; in a phase without DP-SGD, which are not."""
     parts = _parts(training)
     if phase.sample_privacy is None:
         follows = any(other.sample_privacy is not None for other in run.phases_before(phase))
