@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,8 @@ class PredefinedIndices(Partitioner):
 
     def __init__(self, indices: str | IndexLists | Callable[[np.ndarray], IndexLists]) -> None:
         self.indices = imported(indices)
+        if not (callable(self.indices) or isinstance(self.indices, Iterable)):
+            raise InvalidArgumentError(self, "indices", indices, "lists of indices, a file or a function")
 
     def __call__(  # noqa: D102
         self,
