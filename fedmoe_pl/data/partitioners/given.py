@@ -68,7 +68,7 @@ class PredefinedIndices(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray] | dict[str, np.ndarray]:
-        lists = _read(self.indices) if isinstance(self.indices, str) else self.indices
+        lists: Any = _read(self.indices) if isinstance(self.indices, str) else self.indices
         lists = lists(labels) if callable(lists) else lists
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
         check_parts(self, "indices", self.indices, parts, len(labels))
