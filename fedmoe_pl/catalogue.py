@@ -51,7 +51,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         group = ""
     # only what comes after the group counts: federation.name is not like federation.roundz
     beside = [each.removeprefix(group) for each in known if each.startswith(group)]
-    similar = difflib.get_close_matches(name.removeprefix(group), beside, n=1)
+    word, lower = name.removeprefix(group).lower(), {each.lower(): each for each in reversed(beside)}
+    close = [lower[each] for each in difflib.get_close_matches(word, lower, n=1)]
+    longer = [each for each in beside if each[:1].isupper() and len(word) > 2 and word in each.lower()]
+    is_near = close and difflib.SequenceMatcher(None, word, close[0].lower()).ratio() > 0.75
+    similar = close if is_near else [*longer, *close]
     return f"; did you mean {group}{similar[0]}?" if similar else "."
 
 

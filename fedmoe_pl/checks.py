@@ -165,7 +165,7 @@ def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...])
         raise InvalidArgumentError(owner, name, value, f"one of {', '.join(choices)}")
 
 
-def check_kind(owner: str, name: str, value: Any, kind: type, hint: str = "") -> None:
+def check_kind(owner: object, name: str, value: Any, kind: type, hint: str = "") -> None:
     """Refuses an object of another kind, and a class in place of an object, and gives a ``hint``; None passes."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(owner, name, value, f"{with_article(kind.__name__)}{hint}")

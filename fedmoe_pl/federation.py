@@ -105,6 +105,22 @@ class Federation:
         reports.check(self.metrics)
         self.reports = reports
         check_at_least(self, "evaluate_every_n_rounds", evaluate_every_n_rounds, 0)
+        of_clients = "a list of FederationCallbacks; those of Lightning are arguments of the clients' trainer"
+        for argument, value, fits, allowed in (
+            ("phases", phases, _are_all(phases, Phase), "a list of Phases"),
+            ("trainer", trainer, isinstance(trainer, dict | None), "a dict of arguments of a Trainer"),
+            ("backend", backend, backend == "auto" or isinstance(backend, Backend), "a Backend or 'auto'"),
+            ("callbacks", callbacks, _are_all(callbacks or [], FederationCallback), of_clients),
+            (
+                "logger",
+                logger,
+                isinstance(logger, bool | Logger) or _are_all(logger, Logger),
+                "a Logger, True or False",
+            ),
+            ("failures", failures, isinstance(failures, ClientFailures), "ClientFailures"),
+        ):
+            if not fits:
+                raise InvalidArgumentError(self, argument, value, allowed)
         check_phases(phases, evaluate_every_n_rounds)
         if name and not is_path_below(name):
             raise InvalidArgumentError(self, "name", name, "that of a folder below default_root_dir, without '..'")
@@ -424,3 +440,7 @@ class Federation:
         with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, make_store, self.logger):
             fit(run)
         return run.results
+
+
+def _are_all(items: Any, kind: type) -> bool:
+    return isinstance(items, list | tuple) and all(isinstance(item, kind) for item in items)

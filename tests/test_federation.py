@@ -10,12 +10,16 @@ from helpers import blobs, mixture, phase, run
 from helpers.reports import csv_rows
 from helpers.runs import assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase, Train
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks import ClientCheckpoint, GateMonitor
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import PredefinedIndices
 from fedmoe_pl.models import ConstantGate
 
 REPOSITORY = Path(__file__).parent.parent
@@ -134,3 +138,31 @@ def test_fitting_twice_gives_the_same_run_twice(tmp_path):
     assert_same(runs[0].states, runs[1].states)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (runs[0].folder / name).read_bytes() == (runs[1].folder / name).read_bytes()
+
+
+ONE = Phase("A", FedAvg())
+OF_ANOTHER_KIND = {
+    "phases is a Phase, but must be a list of Phases": lambda: Federation(ONE),
+    "phases is ['A'], but must be": lambda: Federation(["A"]),
+    "trainer is a Trainer, but must be a dict": lambda: Federation([ONE], trainer=Trainer(logger=False)),
+    "backend is 'stacked', but must be a Backend": lambda: Federation([ONE], backend="stacked"),
+    "callbacks is a Timer, but must be a list": lambda: Federation([ONE], callbacks=Timer()),
+    "those of Lightning are arguments of the clients' trainer": lambda: Federation([ONE], callbacks=[Timer()]),
+    "logger is 'tensorboard', but must be a Logger": lambda: Federation([ONE], logger="tensorboard"),
+    "failures is {'dropout': 0.1}, but must be ClientFailures": lambda: Federation([ONE], failures={"dropout": 0.1}),
+    "algorithm is the class FedAvg, but must be an Algorithm, such as FedAvg()": lambda: Phase("A", FedAvg),
+    "algorithm is 'FedAvg', but must be": lambda: Phase("A", "FedAvg"),
+    "gate is 'LinearGate', but must be": lambda: Phase("A", FedAvg(), gate="LinearGate"),
+    "aggregation is 'median', but must be": lambda: Phase("A", FedAvg(), aggregation="median"),
+    "global_expert is the class Linear, but must be a Module": lambda: PersonalizedMoE(nn.Linear),
+    "local_expert is 'Linear', but must be": lambda: PersonalizedMoE(nn.Linear(5, 3), local_expert="Linear"),
+    "gate is 'LinearGate', but must be a Module, such as": lambda: PersonalizedMoE(nn.Linear(5, 3), gate="LinearGate"),
+    "indices is 3, but must be lists": lambda: PredefinedIndices(3),
+}
+
+
+@pytest.mark.parametrize("sentence", OF_ANOTHER_KIND)
+def test_an_argument_of_another_kind_is_refused_in_a_sentence(sentence):
+    with pytest.raises(InvalidArgumentError) as error:
+        OF_ANOTHER_KIND[sentence]()
+    assert sentence in str(error.value)

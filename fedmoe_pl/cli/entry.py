@@ -79,7 +79,8 @@ def _answer(command: str = "", *arguments: str) -> None:
         elif command in _AT_ONCE:
             _parser().parse_args([command])
         else:
-            raise refusal(f"{command} is not a command{did_you_mean(command, COMMANDS)}")
+            end = did_you_mean(command, COMMANDS)
+            raise refusal(f"{command} is not a command{'; fedmoe --help lists all.' if end == '.' else end}")
         sys.stdout.flush()
     except ArgumentError as error:
         print(f"fedmoe: {error}", file=sys.stderr)

@@ -44,6 +44,26 @@ _PLACES = {
 }
 
 
+_LISTED = {
+    "FederatedDataModule": "data",
+    "Partitioner": "partitioners",
+    "Augmentation": "augmentations",
+    "LightningModule": "models",
+    "Gate": "gates",
+    "Algorithm": "algorithms",
+    "Aggregation": "aggregations",
+    "Backend": "backends",
+    "FederationCallback": "callbacks",
+}  # the kinds of `fedmoe list`, by their base
+_EXAMPLES = {
+    "Phase": "{name: FedAvg, algorithm: FedAvg}",
+    "Select or null": "{monitor: global_test}",
+    "Evaluate or bool": "{every_n_rounds: 5}",
+    "dict[str, Metric] or null": "{error: torchmetrics.MeanSquaredError}",
+    "Module or Callable[[Tensor, Tensor], Any] or null": "torch.nn.HuberLoss",
+}
+
+
 def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:
     """The message of the ``MisconfigurationException`` behind an exception, else the exception's, condensed."""
     refusal = refusal_behind(error)
@@ -85,6 +105,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         kind = words_of(_type_of(names[0], class_type)) if len(names) == 1 else ""
         of_class = f" for {class_type.__name__}" if isinstance(class_type, type) else ""
         return f"{place}{listed} must be given{of_class}{kind and ': '}{kind}{end}"
+    if match := re.search(r'Unable to load config "(.*)"', text):
+        return f"{place.removesuffix('.')} is {match[1]}, but must have arguments, as in {{name: value}}."
     if class_type is not None and "has no attribute 'keys'" in text:
         return f"{key} must have arguments, as in {{name: value}}."
     if match := re.search(r"not accepted before subcommand '(\w+)'", text):
@@ -113,7 +135,7 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         "logger": lightning.pytorch.loggers,
     }
     libraries = (dir(of_library[name]) for name in re.split(r"[.\[]", place) if name in of_library)
-    known = [*next(libraries, []), *_KNOWN]
+    known = [*(each for each in next(libraries, []) if each[0].isupper()), *_KNOWN]  # no modules, such as wandb
     nested = re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found)  # --data.class_path
     nested = nested or re.match(r"{'class_path': '(\w+)'", found)
     nested = nested if nested and nested[1] not in known else None
@@ -127,12 +149,15 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed = allowed.removesuffix(" or null")
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
-    if allowed == "Phase":
-        allowed += ", such as {name: FedAvg, algorithm: FedAvg}"
+    example = _EXAMPLES.get(allowed)
+    allowed += f", such as {example}" if example else ""
     word = re.sub(r"^\['([\w.]+)'\]$", r"\1", found)  # of a list of one
     is_name = re.fullmatch(r"[\w.]+", word) is not None and word not in known
     takes_class = nested or not expected or re.search(r"\b[A-Z]\w+", allowed)
-    return f"{place} is {quoted}, but must be {allowed}{did_you_mean(word, known) if is_name and takes_class else '.'}"
+    end = did_you_mean(word, known) if is_name and takes_class and not example else "."
+    kind = next((_LISTED[each] for each in re.findall(r"\w+", allowed) if each in _LISTED), "")
+    end = f"; `fedmoe list {kind}` has those of the package." if end == "." and kind else end
+    return f"{place} is {quoted}, but must be {allowed}{end}"
 
 
 def _type_of(argument: str, class_type: Any) -> str:
@@ -202,6 +227,12 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         end = f"; a class_path must be given. {_OVERLAY}"
     elif section in COMMANDS:
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
+    elif section in _BESIDE or section == "class_path":
+        end = "; it belongs below what it is of, as in model: {class_path: PersonalizedMoE, init_args: {...}}."
+    elif section in ("model", "data", "trainer", "federation") and "configs" in names:
+        end = "; the file of a run stands under configs, as in configs: [run.yaml]."
+    elif name.endswith((".yaml", ".yml")):
+        end = f"; a file comes after --config, as in --config {name}."
     elif name in [f"federation.{each}" for each in signature(Phase).parameters]:
         end = f"; it belongs to a phase, as {PHASES}.NAME.{name.rpartition('.')[2]}."
     elif end == "." and (owners := _owners(name.rpartition(".")[2])):

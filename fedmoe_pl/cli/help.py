@@ -24,13 +24,14 @@ _LONGEST = 20  # classes
 
 def _known_subclasses(action: ActionTypeHint) -> str:
     """The classes that an argument can have; of very many, such as all modules of torch, only the package's."""
-    paths = get_all_subclass_paths(action._typehint, closed_types=False)
+    hint: Any = action._typehint
+    paths = get_all_subclass_paths(hint, closed_types=False)
     if len(paths) > _LONGEST:
         paths = [path for path in paths if path.startswith("fedmoe_pl.") and path.count(".") < 3]
     return f", known subclasses: {', '.join(paths)}" if paths else ""
 
 
-ActionTypeHint.extra_help = _known_subclasses
+ActionTypeHint.extra_help = _known_subclasses  # pyright: ignore[reportAttributeAccessIssue]  the signature is its
 
 
 def with_class_to_help(arguments: Sequence[str]) -> list[str]:

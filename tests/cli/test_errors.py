@@ -53,7 +53,7 @@ REFUSED = {
     "federation.phases[0].rounds is 'x', but must be int.": [
         *("--federation.phases", "[{name: '', algorithm: Local, rounds: x}]")
     ],
-    "model is 'Digits', but must be LightningModule.": ["--model", "Digits"],
+    "model is 'Digits', but must be LightningModule; `fedmoe list": ["--model", "Digits"],
     "data.class_path is 'Digitz', but must be FederatedDataModule or its import path; did you mean Digits?": (
         ["--data.class_path", "Digitz"]
     ),
@@ -71,7 +71,7 @@ REFUSED = {
     "model.init_args.optimizer: torch.optim has no AdamWW; did you mean AdamW?": (
         ["--model.init_args.optimizer", "torch.optim.AdamWW"]
     ),
-    "federation.callbacks[1] is 'EarlyStopping', but must be FederationCallback or its import path.": [
+    "federation.callbacks[1] is 'EarlyStopping', but must be FederationCallback or its import path; `fedmoe list": [
         "--federation.callbacks",
         "[TrafficLedger, EarlyStopping]",
     ],
@@ -83,7 +83,7 @@ REFUSED = {
         "{e: {class_path: torchmetrics.MeanSquaredError, init_args: {squard: false}}}",
     ],
     "trainer.callbacks[0] is 'GateMonitor', but must be Callback.": ["--trainer.callbacks", "[GateMonitor]"],
-    "federation.phases.FedAvg.algorithm is 'SmallMLP', but must be Algorithm.": [
+    "federation.phases.FedAvg.algorithm is 'SmallMLP', but must be Algorithm; `fedmoe list": [
         *("--federation.phases.FedAvg.algorithm", "SmallMLP")
     ],
     "federation.phases[0] is 'FedAvg', but must be Phase, such as {name: FedAvg, algorithm: FedAvg}.": [
@@ -101,10 +101,10 @@ REFUSED = {
     "federation.phases.A.roundz is not an argument of Phase; did you mean rounds?": (
         ["--federation.phases+={name: A, algorithm: Local, roundz: 2}"]
     ),
-    "trainer: Unable to load config": ["--trainer", "3"],
+    "trainer is 3, but must have arguments, as": ["--trainer", "3"],
     "trainer is 3, but must have arguments": ["--config", "{trainer: 3}"],
     "federation.failures is None, but must have arguments": ["--config", "{federation: {failures: null}}"],
-    'federation.phases.FedAvg.train: Unable to load config "3"': ["--federation.phases.FedAvg.train", "3"],
+    "federation.phases.FedAvg.train is 3, but must have arguments": ["--federation.phases.FedAvg.train", "3"],
     "federation.phases.FedAvg.train.max_epoch is not an argument of Phase; did you mean train.max_epochs?": [
         *("--federation.phases.FedAvg.train.max_epoch", "3")  # no abbreviation
     ],
@@ -169,6 +169,29 @@ REFUSED = {
     "federation.phases must be a list, as in [{name: FedAvg, algorithm: FedAvg}].": [
         *("--config", "{federation: {phases: {FedAvg: {rounds: 3}}}}")
     ],
+    "federation.failures is ignore, but must have arguments, as": ["--federation.failures", "ignore"],
+    "federation.phases.FedAvg.gate is 0.5, but must be Gate or null; `fedmoe list gates` has": [
+        *("--federation.phases.FedAvg.gate", "0.5")
+    ],
+    "federation.phases.FedAvg.select is 'best', but must be Select or null, such as {monitor: global_test}.": [
+        *("--federation.phases.FedAvg.select", "best")
+    ],
+    "federation.metrics is ['accuracy'], but must be dict[str, Metric] or null, such as {error: torchmetrics.": [
+        *("--federation.metrics", "[accuracy]")
+    ],
+    "federation.logger is 'wandb', but must be Logger or its import path; did you mean WandbLogger?": [
+        *("--federation.logger", "wandb")
+    ],
+    "data is 'cifar10', but must be FederatedDataModule or its import path; did you mean CIFAR10?": [
+        *("--data", "cifar10")
+    ],
+    "federation.phases.FedAvg.aggregation is 'Median', but must be Aggregation or null; did you mean CoordinateM": [
+        *("--federation.phases.FedAvg.aggregation", "Median")
+    ],
+    "init_args.mixing is not an argument; it belongs below what it is of, as in model: {class_path:": [
+        *("--config", "{model: PersonalizedMoE, init_args: {mixing: logits}}")
+    ],
+    "run.yaml is not an argument; a file comes after --config, as in --config run.yaml.": ["run.yaml"],
     "seed_everything is True, but must be int.": ["--seed_everything", "true"],
     "seed_everything is None, but must be int.": ["--seed_everything", "null"],
     "federation.phases.L2.algorithm must be given for Phase: Algorithm.": [

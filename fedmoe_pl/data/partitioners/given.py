@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,8 @@ class PredefinedIndices(Partitioner):
 
     def __init__(self, indices: str | IndexLists | Callable[[np.ndarray], IndexLists]) -> None:
         self.indices = imported(indices)
+        if not (callable(self.indices) or isinstance(self.indices, Iterable)):
+            raise InvalidArgumentError(self, "indices", indices, "lists of indices, a file or a function")
 
     def __call__(  # noqa: D102
         self,
@@ -67,7 +69,7 @@ class PredefinedIndices(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray] | dict[str, np.ndarray]:
-        lists = _read(self, self.indices) if isinstance(self.indices, str) else self.indices
+        lists: Any = _read(self, self.indices) if isinstance(self.indices, str) else self.indices
         lists = lists(labels) if callable(lists) else lists
         parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
         check_parts(self, "indices", self.indices, parts, len(labels))

@@ -59,8 +59,8 @@ class LabelPartitioner(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        if num_clients is None or not 1 <= num_clients <= len(labels):
-            allowed = f"from 1 to {len(labels)}, the number of training samples"
+        if not isinstance(num_clients, int | np.integer) or not 1 <= num_clients <= len(labels):
+            allowed = f"an integer from 1 to {len(labels)}, the number of training samples"
             raise InvalidArgumentError(self, "num_clients", num_clients, allowed)
         present = np.unique(labels, return_inverse=True)[1]  # a class number without samples is no class to deal
         return self.partition(present, num_clients, rng)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import with_article
+from fedmoe_pl.checks import check_kind, with_article
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
@@ -54,6 +54,9 @@ class PersonalizedMoE(MixtureOfExperts):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_kind(self, "global_expert", global_expert, nn.Module)
+        check_kind(self, "local_expert", None if isinstance(local_expert, list) else local_expert, nn.Module)
+        check_kind(self, "gate", gate, nn.Module, ", such as ConstantGate(0.5)")
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures(local_expert)
