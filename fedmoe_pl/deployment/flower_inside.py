@@ -296,6 +296,7 @@ def main() -> None:
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         workers=1,
+        timeout_graceful_shutdown=2,  # seconds; requests for messages that never come would hold it up
     )
 
 
