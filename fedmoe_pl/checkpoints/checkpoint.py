@@ -250,9 +250,14 @@ def _load_lightning(path: Path) -> dict[str, Any]:
         raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
     if isinstance(content, dict) and "fedmoe_pl" in content:  # older checkpoints of a federation were archives, too
         raise DamagedFileError(_OF_ANOTHER_VERSION)
-    if not isinstance(content, dict) or "state_dict" not in content:
+    if not isinstance(content, dict) or not isinstance(state := content.get("state_dict"), dict):
         raise DamagedFileError("which is not a checkpoint of a federation or of Lightning")
-    return content
+    return content | {"state_dict": {name: value for name, value in state.items() if _has_values(value)}}
+
+
+def _has_values(value: Any) -> bool:
+    """Whether this is a tensor with values of its own in memory: none that is sparse, or only has a shape."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _load_finished(path: Path, name: str, writer: CheckpointWriter) -> dict[str, Any]:

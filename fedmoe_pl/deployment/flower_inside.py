@@ -106,7 +106,7 @@ def reason_in(log: Path) -> str:
     """The line of a log that says what is wrong: one with an error code of Flower, or the last one."""
     text = re.sub(r"\x1b\[[\d;]*m", "", log.read_text(errors="replace"))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    telling = [line for line in lines if line and not re.match(r"INFO|Exit Code|For more information", line)]
+    telling = [line for line in lines if line and not re.match(r"INFO|WARNING|Exit Code|For more information", line)]
     with_code = [line for line in telling if line.startswith("[code:")]
     return f"{['it says nothing', *telling, *with_code][-1].rstrip('.')} (log: {log})"
 
@@ -296,6 +296,7 @@ def main() -> None:
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         workers=1,
+        timeout_graceful_shutdown=2,  # seconds; requests for messages that never come would hold it up
     )
 
 

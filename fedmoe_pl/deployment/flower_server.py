@@ -74,4 +74,5 @@ def _wait_for_link(process: subprocess.Popen[bytes], address: str, security: Sec
             if httpx.get(url, verify=tls_context(security.ca)).is_success:
                 return
         time.sleep(LOOK)
-    raise MisconfigurationException(f"serve: Flower's SuperLink does not start at {address}: {reason_in(log)}.")
+    within = f" within {_LINK_STARTS_WITHIN:.0f} s" if process.poll() is None else ""
+    raise MisconfigurationException(f"serve: Flower's SuperLink does not start at {address}{within}: {reason_in(log)}.")

@@ -130,9 +130,7 @@ def phases_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def metrics_of(row: Row) -> list[str]:
     """The accuracies and other metrics with columns in a row of ``rounds.csv`` or ``summary.csv``."""
     names = [column.removesuffix(_WORST) for column in row if column.endswith(_WORST)]
-    return [
-        name for name in names if name in METRICS or name.startswith(("local_test_", "global_test_", "validation_"))
-    ]
+    return [name for name in names if name in METRICS or name.startswith(_OTHER_METRICS)]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFiles]:

@@ -219,6 +219,16 @@ def test_a_checkpoint_of_lightning_that_is_compressed_is_refused_and_not_unpacke
         load_checkpoint(tmp_path / "bomb.ckpt")
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse", "ignore:Sparse invariant")
+def test_what_has_no_values_in_a_checkpoint_of_lightning_does_not_count(tmp_path):
+    others = ["text", torch.empty(2, device="meta"), torch.eye(2).to_sparse(), None]
+    torch.save({"state_dict": {"a": torch.ones(2), **dict(zip("bcde", others, strict=True))}}, tmp_path / "a.ckpt")
+    assert [*load_checkpoint(tmp_path / "a.ckpt")["state_dict"]] == ["a"]
+    torch.save({"state_dict": [1, 2]}, tmp_path / "list.ckpt")
+    with pytest.raises(MisconfigurationException, match="which is not a checkpoint of a federation or of Lightning"):
+        load_checkpoint(tmp_path / "list.ckpt")
+
+
 class Touch:
     """A pickle that makes a file when it is read."""
 

@@ -42,3 +42,13 @@ def test_its_configuration_and_its_two_hospitals_are_a_federation(folder):
     results = serve(settings, model, data, Passing(clients), 2)
     assert [*results] == ["FedAvg", "PFL-FT", "PFL-MFE"]
     assert results["PFL-MFE"].spread("global_test").mean > 0.85
+
+
+def test_every_row_of_the_threat_model_names_tests_that_exist():
+    page = GUIDE.with_name("threat_model.md").read_text()
+    rows = re.search(r"needs \| test \|\n[| -]+\n(.*?)\n\n", page, re.DOTALL)
+    assert rows is not None and len(rows[1].splitlines()) > 10
+    for row in rows[1].splitlines():
+        names = re.findall(r"`((?:\w+/)?test_\w+\.py)`", row)
+        tests = Path(__file__).parents[1]
+        assert names and all((tests / (name if "/" in name else f"deployment/{name}")).is_file() for name in names)

@@ -42,11 +42,6 @@ def rows_of(message: Message, name: str, number: int, length: int) -> list[bytes
     return [row.numpy().tobytes() for row in tensor]
 
 
-def keys_in(rows: Sequence[bytes]) -> PublicKeys:
-    """A client's public keys from two rows."""
-    return PublicKeys(*rows)
-
-
 class MaskedUpdate:
     """What a client has trained in a round: it answers the server's messages about it, each once.
 
@@ -87,7 +82,7 @@ class MaskedUpdate:
 
     def _share(self, message: Message, clients: list[int]) -> Message:
         rows = rows_of(message, KEYS, 2 * len(clients), KEY)
-        keys = {client: keys_in(rows[2 * i : 2 * i + 2]) for i, client in enumerate(clients)}
+        keys = {client: PublicKeys(*rows[2 * i : 2 * i + 2]) for i, client in enumerate(clients)}
         encrypted, commitment = self._half.share(keys)
         shares = as_rows([encrypted[other] for other in clients if other in encrypted], ENCRYPTED)
         return Message("shared", tensors={SHARES: shares, COMMITMENT: as_rows([commitment], KEY)})

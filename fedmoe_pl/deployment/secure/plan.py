@@ -16,7 +16,7 @@ from fedmoe_pl.deployment.answers import cannot_be_used, problem_of_weight, upda
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
 from fedmoe_pl.deployment.remote_clients import AtClient
-from fedmoe_pl.deployment.secure.client import CODES, COMMITMENT, KEYS, SHARES, as_rows, context_of, keys_in, rows_of
+from fedmoe_pl.deployment.secure.client import CODES, COMMITMENT, KEYS, SHARES, as_rows, context_of, rows_of
 from fedmoe_pl.deployment.secure.protocol import (
     CODE,
     ENCRYPTED,
@@ -106,7 +106,7 @@ class MaskedPlan(ClientsPlan):
         weight, keeps = answer.values["weight"], answer.values["keeps"]
         if problem := problem_of_weight(weight, self.training, client):
             return Failure(problem)
-        return keys_in(rows_of(answer, KEYS, 2, KEY)), weight, keeps
+        return PublicKeys(*rows_of(answer, KEYS, 2, KEY)), weight, keeps
 
     def _masked(self, weights: Mapping[int, float], client: int, answer: Message) -> Tree | Failure:
         """A client's masked tensors, whose values cannot be checked: names and shapes are those of its update."""
