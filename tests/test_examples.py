@@ -14,6 +14,7 @@ LAST_LINES = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.few(1)
 def test_a_script_runs(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script), run_name="__main__")

@@ -134,7 +134,7 @@ SAME_MEANS = {
 }
 
 
-@pytest.mark.few("FedAvg", "some of five", "Scaffold", "privacy")
+@pytest.mark.few("some of five")
 @pytest.mark.parametrize("name", SAME_MEANS)
 def test_means_are_those_without_it_up_to_rounding(name, tmp_path):
     plain = partial(torch.optim.SGD, lr=0.1)
@@ -156,6 +156,7 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.few(1)
 def test_all_backends_end_with_the_same_bits(name, tmp_path):
     """Also a stack, whose sums of floating-point numbers have other bits: here, integers are added."""
     each = phase(secure_aggregation=True)

@@ -126,7 +126,7 @@ def export(algorithm, kind, format, tmp_path):
     return run.client_module("it", 1).eval(), loaded.eval(), module
 
 
-@pytest.mark.few("Conv1D-merged", "groups-peft", "groups-HetLoRA")
+@pytest.mark.few("groups-HetLoRA")
 @pytest.mark.parametrize(
     ("algorithm", "format"),
     [(FedAvg("global_expert.*"), "peft"), (FedExLoRA(), "merged"), (HetLoRA([2]), "peft"), (FlexLoRA([2]), "peft")],

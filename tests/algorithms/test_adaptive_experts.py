@@ -98,6 +98,7 @@ def test_a_mixture_of_local_experts_that_nobody_trained_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("frozen_train_mode", [False, True])
+@pytest.mark.few(1)
 def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen_train_mode):
     """Without dropout, the gate would get the same weights; a bare loop repeats what the clients draw."""
     torch.manual_seed(5)

@@ -90,7 +90,7 @@ def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_do
             assert whole.run.states[name].clients[client]["book/rounds"].item() == rounds
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.* have each trained for themselves")  # FedAvg shares them
 @pytest.mark.parametrize(
     ("stage", "trained"),

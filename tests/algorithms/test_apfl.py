@@ -50,6 +50,7 @@ def simulate(data, w, cohorts, alpha_lr, weights):
 
 
 @pytest.mark.parametrize(("alpha_lr", "weighting"), [(0.0, "uniform"), (0.2, "samples")])
+@pytest.mark.few(1)
 def test_apfl_takes_the_steps_of_its_algorithm_and_is_evaluated_with_the_mixture(alpha_lr, weighting, tmp_path):
     data, model = blobs(), two_experts()
     apfl = Phase("APFL", APFL(0.3, alpha_lr, weighting), rounds=3, clients_per_round=2, gate=LocalOnly())

@@ -50,7 +50,7 @@ def fitted(path, name, ckpt_path=None, **kwargs):
     return run
 
 
-@pytest.mark.few("SecureAggregation", "Scaffold", "PFedMoE", "FedMoEDA")
+@pytest.mark.few("Scaffold")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(tmp_path, name):
     count = Count()

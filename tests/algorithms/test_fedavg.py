@@ -24,7 +24,7 @@ from fedmoe_pl.models import FeatureGate
 from fedmoe_pl.trees import load_tree
 
 
-@pytest.mark.few("samples-sizes1-PureOneWeight", "uniform-sizes1-OneWeight")
+@pytest.mark.few("samples-sizes1-PureOneWeight")
 @pytest.mark.parametrize("module", [PureOneWeight, OneWeight])
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 1)])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])

@@ -128,7 +128,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_experts", [[1, 3, 2]], ids=str)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_federation_gives_what_it_gives_by_hand(name, num_experts, tmp_path):

@@ -124,6 +124,7 @@ def test_a_late_client_draws_its_gate_also_if_it_has_one_of_an_earlier_phase(tmp
         (lambda: KNNPer(weight=0.5), lambda: mixture(FeatureGate(6)), GlobalOnly()),
     ],
 )
+@pytest.mark.few(1)
 def test_a_client_that_never_trains_is_evaluated_as_if_it_had(make, model, gate, tmp_path):
     found = []
     for algorithm in (failing(make(), 0, range(2)), make()):
@@ -150,6 +151,7 @@ def test_a_client_that_never_trains_is_evaluated_as_if_it_had(make, model, gate,
         (LabelPrior, lambda: mixture(GlobalOnly()), FedAvg("global_expert.*")),
     ],
 )
+@pytest.mark.few(1)
 def test_dropout_is_refused_where_a_phase_starts_from_what_a_client_that_dropped_out_does_not_have(
     make, model, follower, tmp_path
 ):

@@ -36,7 +36,7 @@ def meta_gradient(w, x, y, second_order):
     return [*torch.autograd.grad(of_step, leaves)]
 
 
-@pytest.mark.few("False-None", "True-samples")
+@pytest.mark.few("False-None")
 @pytest.mark.parametrize("weighting", [None, "samples"])
 @pytest.mark.parametrize("second_order", [False, True])
 def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_more(second_order, weighting, tmp_path):

@@ -127,6 +127,7 @@ def mean_of_round(algorithm, sent, sizes):
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 @pytest.mark.parametrize("algorithm", [HetLoRA, FlexLoRA])
+@pytest.mark.few(1)
 def test_three_rounds_are_those_of_plain_tensors_with_adapters_of_the_clients_ranks(algorithm, backend, tmp_path):
     """Clients 1 and 2, whose ranks are 1 and 2, do two rounds; then client 0 with the highest rank begins."""
     data, module = blobs(SIZES), adapted(3)

@@ -166,7 +166,7 @@ def assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **argume
             torch.testing.assert_close(kept[client], expected_kept[client], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", TRAPS)
 def test_a_stack_gives_what_an_ordinary_trainer_gives(name):
     make, algorithm, arguments = TRAPS[name]

@@ -79,7 +79,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.few("accumulated and clipped", "parts in turn")
+@pytest.mark.few("parts in turn")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_two_processes_train_as_one_with_the_same_batches(team, datamodule, setting):
     optimizer, algorithm, trainer = SETTINGS[setting]

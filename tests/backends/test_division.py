@@ -92,7 +92,7 @@ DIVIDED = {
 }
 
 
-@pytest.mark.few("all of it", "mixed probabilities", "pixels", "flags")
+@pytest.mark.few("flags")
 @pytest.mark.parametrize("setting", DIVIDED)
 def test_known_losses_are_divided(team, setting):
     module, samples = DIVIDED[setting]
@@ -168,7 +168,7 @@ WORD = {
 }
 
 
-@pytest.mark.few("a training step", "sparse experts")
+@pytest.mark.few("a training step")
 @pytest.mark.parametrize("setting", WORD)
 def test_with_the_user_s_word_they_are_divided(team, setting, tmp_path):
     module, samples = WORD[setting]
@@ -201,7 +201,7 @@ def test_ignored_labels_do_not_count_in_losses_of_algorithms(team, name):
 REFUSED = {"CoMiGS", "FedKD", "PFedMe", "PerFedAvg"}
 
 
-@pytest.mark.few("Scaffold", "FedEM")
+@pytest.mark.few("Scaffold")
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_is_divided_or_refused(team, name, tmp_path, monkeypatch):
     method = METHODS[name]

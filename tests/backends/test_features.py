@@ -62,6 +62,7 @@ def test_outputs_that_are_too_large_are_not_looked_for_in_the_next_client(monkey
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(8)])
+@pytest.mark.few(1)
 def test_a_frozen_extractor_sees_every_sample_once(backend):
     def seen(max_epochs):
         Counting.seen = 0
@@ -84,6 +85,7 @@ class Careful(nn.Linear):
 
 
 @pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5), NetworkGate(Careful()), NetworkGate(Careful(2))])
+@pytest.mark.few(1)
 def test_features_give_what_computing_them_in_every_step_gives(gate):
     data, algorithm = blobs(FEW), PFLMoE()
     module = mixture(gate)

@@ -108,7 +108,7 @@ PATHS = {
 
 
 @warned
-@pytest.mark.few("clients in one Trainer", "stacked", "workers", "a user's module")
+@pytest.mark.few("clients in one Trainer")
 @pytest.mark.parametrize("path", PATHS)
 def test_pretrained_parts_in_eval_mode_are_trained_as_in_a_plain_loop(path, tmp_path):
     arguments = {"model": mixture, "evaluate": False, **PATHS[path]}

@@ -68,7 +68,7 @@ def descent(factors, per_epoch=1.0):
     return x
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("model", "per_epoch"), [(PureOneWeight, 1.0), (WithEpochSchedule, 0.9)])
@@ -96,7 +96,7 @@ def with_momentum(rounds, keep):
     return x, velocities
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("every_batch", [True, False])
 def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batch):

@@ -200,7 +200,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_backends_agree(name):
     make, algorithm, data, arguments = OTHERS[name]

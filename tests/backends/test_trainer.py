@@ -106,7 +106,7 @@ KEPT += ["an object", "a tensor that is no buffer", "a generator", "a weight", "
 KEPT += ["an attribute of a parameter", "an attribute of a buffer"]
 
 
-@pytest.mark.few("a buffer", "an attribute")
+@pytest.mark.few("a buffer")
 @pytest.mark.parametrize("what", KEPT)
 def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_path, served):
     results = []
@@ -462,7 +462,7 @@ def live_parameters(training) -> int:
     return sum(tensor.shape == shape for tensor in found)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cycles", [False, True])
 def test_models_are_freed_at_once_or_if_they_form_cycles_when_they_are_too_large(kind, cycles, monkeypatch):

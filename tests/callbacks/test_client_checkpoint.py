@@ -159,7 +159,7 @@ def absolute_error(outputs, targets):
     return (outputs - targets).abs().mean()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -211,7 +211,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("change", CHANGED)
 @pytest.mark.parametrize("where", ["global_expert", "local_expert"])
 def test_a_part_that_was_changed_after_it_was_made_must_be_given(change, where, tmp_path):

@@ -102,6 +102,7 @@ def refusal(folder, ckpt_path="last", may_write=False) -> str:
 
 
 @pytest.mark.parametrize("name", [CHECKPOINT, FINISHED, TENSORS, f"{CLIENT_STATES}/Local"])
+@pytest.mark.few(1)
 def test_every_flipped_bit_is_noticed(copy, name):
     path, needed = one_of(copy, name), copy / CHECKPOINT
     content = path.read_bytes()

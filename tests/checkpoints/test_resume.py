@@ -32,7 +32,7 @@ def whole(tmp_path_factory) -> Federation:
     return run
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hook", "n"),
     [

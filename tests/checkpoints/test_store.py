@@ -94,7 +94,7 @@ def test_a_run_stopped_in_a_round_goes_on_to_the_same_bits(whole, tmp_path):
     assert_only_needed_files(run)
 
 
-@pytest.mark.few("os.replace-4-before", "pathlib.Path.unlink-6-after")
+@pytest.mark.few("os.replace-4-before")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     ("call", "n"),

@@ -58,6 +58,7 @@ def test_what_is_unknown_is_named(arguments, sentence, capsys):
 
 
 @pytest.mark.parametrize("command", ["--version", "--help", "list", "configs"])
+@pytest.mark.few(1)
 def test_what_needs_no_torch_imports_none(command):
     """In a Python of its own, which takes a seventh of a second."""
     code = f"""

@@ -91,7 +91,7 @@ REFUSED = {  # at every moment of a command: while it is parsed, made, set up an
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_the_user_can_fix_is_one_line_that_names_the_key(sentence, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ OF_ADAPTERS = {  # they need peft, the zoo does not
 DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
 
 
-@pytest.mark.few("fedmoe_da_digits", "pfl_moe_variants_digits", "time_series")
+@pytest.mark.few("time_series")
 @pytest.mark.parametrize(
     "path",
     [path for path in [*DIGITS, REPOSITORY / "docs/figures/board.yaml"] if str(path) != QUICKSTART],

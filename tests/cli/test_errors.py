@@ -200,7 +200,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_an_argument_that_cannot_be_parsed_is_named(sentence):
     assert refusal("--config", QUICKSTART, *REFUSED[sentence]).startswith(sentence)
@@ -226,7 +226,7 @@ def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault
         assert message.startswith(key) and f": {reason}" in message
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

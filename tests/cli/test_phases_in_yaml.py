@@ -100,6 +100,7 @@ def test_an_argument_out_of_range_is_named_by_its_key(changed, sentence, tmp_pat
 
 
 @pytest.mark.parametrize("loss", ["my_losses.half", "HuberLoss"])
+@pytest.mark.few(1)
 def test_a_loss_is_a_class_or_a_function_and_metrics_have_names(loss, tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text("def half(outputs, targets):\n    return (outputs - targets).abs().mean()\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -73,6 +73,7 @@ def test_the_ledger_of_every_method_adds_up_to_its_traffic(name, recorded):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.few(7)
 def test_what_a_method_declares_private_never_leaves_a_client(name, recorded):
     names = {row["tensor"] for row in ledger(recorded(name)[0]) if row["direction"] != "down"}
     names |= {name.partition(".")[2] for name in names}  # between clients, a name begins with the sender's id
@@ -104,7 +105,7 @@ def test_the_audit_declares_what_the_ledger_of_every_method_then_has(name, recor
             assert values == expected
 
 
-@pytest.mark.few("FedAvg", "FedPAC", "FedMoEDA")
+@pytest.mark.few("FedAvg")
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_but_messages_of_the_round_s_clients_reaches_anyone(name, recorded, tmp_path):
     """Data of absent clients change, and those of one that takes part, which sends the same all the same.

@@ -63,6 +63,7 @@ def test_onnx_is_the_client_s_mixture_with_its_gate(fed, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("format", ["onnx", "torch_export"])
+@pytest.mark.few(1)
 def test_a_file_has_what_its_numbers_mean_and_no_sample(format, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime") if format == "onnx" else None
     images = np.random.default_rng(0).integers(256, size=(40, 4, 4, 3), dtype=np.uint8)
@@ -201,7 +202,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_every_family_are_exported(name):
     torch.manual_seed(0)

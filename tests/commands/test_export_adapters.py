@@ -121,6 +121,7 @@ def test_a_base_that_the_server_changed_is_merged_only(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "shared"), [(AdapterMoE, "global_expert.*"), (LayerwiseAdapterMoE, GLOBAL)])
+@pytest.mark.few(1)
 def test_a_phase_starts_from_a_folder_of_peft(kind, shared, tmp_path):
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0"], modules_to_save=["2"])
     given = peft.get_peft_model(base(), config)

@@ -71,7 +71,7 @@ def before(request, tmp_path_factory):
     return run, algorithm, expert, trained, epochs
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_newcomers_train_what_they_keep_around_what_the_server_has(before, backend, tmp_path):
     run, algorithm, expert, trained, epochs = before
@@ -98,7 +98,7 @@ def test_newcomers_train_what_they_keep_around_what_the_server_has(before, backe
         torch.testing.assert_close(actual, tensors(bare, "global_expert."), rtol=0, atol=1e-12)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", [FedAvg, partial(FedProx, 0.1)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_newcomers_with_nothing_to_learn_receive_the_model(tmp_path, algorithm, backend):

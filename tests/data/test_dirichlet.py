@@ -95,6 +95,7 @@ def test_shares_are_drawn_again_until_each_client_has_enough_samples(least):
     "partitioner",
     [Dirichlet(0.01, 3), BalancedDirichlet(0.01, 3), Pathological(1, "dirichlet", 0.01, minimum_samples=3)],
 )
+@pytest.mark.few(1)
 def test_a_minimum_that_nobody_reaches_is_named(partitioner):
     refusal = "minimum_samples is 3, but must be lower, or num_clients lower.*, because in 1000 attempts some of 10"
     with pytest.raises(InvalidArgumentError, match=refusal):

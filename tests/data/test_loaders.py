@@ -58,6 +58,7 @@ def test_overfitting_repeats_the_same_batches_in_every_epoch(made):
 
 @pytest.mark.parametrize("made", [in_memory, of_datasets])
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.few(1)
 def test_any_sampler_and_workers_can_take_the_place_of_the_loader_s(made, workers):
     data = set_up(made())
     loader = data.train_dataloader()
@@ -85,6 +86,7 @@ def test_an_epoch_has_the_batches_of_the_data_module_itself():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.few(1)
 def test_random_transforms_of_a_dataset_differ_in_every_epoch_and_not_in_evaluation(workers):
     data = set_up(FromDatasets(Noisy(12), Noisy(4), num_clients=1, batch_size=5, num_workers=workers))
     train, test = (

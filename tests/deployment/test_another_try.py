@@ -42,6 +42,7 @@ class Restarting(Passing):
 
 
 @pytest.mark.parametrize("waits", [0, 3])
+@pytest.mark.few(1)
 def test_a_round_that_needs_all_clients_waits_for_one_that_was_killed(waits, tmp_path, monkeypatch):
     """Its three further tries followed at once, while Flower refuses a client for a minute whose process was killed."""
     slept = []

@@ -39,7 +39,7 @@ def transport_with(tmp_path, change, kind="describe", most=None):
     return transport
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -51,7 +51,7 @@ ONE_MESSAGE = [
 ]
 
 
-@pytest.mark.few("FedAvg-None", "FedPer-both")
+@pytest.mark.few("FedAvg-None")
 @pytest.mark.parametrize(("name", "evaluation_points"), ONE_MESSAGE)
 def test_a_round_is_one_message(name, evaluation_points, tmp_path):
     transport = run(method_of(name, evaluate=Evaluate(after=evaluation_points)), tmp_path)

@@ -160,7 +160,7 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     assert re.search(r"has trained with sample_privacy in another run, 0{31}1", caplog.text)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sample", "what"), [(1, "x"), (7, "x"), (20_999, "y")])
 def test_a_client_trains_no_round_again_with_other_data(sample, what, tmp_path, monkeypatch):
     """Of many samples, too, and if they are read from a file, of which the configuration has only the name."""

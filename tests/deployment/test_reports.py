@@ -108,6 +108,7 @@ def test_nothing_is_reported_in_any_phase_of_a_federation_with_privacy_unless_it
 
 
 @pytest.mark.parametrize("reports", [Reports(), Reports(["global_test"])])
+@pytest.mark.few(1)
 def test_a_deployed_federation_with_privacy_has_the_values_that_are_named(reports, tmp_path, caplog):
     transport = Passing(participants(method("SecureAggregation"), data(), tmp_path, **OF_TRAINER, reports=reports))
     settings = {**OF_TRAINER, "reports": reports, "logger": True}

@@ -63,6 +63,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulated
 
 
 @pytest.mark.parametrize(("name", "bit"), [("run.message", 1), ("phase.message", 128)])
+@pytest.mark.few(1)
 def test_a_client_that_restarts_with_a_damaged_message_gets_it_again(name, bit, tmp_path):
     method, damaged = METHODS["FedPer"], []
 

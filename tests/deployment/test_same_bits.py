@@ -60,7 +60,7 @@ def assert_sends_what_the_ledger_has(transport, simulated):
     assert not [way for *_, way, _, _, _ in transport.sent(["finish"]) if way == "up"]
 
 
-@pytest.mark.few("FedPer", "FedMoEDA")
+@pytest.mark.few("FedPer")
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
 def test_every_method(name, tmp_path):
     method, datamodule = evaluated(METHODS[name]), data(**SPLIT)

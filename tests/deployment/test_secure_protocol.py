@@ -98,6 +98,7 @@ def integer_sum(clients):
 
 @pytest.mark.parametrize("threshold", [3, 4])
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.few(4)
 def test_the_sum_is_exact_whoever_drops_out(step, threshold):
     """All patterns of five clients: the survivors' sum, or none if fewer than the threshold are left."""
     for number in range(len(CLIENTS) + 1):

@@ -233,7 +233,7 @@ NOT_MASKED = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "change", "reason"), NOT_MASKED)
 def test_an_answer_that_is_none_is_the_failure_of_who_sent_it(kind, change, reason, tmp_path):
     with pytest.warns(UserWarning, match=f"round 1: client 1 is left out: {reason}"):

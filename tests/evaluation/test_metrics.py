@@ -103,7 +103,7 @@ def by_hand(module, datamodule, samples):
     return squared.mean().sqrt().item(), r2.item(), squared.mean().item()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["FedAvg", "PFL-FT", "PFL-MF"])
 def test_each_client_has_the_metrics_of_its_model_on_each_set(fitted, method):
     data = fitted.run.datamodule

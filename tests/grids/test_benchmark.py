@@ -127,6 +127,7 @@ def test_a_failed_cell_is_named_and_the_others_go_on(pretend, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.few(1)
 def test_a_signal_ends_all_and_the_same_command_continues(signum, pretend, tmp_path, capsys):
     pretend("hangs")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored

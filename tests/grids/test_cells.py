@@ -96,7 +96,7 @@ def test_a_condition_that_has_begun_is_not_checked_again(tmp_path, monkeypatch):
     assert checks == [False, True, False]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cell", "changes"),
     [

@@ -99,7 +99,7 @@ def saved(module, fresh, adapter, folder, **arguments):
     return peft.PeftModel.from_pretrained(copy.deepcopy(fresh), str(folder), **arguments).eval()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("kind", [AdapterMoE, LayerwiseAdapterMoE])
 def test_peft_loads_every_expert_with_the_same_logits(name, kind, tmp_path):
@@ -416,7 +416,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "lora"),
     [

@@ -107,7 +107,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.few("make0-shape0", "with_parts_of_odd_arguments-shape7", "frozen-shape8", "estimated-shape18")
+@pytest.mark.few("frozen-shape8")
 @plain_trainer
 @pytest.mark.parametrize(("make", "shape"), MIXTURES)
 def test_a_checkpoint_of_a_plain_trainer_builds_the_mixture_again(make, shape, tmp_path):
@@ -146,6 +146,7 @@ class Child(PersonalizedMoE):
 
 @plain_trainer
 @pytest.mark.parametrize("is_parent", [False, True])
+@pytest.mark.few(1)
 def test_a_class_without_a_path_is_the_one_that_loads(is_parent, tmp_path):
     module, kind = mine(7, mixing="probabilities", gate=EqualWeights())
     if is_parent:

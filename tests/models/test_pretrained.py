@@ -59,6 +59,7 @@ def test_arguments_that_do_not_fit_the_weights_are_refused(tmp_path, config):
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/at/all"])
+@pytest.mark.few(1)
 def test_what_is_no_model_is_refused_with_its_key(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nowhere").mkdir()

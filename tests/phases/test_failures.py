@@ -162,6 +162,7 @@ def test_a_round_that_never_has_enough_answers_ends_the_run(how, tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.few(1)
 def test_with_raise_the_run_stops_and_names_phase_round_and_client(backend, tmp_path):
     run = unlucky(tmp_path, "raise", {1: [2]}, backend=BACKENDS[backend](), failures=ClientFailures("raise"))
     message = r"^Phase 'FedAvg', round 2, client 2: ZeroDivisionError: in a client$"

@@ -45,7 +45,7 @@ def global_expert_of(run, client) -> dict:
     return copies_of_parts(dict(run.client_module("before", client).state_dict()), {"local_expert": "global_expert"})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "shared"), CASES)
 def test_without_epochs_a_local_expert_is_what_its_client_had(name, shared, tmp_path):
     run = fitted(tmp_path, shared, COPYING[name]())
@@ -88,6 +88,7 @@ def test_a_client_that_never_trained_with_pfedme_has_the_server_s_model(tmp_path
 
 
 @pytest.mark.parametrize("algorithm", [Ditto, APFL])
+@pytest.mark.few(1)
 def test_newcomers_start_from_copies_of_what_the_federation_had_last(algorithm, tmp_path):
     phases = [before(PARTIAL[0]), Phase("it", algorithm(), gate=LocalOnly(), rounds=2, start="before")]
     run = federation(tmp_path, phases, trainer={"accelerator": "cpu", "max_epochs": 1})

@@ -91,6 +91,7 @@ def test_each_part_is_what_its_phase_made_of_it_and_the_gate_is_trained_on_top(w
         (APFL(), LocalOnly(), "local_expert"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_part_that_was_evaluated_as_another_than_the_one_that_is_taken_is_warned_of(algorithm, gate, part, tmp_path):
     before, start = Phase("before", algorithm, rounds=2, gate=gate), {part: "before"}
     after = Phase("after", Local("local_expert.*"), gate=gate, start=start, train=Train(max_epochs=0))

@@ -76,6 +76,7 @@ def test_curves_and_boxes_have_room_for_the_names(labels):
 
 
 @pytest.mark.parametrize("name", ["_A $x_$", r"\frac{"])
+@pytest.mark.few(1)
 def test_a_method_is_named_in_each_picture_as_it_is_called(name):
     """Matplotlib would leave out a name that begins with an underscore, and read mathematics between dollars."""
     of_method = styles([name])

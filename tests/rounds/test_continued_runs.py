@@ -64,6 +64,7 @@ def test_the_quickstart_s_phases_are_those_of_its_configuration():
 
 @pytest.mark.parametrize("moment", ["before PFL-MF", "in a round of PFL-MF"])
 @pytest.mark.parametrize("way", ["1", "2"])
+@pytest.mark.few(1)
 def test_a_mixture_whose_experts_were_equal_is_continued_with_the_bits_of_a_whole_run(whole, tmp_path, way, moment):
     _, expected, moments = whole("tuned and mixed", WAYS[way][0])
     assert_same(outcome(continued("tuned and mixed", moments[moment], tmp_path, way)), expected)

@@ -204,6 +204,7 @@ class Forgetful(FedAvg):
 
 
 @pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.few(1)
 def test_hooks_that_replace_what_clients_keep_lose_neither_models_nor_optimizers(tmp_path, in_files):
     def result(algorithm):
         phases = [Phase("it", algorithm, rounds=3, gate=GlobalOnly(), train=Train(keep_optimizer=True), **BOTH)]

@@ -71,7 +71,7 @@ def epsilons(run, name):
     return [float(row["sample_epsilon"] or "nan") for row in rows]
 
 
-@pytest.mark.few("PNP-Local", "NP-FineTuning")
+@pytest.mark.few("PNP-Local")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("history", ["PNP", "PQ", "NP", "NQPN"])
 def test_epsilon_covers_every_step_of_a_history_and_of_the_phase_that_starts_from_it(history, kind, tmp_path):
@@ -110,7 +110,7 @@ def test_a_result_that_clients_trained_alone_without_noise_has_none(is_known, tm
     assert later.run.states["it"].sample_epsilon == math.inf
 
 
-@pytest.mark.few("PP", "PN")
+@pytest.mark.few("PN")
 @pytest.mark.parametrize("history", ["PP", "PN", "NP"])
 def test_newcomers_pay_for_their_own_steps_and_are_covered_no_better_than_others(history, tmp_path):
     """One letter says how the federation was trained, the next how newcomers train what they keep."""
@@ -153,7 +153,7 @@ def two_of_three_rounds(tmp_path_factory):
     return path / "federation"
 
 
-@pytest.mark.few("more rounds", "a higher target")
+@pytest.mark.few("a higher target")
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_of_a_resumed_run_exceeds_a_target(change, two_of_three_rounds, tmp_path):
     phases, refusal = CHANGES[change]

@@ -52,6 +52,7 @@ def test_a_run_ends_while_a_forked_process_goes_on():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.few(1)
 def test_a_signal_ends_a_hanging_client_and_the_run_continues(signum, tmp_path, capsys):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     stopped = hanging(tmp_path, signum)

@@ -40,7 +40,7 @@ def server_of(name, path, **arguments):
     return federation.run.states["it"].server, initial
 
 
-@pytest.mark.few("FedAvg", "FedMoEDA", "IFCA")
+@pytest.mark.few("FedAvg")
 @pytest.mark.parametrize("name", AVERAGING)
 def test_half_a_step_goes_half_the_way_of_every_algorithm_that_averages(name, tmp_path):
     mean, initial = server_of(name, tmp_path / "mean")

@@ -456,6 +456,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.few(1)
 def test_early_stopping_may_wait_for_whatever_is_logged(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # clients log below it
     kind, callbacks, trainer = OWN[name]

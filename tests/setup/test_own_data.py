@@ -92,6 +92,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_random_transforms(whole, tm
 
 
 @pytest.mark.parametrize(("module", "algorithm"), [(WordModel, FedAvg), (WordLoss, FedProx)])
+@pytest.mark.few(1)
 def test_a_module_of_dict_batches_is_trained_and_evaluated(module, algorithm, tmp_path):
     words = FromDataModule(DictData(), targets="label", num_clients=3, validation_fraction=0.2, test_fraction=0.2)
     trainer = {"accelerator": "cpu", "max_epochs": 4, "limit_val_batches": 1.0 if module is WordLoss else 0}
@@ -145,6 +146,7 @@ def mixed(samples):
 
 
 @pytest.mark.parametrize("eval_collate_fn", [None, torch.utils.data.default_collate])
+@pytest.mark.few(1)
 def test_a_collate_function_may_mix_samples_and_labels(eval_collate_fn, tmp_path):
     torch.manual_seed(0)
     run = federation(tmp_path, [Phase("Local", Local(), gate=ConstantGate(0.0))])

@@ -42,7 +42,7 @@ def test_an_expert_that_no_phase_trains_is_not_evaluated(algorithm, gate, tmp_pa
     assert not any(tmp_path.iterdir()), "before any training"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("expert", ["global_expert", "local_expert"])
 @pytest.mark.parametrize("algorithm", TRAIN_ONE)
 def test_the_expert_that_is_trained_is_evaluated(algorithm, expert, tmp_path):
@@ -90,7 +90,7 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("phases", ACCEPTED.values(), ids=ACCEPTED)
 def test_what_is_trained_is_not_refused(phases, tmp_path):
     assert fitted(tmp_path, *phases()).run.states["it"].finished
