@@ -33,7 +33,7 @@ from fedmoe_pl.checkpoints.client_state import RemoteStates
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment.connection import free_port
 from fedmoe_pl.deployment.extra import module_of_flower
-from fedmoe_pl.deployment.own_files import read_own
+from fedmoe_pl.deployment.participant import read_own
 from fedmoe_pl.models import LocalOnly, SmallMLP
 
 CLIENTS, NAME, PHASE = 2, "killed", "FedPer"

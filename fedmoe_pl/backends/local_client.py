@@ -238,10 +238,10 @@ class Freezing(Callback):
         self._modes = {}
 
     def reset(self) -> None:
-        """Makes all parameters trainable again."""
+        """Makes the parameters trainable again that are frozen here."""
+        for name in self._frozen_here:
+            self.parameters[name].requires_grad_(True)
         self._frozen_here.clear()
-        for parameter in self.parameters.values():
-            parameter.requires_grad_(True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freezes what is not trained in this epoch."""

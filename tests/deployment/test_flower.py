@@ -25,7 +25,7 @@ from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, ROWS, load_fed
 from fedmoe_pl.checkpoints.files import read_tensors
 from fedmoe_pl.cli import main
 from fedmoe_pl.deployment.connection import free_port
-from fedmoe_pl.deployment.own_files import read_own
+from fedmoe_pl.deployment.participant import read_own
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")

@@ -13,7 +13,7 @@ from torch import nn
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, Plan, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
-from fedmoe_pl.backends.dry import DryPlan
+from fedmoe_pl.deployment.audit import DryPlan
 from fedmoe_pl.models import PersonalizedMoE
 from helpers import Expert
 

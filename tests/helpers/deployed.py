@@ -22,7 +22,7 @@ from fedmoe_pl.deployment.messages import (
     answer_each,
     answers_in,
 )
-from fedmoe_pl.deployment.own_files import read_own
+from fedmoe_pl.deployment.participant import read_own
 from helpers import TensorData, blobs
 from helpers.methods import METHODS, SIZES
 from helpers.runs import assert_same

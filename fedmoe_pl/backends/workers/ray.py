@@ -105,8 +105,8 @@ class RayBackend(WorkersBackend):
         self.devices = number * [torch.device("cuda", 0) if gpus else torch.device("cpu")]
         if number > (gpus or cpus) or not number:
             raise MisconfigurationException(
-                f"RayBackend: workers is {self.num_workers}, but must be at most {gpus or cpus}, the number of "
-                f"{'GPUs' if gpus else 'CPUs'} of the cluster."
+                f"RayBackend: workers is {self.num_workers}, but the cluster has {gpus or cpus} "
+                f"{'GPUs' if gpus else 'CPUs'}."
             )
 
     def _connect(self) -> None:
