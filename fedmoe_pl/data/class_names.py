@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset
 
 from fedmoe_pl.checks import InvalidArgumentError, shown
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -138,20 +138,35 @@ def _are_names(names: Any) -> bool:
 
 def _parts(dataset: Any, positions: np.ndarray, indices: np.ndarray) -> Iterator[_Part]:
     """The datasets that a dataset is made of, with those of its samples that the indices choose."""
-    inner: Any = getattr(dataset, "dataset", None)
-    if isinstance(dataset, Subset):
-        chosen = np.asarray(dataset.indices, dtype=np.int64)[indices] % max(len(dataset.dataset), 1)  # type: ignore
-        yield from _parts(dataset.dataset, positions, chosen)
-    elif isinstance(dataset, ConcatDataset):
+    if isinstance(dataset, ConcatDataset):
         ends = np.asarray(dataset.cumulative_sizes)
         of = np.searchsorted(ends, indices, side="right")
         for number, part in enumerate(dataset.datasets):
             mine = of == number
             yield from _parts(part, positions[mine], indices[mine] - (ends[number - 1] if number else 0))
-    elif hasattr(inner, "__len__") and len(inner) == len(dataset) and not next(_known_names(dataset, None), None):
-        yield from _parts(inner, positions, indices)  # of a class of the user's, such as one that transforms a Subset
+    elif (within := _within(dataset)) is not None:
+        inner, places = within
+        yield from _parts(inner, positions, places[indices] % max(len(inner), 1))
     elif len(indices):
         yield _Part(dataset, positions, indices)
+
+
+def _within(dataset: Any) -> tuple[Any, np.ndarray] | None:
+    """The only dataset in a Subset, or in a class of the user's without names, and the places of its samples there."""
+    if next(_known_names(dataset, None), None) is not None:
+        return None
+    found = [value for value in getattr(dataset, "__dict__", {}).values() if _is_dataset(value)]
+    if len(found) != 1:
+        return None
+    places = getattr(dataset, "indices", range(len(found[0])))
+    if not hasattr(places, "__len__") or len(places) != len(dataset):
+        return None
+    return found[0], np.asarray(places, dtype=np.int64)
+
+
+def _is_dataset(value: Any) -> bool:
+    values = (str, bytes, Sequence, Mapping, np.ndarray, Tensor, type)
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, values)
 
 
 def join_by_name(owner: object, data: MapStyleData) -> None:

@@ -130,7 +130,8 @@ def share_memory(training: LocalTraining, model: LightningModule) -> None:
     """
     initial, parameters = training.initial, dict(training.module.named_parameters())
     for name, parameter in model.named_parameters():
-        frozen = not parameter.requires_grad and name in parameters and name in initial
+        own = parameters.get(name)
+        frozen = own is not None and not (own.requires_grad or parameter.requires_grad) and name in initial
         if frozen and is_interchangeable(initial[name], parameter):
             initial[name] = parameter.data
             borrow(parameters[name], parameter.data)

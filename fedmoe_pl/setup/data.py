@@ -130,6 +130,7 @@ def set_up_as_saved(
 _TRIED_SAMPLES = 8
 _TRIED_OF_READER = 2
 _TRIED_OF_GATE = 3
+_MOST_TEXTS = 32  # of which one must show what a model of language reads
 
 
 class TooManyClassesError(InvalidArgumentError):
@@ -259,13 +260,15 @@ def _check_gate(module: MixtureOfExperts, datamodule: FederatedDataModule) -> No
 
 def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedDataModule) -> None:
     """Refuses a language model whose scores for a token depend on this token or later ones."""
-    samples = datamodule.train_samples.indices[: int(module.task == "causal_lm")]
-    for batch, _ in labelled_batches(datamodule, samples, module):
+    samples = datamodule.train_samples.indices[: _MOST_TEXTS if module.task == "causal_lm" else 0]
+    for batch in (batch for each in samples.split(1) for batch, _ in labelled_batches(datamodule, each, module)):
         x, y = inputs_and_targets(move_data_to_device(batch, module.device), module.target_key)
         ids = x.get("input_ids") if isinstance(x, Mapping) else x
         if not isinstance(ids, Tensor) or ids.shape != y.shape or not (y[0, 1:] != -100).any():
             continue
         last = int((y[0, 1:] != -100).nonzero()[0])
+        if (ids[0, last:] == ids[0, last]).all():  # nothing would change
+            continue
         ids = torch.cat((ids[:, : last + 1], ids[:, last : last + 1].expand_as(ids[:, last + 1 :])), dim=1)
         other = {**x, "input_ids": ids} if isinstance(x, Mapping) else ids
         with torch.no_grad(), evaluating(module):
@@ -274,6 +277,7 @@ def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedD
         if (scores - others).abs().max() > rounding * scores.abs().max():
             because = "the task is 'causal_lm', and its scores for a token change with this token"
             raise InvalidArgumentError(str(phase), "model", module, "one that reads no later tokens", because)
+        return
 
 
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:

@@ -42,7 +42,7 @@ def test_quotes_and_empty_lines_are_read(tmp_path):
     assert len(data.y) == 60 and 'say "0", or 1' in data.client_names and data.num_classes == 2
 
 
-@pytest.mark.parametrize("missing", ["nan", "NaN", "NaT", "<NA>", "null", "#N/A"])
+@pytest.mark.parametrize("missing", ["nan", "NaN", "-nan", "NaT", "<NA>", "NA", "N/A", "None", "null", "#N/A"])
 @pytest.mark.parametrize("column", range(3))
 def test_a_cell_without_a_value_is_no_class_client_or_number(missing, column, tmp_path):
     cells = ROWS[20].split(",")

@@ -45,17 +45,32 @@ class Lightning(LightningDataModule):
 
 
 class Transformed(Dataset):
-    """A user's own, around a part of another dataset."""
+    """A user's own, around a part of another dataset, which is called as the user likes."""
 
-    def __init__(self, dataset):
-        self.dataset = dataset
+    def __init__(self, dataset, name="dataset"):
+        setattr(self, name, dataset)
+        self.name = name
 
     def __len__(self):
-        return len(self.dataset)
+        return len(getattr(self, self.name))
 
     def __getitem__(self, index):
-        x, y = self.dataset[index]
+        x, y = getattr(self, self.name)[index]
         return x, int(y)
+
+
+class Chosen(Transformed):
+    """Some samples of another dataset, as PyTorch's Subset has them."""
+
+    def __init__(self, dataset, indices):
+        super().__init__(dataset, "base")
+        self.indices = indices
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __getitem__(self, index):
+        return super().__getitem__(self.indices[index])
 
 
 def targets_of(dataset):
@@ -88,6 +103,8 @@ PARTS = {
     "parts": lambda one, other: ConcatDataset([one, other]),
     "a part of parts": lambda one, other: Subset(ConcatDataset([one, other]), [11, 1, 5, 6, -2, 3]),
     "parts of parts": lambda one, other: ConcatDataset([Subset(one, [5, 0]), ConcatDataset([Subset(other, [4, 1])])]),
+    "called otherwise": lambda one, other: ConcatDataset([Transformed(one, "subset"), Transformed(other, "_data")]),
+    "chosen": lambda one, other: ConcatDataset([Chosen(one, [5, 0]), Chosen(Transformed(other, "ds"), [4, 1])]),
     "transformed": lambda one, other: Transformed(ConcatDataset([Transformed(Subset(one, [5, 0])), other])),
 }
 

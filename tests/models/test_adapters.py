@@ -602,6 +602,49 @@ def test_layers_that_have_the_sequence_first_are_refused_also_if_there_are_as_ma
         module(torch.zeros(4, tokens_of_sample, 2))
 
 
+@pytest.mark.parametrize("tokens_of_sample", [3, 4, 5])
+def test_features_that_have_the_sequence_first_are_refused(tokens_of_sample):
+    class HeadOfSequences(SequenceFirst):
+        def forward(self, x):
+            return self.last(self.layer(x).tanh().transpose(0, 1)).mean(0)
+
+    module = AdapterMoE(HeadOfSequences(), LoRA(["layer"], r=1, modules_to_save=["last"]), FeatureGate(2))
+    with pytest.raises(MisconfigurationException, match=r"modules_to_save that keeps the samples apart"):
+        module(torch.zeros(4, tokens_of_sample, 2))
+
+
+class Doubled(TokenGate):
+    def weights(self, path, x):
+        return 2 * super().weights(path, x)
+
+
+class BelowZero(TokenGate):
+    def weights(self, path, x):
+        return 9 * super().weights(path, x) - 4
+
+
+class OfAllTokens(TokenGate):
+    def weights(self, path, x):
+        weights = super().weights(path, x)
+        return weights.mean(1, keepdim=True).expand_as(weights)
+
+
+class OfAllSamples(TokenGate):
+    def weights(self, path, x):
+        weights = super().weights(path, x)
+        return weights.mean(0, keepdim=True).expand_as(weights)
+
+
+@pytest.mark.parametrize(
+    ("gate", "allowed"),
+    [(Doubled, "at least 0"), (BelowZero, "at least 0"), (OfAllTokens, "by itself"), (OfAllSamples, "by itself")],
+)
+def test_a_token_gate_of_ones_own_keeps_to_what_a_gate_is(gate, allowed):
+    torch.manual_seed(0)
+    with pytest.raises(MisconfigurationException, match=allowed):
+        tokens(LayerwiseAdapterMoE, gate=gate(init_std=1.0))
+
+
 @pytest.mark.parametrize(
     ("kind", "algorithm", "experts"),
     [

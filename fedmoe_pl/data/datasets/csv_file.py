@@ -20,7 +20,8 @@ from fedmoe_pl.data.class_names import are_integers, numbered_classes
 from fedmoe_pl.data.client_names import files_of_clients
 from fedmoe_pl.data.datasets.images import ImageDataModule, read_images
 
-_MISSING = ("nan", "nat", "<na>", "null", "#n/a")  # what pandas, databases and Excel write for no value
+# what pandas, R, databases and Excel write for no value
+_MISSING = ("nan", "-nan", "nat", "na", "<na>", "n/a", "#n/a", "#na", "null", "none")
 
 
 class CsvFile(ImageDataModule):
@@ -30,7 +31,7 @@ class CsvFile(ImageDataModule):
     are these numbers in the sorted order of the columns' names. Targets that are all numbers, and not all of them
     integers, are values, as those of a regression, unless ``classes`` is given; others are the names of classes, which
     are numbered in sorted order, integers by their size. A cell without a value (empty, or ``nan``, ``NaT``, ``<NA>``,
-    ``null``, ``#N/A``) is refused, and so is a quoted cell of several lines.
+    ``NA``, ``N/A``, ``None``, ``null``) is refused unless ``classes`` has it, and so is a quoted cell of several lines.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.csv``.
@@ -203,7 +204,7 @@ class _Row:
         """The number in a column; refuses others."""
         text = self.cell(owner, column)
         try:
-            number = float(text)
+            number = math.nan if "_" in text else float(text)  # Python takes 1_0 for 10
         except ValueError:
             number = math.nan
         if not math.isfinite(number):

@@ -86,6 +86,7 @@ class AdapterMoE(MixtureOfExperts):
         self.pad_token_id = pad_token_id
         self.scaling = lora.scaling
         self.base = base
+        self._of_features = Look()
         self._adapted = self.adapt(base, lora)
         self.name_experts(self._adapted.experts)
         self.gate = EqualWeights() if gate is None else gate
@@ -142,7 +143,7 @@ class AdapterMoE(MixtureOfExperts):
 
     def features_of(self, output: Output, x: Any) -> Tensor:
         """Features (B, F) of samples, from what the base computed of them."""
-        if (features := self._features(output)).dim() == 2:
+        if (features := self._features(output, x)).dim() == 2:
             return features
         mask = self.mask_of(x, features)
         if self.pooling == "mean":
@@ -153,7 +154,7 @@ class AdapterMoE(MixtureOfExperts):
 
     def _features_so_far(self, output: Output, x: Any) -> Tensor:
         """Features (B, T, F) of samples up to each token."""
-        if (features := self._features(output)).dim() != 3:
+        if (features := self._features(output, x)).dim() != 3:
             allowed = "with a first layer in modules_to_save that reads tokens of shape (B, T, F)"
             raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features of the tokens so far")
         if self.pooling == "last":
@@ -161,10 +162,18 @@ class AdapterMoE(MixtureOfExperts):
         counts = self.mask_of(x, features).to(features.dtype)[..., None]
         return (features * counts).cumsum(1) / counts.cumsum(1).clamp_min(1)
 
-    def _features(self, output: Output) -> Tensor:
+    def _features(self, output: Output, x: Any) -> Tensor:
         if output.features is None:
             allowed = "with a layer in modules_to_save, whose inputs are the features"
             raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features")
+        if not self._of_features.is_done and batch_size_of(x) > 1:  # a single sample cannot be mistaken for another
+            with torch.no_grad(), evaluating(self):
+                alone: Any = self._adapted(rows_of(x, slice(1)), [0]).features
+            if alone.shape[0] != 1:
+                allowed = "with a first layer in modules_to_save that keeps the samples apart, in the first dimension"
+                because = f"it reads a single sample in the shape {tuple(alone.shape)}"
+                raise InvalidArgumentError(self, "lora", self.lora, allowed, because)
+            self._of_features.is_done = True
         return output.features
 
     def mask_of(self, x: Any, like: Tensor) -> Tensor:
@@ -224,7 +233,25 @@ class LayerwiseAdapterMoE(AdapterMoE):
         """Refuses parts that do not fit together, and gives a ``TokenGate`` a router for each layer."""
         if isinstance(self.gate, TokenGate):
             self.gate.fit_to_layers(self, self._adapted.widths, len(self._adapted.experts))
+            if not type(self.gate).__module__.startswith("fedmoe_pl."):
+                self._check_token_gate(self.gate)
         super().check_parts()
+
+    def _check_token_gate(self, gate: TokenGate) -> None:
+        """Refuses weights of random tokens that are no shares, or that depend on other tokens or samples."""
+        number, device = len(self._adapted.experts), next(self.parameters()).device
+        for path, width in self._adapted.widths.items():
+            x = torch.rand(2, 3, width, generator=torch.Generator().manual_seed(0)).to(device)
+            with torch.no_grad(), evaluating(self):
+                weights = gate.weights(path, x)
+                alone = [gate.weights(path, token[None, None]).flatten() for token in x.flatten(0, 1)]
+            if weights.shape != (*x.shape[:2], number):
+                allowed = f"one that returns weights of shape (samples, tokens, experts), here (2, 3, {number})"
+                raise InvalidArgumentError(self, "gate", gate, allowed, f"they have shape {tuple(weights.shape)}")
+            self.check_shares(weights.flatten(0, 1))
+            if not torch.stack(alone).allclose(weights.flatten(0, 1), atol=1e-3):
+                because = "the weights of a token change with the others"
+                raise InvalidArgumentError(self, "gate", gate, "one that weighs each token by itself", because)
 
     def mix(self, x: Any) -> tuple[Tensor, Tensor]:
         """Scores (B, C) and weights (B, 2), those of a ``TokenGate`` as means over layers and tokens."""

@@ -212,7 +212,7 @@ class MixtureOfExperts(LightningModule, ABC):
         if isinstance(self.gate, FixedGate) and self.gate_width is not None:
             self.gate.fit_to(self.gate_width)
             self.check_gate_width(len(self.gate.weights))
-            self._check_shares(torch.as_tensor(self.gate.weights)[None])
+            self.check_shares(torch.as_tensor(self.gate.weights)[None])
         self._run_once()
         if self.channels_last:
             to_channels_last(self)
@@ -260,14 +260,14 @@ class MixtureOfExperts(LightningModule, ABC):
         if not isinstance(weights, Tensor) or weights.dim() != 2 or len(weights) != size:
             allowed = f"one that returns weights of shape (samples, experts), here ({size}, {self.gate_width})"
             raise InvalidArgumentError(self, "gate", self.gate, allowed, f"they have shape {_shape(weights)}")
-        self._check_shares(weights)
+        self.check_shares(weights)
         for together, by_itself in zip(weights, alone, strict=False):
             if by_itself.shape != (1, len(together)) or not _is_near(by_itself[0], together):
                 allowed = "one that weighs each sample by itself"
                 because = f"a sample has the weights {_shown(by_itself)} alone and {_shown(together)} among others"
                 raise InvalidArgumentError(self, "gate", self.gate, allowed, because)
 
-    def _check_shares(self, weights: Tensor) -> None:
+    def check_shares(self, weights: Tensor) -> None:
         """Refuses weights (B, experts) below 0 or whose sums are not 1."""
         for each in weights:
             if not (each >= 0).all() or not _is_near(each.sum(), torch.ones_like(each.sum())):
