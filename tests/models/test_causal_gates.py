@@ -213,6 +213,14 @@ def test_so_is_an_expert_but_for_tokens_that_are_not_predicted(make, prompt, is_
     _assert_refused_unless(is_causal, PersonalizedMoE(make(), task="causal_lm"), in_memory(prompt))
 
 
+def test_texts_of_one_token_which_show_nothing_are_passed_over():
+    torch.manual_seed(0)
+    data = in_memory(0)
+    data.setup()
+    data.x[data.train_samples.indices[:2]] = 1
+    _assert_refused_unless(False, PersonalizedMoE(Recurrent(True), task="causal_lm"), data)
+
+
 def _assert_refused_unless(is_causal, module, data):
     data.setup()
     of_phase = Phase("it", FedAvg(), evaluate=False)
