@@ -71,9 +71,9 @@ class FedDPA(Algorithm):
         return super().server_init(module)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
-        """Loads the tensors; from the second round on, the loss needs the global adapter as it was received.
+        """Loads the tensors; from the phase's second round on, the loss needs the global adapter as it was received.
 
-        Clients that cannot train the global adapter, as newcomers, train the local one in the first round, too.
+        A client that was not drawn in the first round trains both in its own first one. Clients that cannot train the global adapter, as newcomers, train the local one in the first round, too.
         """
         super().client_init(client, sent)
         parameters = client.module.get_submodule("global_expert").parameters()
