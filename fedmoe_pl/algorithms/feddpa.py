@@ -73,7 +73,8 @@ class FedDPA(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; from the phase's second round on, the loss needs the global adapter as it was received.
 
-        A client that was not drawn in the first round trains both in its own first one. Clients that cannot train the global adapter, as newcomers, train the local one in the first round, too.
+        A client that was not drawn in the first round trains both in its own first one. Clients that cannot train the
+        global adapter, as newcomers, train the local one in the first round, too.
         """
         super().client_init(client, sent)
         parameters = client.module.get_submodule("global_expert").parameters()
