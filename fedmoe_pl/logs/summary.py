@@ -29,7 +29,8 @@ _SAMPLES: dict[str, str] = {
 def round_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``rounds.csv``: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
 
-    The loss and the other metrics follow, and the names of those of which a lower value is better, if there are any.
+    The loss and the other metrics follow, with the number of clients that have each of them, and the names of those of
+    which a lower value is better, if there are any.
     """
     row: dict[str, object] = {
         "method": evaluation.method,
@@ -44,7 +45,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     row["local_test_pooled"] = evaluation.local_test_pooled
     row["validation_loss_mean"] = evaluation.spread_or_nan("validation_loss").mean
     for metric in evaluation.metrics[len(METRICS) :]:
-        row |= _spread_columns(evaluation, metric)
+        row |= _spread_columns(evaluation, metric) | {f"{metric}_clients": len(evaluation.values(metric))}
     lower = [metric for metric in evaluation.metrics if metric in evaluation.lower_is_better]
     return row | ({"lower_is_better": " ".join(lower)} if lower else {})
 

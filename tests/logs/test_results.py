@@ -111,6 +111,14 @@ def test_an_accuracy_that_a_client_has_no_samples_for_says_so():
     assert line.endswith("; 1 of the 3 clients have it")
 
 
+def test_a_row_says_how_many_clients_have_a_metric():
+    whole = evaluation()
+    pairs = zip(whole.clients, (1.0, 0.5, math.nan), strict=True)
+    clients = [replace(client, metrics={"local_test_auroc": value}) for client, value in pairs]
+    row = round_row(replace(whole, clients=clients))
+    assert (row["local_test_auroc_mean"], row["local_test_auroc_clients"], row["clients"]) == (0.75, 2, 3)
+
+
 def test_gate_rows_of_a_mixture_without_a_global_expert_have_every_expert():
     weights = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]])
     client = ClientEvaluation(
