@@ -82,7 +82,7 @@ class FedRoD(Algorithm):
         super().client_init(client, sent)
         load_tree(client.module, _local_expert(client.module.state_dict(), client.state))
         labels = client.datamodule.y[client.samples]
-        counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
+        counts = torch.bincount(labels[labels >= 0], minlength=client.datamodule.num_classes)
         return {"counts": counts.to(next(client.module.parameters()).dtype)}
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:

@@ -87,7 +87,7 @@ def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, serve
     for every_batch in (False, True):
         model = clustered() if name.startswith("clusters") else mixture(FeatureGate(6))
         arguments = {"backend": TrainerBackend(), "seed": 2, "every_batch": every_batch}
-        data = blobs() if name.startswith("clusters") else blobs(FEW)
+        data = blobs() if name.startswith("clusters") else blobs(FEW if name == "interleaved" else UNEQUAL)
         federation = run(RUNS[name](), model, data, tmp_path / str(every_batch), **arguments)
         states.append(federation.run.states)
         assert bool(served) != every_batch
