@@ -274,7 +274,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are bit-identical: NaN equals itself, and 0 differs from -0."""
     return same_memory(one, other) or (
-        (one.dtype, one.shape) == (other.dtype, other.shape) and equal_bytes(bits_of(one), bits_of(other))
+        (one.dtype, one.shape) == (other.dtype, other.shape) and _equal_bytes(bits_of(one), bits_of(other))
     )
 
 
@@ -283,7 +283,7 @@ def is_interchangeable(one: Tensor, other: Tensor) -> bool:
     return (one.device, one.stride()) == (other.device, other.stride()) and same_bits(one, other)
 
 
-def equal_bytes(one: Tensor, other: Tensor) -> bool:
+def _equal_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of bytes are equal."""
     if len(one) == len(other) and not (len(one) | one.data_ptr() | other.data_ptr()) % 8:
         one, other = one.view(torch.int64), other.view(torch.int64)  # six times as fast

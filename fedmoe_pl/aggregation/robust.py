@@ -1,4 +1,22 @@
-"""Aggregations that need each client's update, and withstand some that are wrong."""
+"""Robust aggregations need each client's update: what a few clients send, whatever it is, moves the result only so far.
+
+=========================  =====================================================  =====================================
+aggregation                source                                                 differences
+=========================  =====================================================  =====================================
+``CoordinateMedian``       Yin et al., ICML 2018, Definition 1
+``TrimmedMean``            Yin et al., ICML 2018, Definition 2                    a number of attackers, not a share
+``GeometricMedian``        Pillutla et al., IEEE TSP 2022, Algorithm 2 (RFA)      uniform weights; exact distances
+``MultiKrum``              Blanchard et al., NeurIPS 2017                         averages n - f by default
+``CenteredClipping``       Karimireddy et al., ICML 2021, Algorithm 1             starts at the server's state
+``NearestNeighborMixing``  Allouah et al., AISTATS 2023, Algorithm 2 (NNM)
+``Bucketing``              Karimireddy et al., ICLR 2022, Algorithm 1
+=========================  =====================================================  =====================================
+
+The library byzfl (0.0.11, MIT) has them too, and was compared: it agrees, except that its Krum counts one more neighbor
+than the paper and its geometric median takes three steps. It is not used: for torch tensors it computes in 32 bits, its
+NNM holds ``n (n - f)`` copies of the model, its centered clipping has a state that a checkpoint would lose, its
+bucketing draws from the global generator, and importing it takes seconds, with seaborn and pandas.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import expert_loss, logits_loss, pair_of, trained_parameters, training_gradient
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, difference, inner_product, subtree, with_prefix
 
 _ALPHA = "mixture/alpha"  # name of the weight that a client keeps

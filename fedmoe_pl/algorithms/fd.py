@@ -37,7 +37,7 @@ from fedmoe_pl.algorithms.shared.class_means import (
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss, pair_of
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 Outputs = Literal["probabilities", "logits"]

@@ -24,7 +24,7 @@ from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss, pairs_of
 from fedmoe_pl.checks import check_at_least, check_number
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, check_copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.low_rank import IDS, TENSORS, joined, problem_of_upload, upload
+from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 

@@ -34,7 +34,7 @@ from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import expert_loss, note_references, pair_of
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.models import LayerwiseAdapterMoE
-from fedmoe_pl.models.mixtures.tasks import batch_size_of, first_tensor
+from fedmoe_pl.models.inputs import batch_size_of, first_tensor
 from fedmoe_pl.trees import Tree, of_parts
 
 

@@ -36,7 +36,7 @@ from fedmoe_pl.algorithms.shared.parts import (
 )
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import (
     Tree,
     difference,

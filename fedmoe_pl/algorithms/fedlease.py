@@ -25,7 +25,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm, copies, private_tensors, received
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.clusters import cluster_of, clusters_of, moved
-from fedmoe_pl.algorithms.shared.low_rank import IDS, TENSORS, joined, problem_of_upload, upload
+from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import AdaptiveTokenGate, ClusteredAdapterMoE

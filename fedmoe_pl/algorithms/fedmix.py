@@ -29,7 +29,7 @@ from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, mixture_loss
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models import SparseMoE
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 
 
 class FedMix(SharedExperts):

@@ -43,7 +43,7 @@ from fedmoe_pl.algorithms.shared.class_means import (
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means

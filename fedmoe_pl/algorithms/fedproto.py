@@ -38,7 +38,7 @@ from fedmoe_pl.algorithms.shared.class_means import (
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, precise
 
 Prediction = Literal["head", "prototype"]

@@ -30,7 +30,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import check_mixing, logits_loss, pair_of, split_expert
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
 _GENERIC, _PERSONAL = "global_expert.", "local_expert."

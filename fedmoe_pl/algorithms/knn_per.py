@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pairs_of, split_expert
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, precise
 
 Kernel = Literal["squared", "euclidean"]

@@ -21,7 +21,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_prefix, pairs_of, summed_loss
 from fedmoe_pl.checks import InvalidArgumentError, check_number
-from fedmoe_pl.models.mixtures.tasks import Inputs, logits_of
+from fedmoe_pl.models.inputs import Inputs, logits_of
 from fedmoe_pl.trees import Tree, load_tree
 
 _TAU = "prior/tau"  # a client's tau, which it has as soon as its biases are corrected

@@ -33,8 +33,8 @@ from fedmoe_pl.algorithms.shared.parts import (
     training_gradient,
 )
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.models.inputs import call, rows_of
 from fedmoe_pl.models.layers import has_batch_norm
-from fedmoe_pl.models.mixtures.tasks import call, rows_of
 from fedmoe_pl.trees import Tree
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
 from fedmoe_pl.models import SparseMoE
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
+from fedmoe_pl.models.inputs import Inputs, call
 
 
 class PFedMM(ExpectationMaximization):

@@ -4,15 +4,8 @@ from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, packages_read_once, quiet
-from fedmoe_pl.backends.local_client import (
-    TRAINED,
-    Freezing,
-    begin_client,
-    client_of,
-    data_on,
-    on_device,
-    trainable_names,
-)
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import TRAINED, begin_client, client_of, data_on, on_device, trainable_names
 from fedmoe_pl.backends.loop import is_overridden, overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
 from fedmoe_pl.backends.traffic import Transfer

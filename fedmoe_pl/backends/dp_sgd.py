@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 from torch.func import grad, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedmoe_pl.aggregation.differential_privacy import epsilon
+from fedmoe_pl.aggregation.accountant import epsilon
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.trees import Tree
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.local_client import Freezing, on_device
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import on_device
 from fedmoe_pl.backends.rounding import in_full_precision, is_close
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches

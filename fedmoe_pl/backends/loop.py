@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.fitting import discard, fit
-from fedmoe_pl.backends.local_client import Freezing
+from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models import MixtureOfExperts

@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.dp_sgd import clipped_sum, noisy_mean
-from fedmoe_pl.backends.local_client import Freezing, begin_client, noise_of_client, on_device, trainable_names
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import begin_client, noise_of_client, on_device, trainable_names
 from fedmoe_pl.backends.loop import Learner, Loss, OneStep, needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value

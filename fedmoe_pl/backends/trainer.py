@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,21 +10,20 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
-from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_updates
+from fedmoe_pl.backends.batch_shares import Sharing
 from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.client_loggers import EpochMeans, client_folder, client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
-from fedmoe_pl.backends.local_client import Freezing, begin_client, client_batches, end_client, on_device
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device
 from fedmoe_pl.backends.loop import (
     Learner,
     Loop,
@@ -39,11 +36,8 @@ from fedmoe_pl.backends.loop import (
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data import SampleBatches, Share, batch_length
+from fedmoe_pl.data import batch_length
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import weight_of
-from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree
 
 _MOST_GROUPS = 64  # enough that workers do not wait long for the last group
@@ -362,159 +356,3 @@ class _ClientAlone(Learner):
         loss.backward()
         if self.clipping[0] is not None:
             self.step.clip_gradients(optimizer, *self.clipping)
-
-
-_DRAWS = 11  # seed key that separates the random numbers of a process's share from the client's
-
-
-class Sharing(Callback):
-    """Has this process's Trainer train on its share of each batch.
-
-    Gradients are averaged over the processes, but shares may differ in size, and a share of a short batch may be empty.
-    Each loss is therefore weighted by its share's size, so that the average is the gradient of the mean over the whole
-    batch. A mean over labels is weighted by the labels that are not ignored, or by the sum of their classes' weights.
-    """
-
-    def __init__(self, training: LocalTraining, client: Client, batches: SampleBatches) -> None:
-        self.rank = torch.distributed.get_rank()
-        is_split = training.has_batch_norm and not training.trainer.get("sync_batchnorm")
-        if not is_split and training.has_batch_norm and batches.size(len(batches) - 1) < len(training.devices):
-            because = f"a last batch of client {client.id} has too few samples for {len(training.devices)} processes"
-            raise InvalidArgumentError("Trainer", "trainer.sync_batchnorm", True, "left out", because)
-        self.share = batches.share = Share(self.rank, len(training.devices), at_least=2 if is_split else 1)
-        self.batches = batches
-        self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task == "multiclass"
-        self.has_labels = self.has_labels and trains_by_loss(training)
-        self.size = 0  # samples in the whole batch
-        self.weight = 1.0
-        keys = client.id, client.rounds_before + client.round, self.rank
-        self.seed = derive_seed(training.seed, _DRAWS, *keys)
-
-    def mean(self, trainer: Trainer, loss: Tensor) -> Tensor:
-        """The mean loss over the whole batch, given the mean over this process's share."""
-        return trainer.strategy.reduce(loss.detach() * self.weight)
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reseeds, because DDP has set the global seed, and each share needs dropout masks of its own."""
-        seed_all(self.seed)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Computes the weight of this share's loss."""
-        self.size = self.batches.size(batch_idx)
-        self.weight = self.share.weight(self.size)
-        if self.has_labels:
-            module: Any = pl_module
-            counts = weight_of(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
-            mean = trainer.strategy.reduce(torch.tensor(counts, dtype=torch.float64, device=pl_module.device)).item()
-            self.weight = counts / mean if mean else 0.0
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Scales the gradients; the logged loss stays unscaled."""
-        weight = self.weight
-        loss.register_hook(lambda gradient: gradient * weight)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps metrics from summing over processes, because each process validates all samples."""
-        self._synchronize(pl_module, False)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Has metrics sum over processes again."""
-        self._synchronize(pl_module, True)
-
-    def _synchronize(self, pl_module: LightningModule, does: bool) -> None:
-        for part in pl_module.modules():
-            if isinstance(part, Metric):
-                part.sync_on_compute = does
-
-
-class SilentLogger(DummyLogger):
-    """Lightning's logger that writes nothing, for training whose logs are discarded; can be copied and pickled."""
-
-    def __deepcopy__(self, memo: Any) -> SilentLogger:
-        return self
-
-    def __reduce__(self) -> tuple[type[SilentLogger], tuple[()]]:
-        return SilentLogger, ()
-
-
-class EpochMeans(LearningRateMonitor, SilentLogger):
-    """A logger and callback of a client's Trainer that keeps each epoch's mean of every metric and learning rate."""
-
-    def __init__(self) -> None:
-        SilentLogger.__init__(self)
-        LearningRateMonitor.__init__(self, "epoch")
-        self._logged: list[dict[str, list[float]]] = []
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # pyright: ignore
-        """Begins an epoch and records its learning rates."""
-        self._logged.append({})
-        super().on_train_epoch_start(trainer, pl_module)
-
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:  # pyright: ignore
-        """Records what the Trainer's steps have logged."""
-        for name, value in metrics.items() if self._logged else ():
-            if name != "epoch":
-                self._logged[-1].setdefault(name, []).append(float(value))
-
-    @property
-    def epochs(self) -> list[dict[str, float]]:
-        """The means of each epoch."""
-        return [{name: sum(values) / len(values) for name, values in epoch.items()} for epoch in self._logged]
-
-
-def client_name(training: LocalTraining, client: Client) -> str:
-    """The name of a client's training in one round, such as ``FedAvg/client_003/round_0012``; rounds count from 1."""
-    name = training.datamodule.client_names.file(client.id)
-    return f"{training.phase}/{name}/round_{client.round + 1:04d}"
-
-
-def client_folder(training: LocalTraining, client: Client) -> str:
-    """A client Trainer's ``default_root_dir``, where checkpoint callbacks and profilers write if there is no logger."""
-    root = training.trainer.get("default_root_dir") or os.getcwd()
-    return os.path.join(root, training.run, client_name(training, client))
-
-
-def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
-    """Copies of the loggers in the Trainer's arguments, named by :func:`client_name` for one client and round.
-
-    There is none for ``logger: true``: what clients log then goes only to the run's loggers.
-    For TensorBoard and CSV, the name becomes a folder below the logger's ``version`` or, without one, below a folder
-    named after the run, so that no two runs log to the same files. For MLflow and Weights & Biases, it becomes the name
-    of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, with their
-    names as prefixes of the metrics. Other loggers keep their names.
-    """
-    given, name = training.trainer.get("logger"), client_name(training, client)
-    return [
-        _renamed(logger, name, training.run)
-        for logger in (given if isinstance(given, list | tuple) else [given])
-        if isinstance(logger, Logger)
-    ]
-
-
-def _renamed(logger: Logger, name: str, run: str) -> Logger:
-    """A renamed copy of a logger that has not logged yet; Lightning has no public way to rename a logger."""
-    if isinstance(logger, WandbLogger):  # `copy` would open its run
-        import wandb  # pyright: ignore[reportMissingImports]  optional
-
-        renamed = object.__new__(type(logger))
-        vars(renamed).update(vars(logger), _wandb_init={**logger._wandb_init, "name": name}, _name=name)
-        if wandb.run is not None:  # a process can have only one run
-            renamed._experiment = wandb.run
-            renamed._prefix = f"{name}/{logger._prefix}".rstrip("/")
-            setattr(renamed, "LOGGER_JOIN_CHAR", "/")  # noqa: B010  typed as a constant
-        return renamed
-    logger = copy.deepcopy(logger)
-    if isinstance(logger, TensorBoardLogger | CSVLogger):
-        version = logger._version
-        folder = run if version is None else version if isinstance(version, str) else f"version_{version}"
-        logger._version = os.path.join(folder, name)
-    elif isinstance(logger, MLFlowLogger):
-        logger._run_name = name
-    return logger
-
-
-def finish(loggers: list[Logger]) -> None:
-    """Ends the clients' own Weights & Biases runs, because the next client would continue an open one."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger) and getattr(logger.experiment, "name", None) == logger._name:
-            logger.experiment.finish()

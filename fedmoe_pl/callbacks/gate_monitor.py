@@ -22,7 +22,7 @@ from fedmoe_pl.callbacks.sample_monitor import own_batch, words_of
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, gate_rows
 from fedmoe_pl.models import LayerwiseAdapterMoE, TokenGate
-from fedmoe_pl.models.mixtures.tasks import Inputs, first_tensor, inputs_of
+from fedmoe_pl.models.inputs import Inputs, first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

@@ -26,10 +26,10 @@ from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of
 from fedmoe_pl.logs.loggers import method_tag
+from fedmoe_pl.models.inputs import inputs_of
 from fedmoe_pl.models.mixtures.mixture import Architectures
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.models.mixtures.tasks import inputs_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

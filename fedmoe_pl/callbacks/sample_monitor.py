@@ -19,7 +19,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of
-from fedmoe_pl.models.mixtures.tasks import first_tensor, inputs_of
+from fedmoe_pl.models.inputs import first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
-from jsonargparse._deprecated import JsonargparseDeprecationWarning
 from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
@@ -30,8 +29,8 @@ from torch import nn
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.backends.workers.fork_server import FORKS, fork_server
 from fedmoe_pl.backends.workers.process import work
-from fedmoe_pl.catalogue import configs_parser, list_parser, parser_of, with_files
-from fedmoe_pl.checks import MOST_COUNTED, InvalidArgumentError, check_at_least
+from fedmoe_pl.catalogue import configs_parser, list_parser, with_files
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import cause_of, refusal_behind, with_key
 from fedmoe_pl.cli.help import arrange, with_class_to_help
@@ -45,9 +44,8 @@ from fedmoe_pl.cli.parsing import (
     describe_failure,
     with_modules,
 )
+from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.extra import module_of_flower
-from fedmoe_pl.deployment.serve_and_join import private
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import benchmark
 from fedmoe_pl.grids.grid import grid_parser
@@ -55,43 +53,6 @@ from fedmoe_pl.grids.tuning import tune_parser
 from fedmoe_pl.phases.participation import ClientError
 from fedmoe_pl.report.report import report, report_parser
 from fedmoe_pl.version import __version__
-
-
-def provision_parser() -> ArgumentParser:
-    """The parser of ``fedmoe provision``."""
-    parser = parser_of("provision")
-    either = parser.add_mutually_exclusive_group(required=True)
-    either.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
-    either.add_argument("--client", type=int, help="number of a client, which makes only its own key")
-    parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")
-    parser.add_argument("--names", nargs="+", help="host names and addresses of the server (default: localhost)")
-    parser.add_argument("--days", type=int, default=365, help="how long the server's certificate is valid")
-    return parser
-
-
-def provision(arguments: Sequence[str]) -> None:
-    """Runs ``fedmoe provision`` with the arguments after it."""
-    options = provision_parser().parse_args([*arguments])
-    folder = Path(options.folder)
-    for name, lowest, highest in (("clients", 1, MOST_COUNTED), ("client", 0, MOST_COUNTED), ("days", 1, 3650)):
-        check_at_least("provision", name, options[name], lowest, highest)
-    keys = module_of_flower("provision", "flower_keys")
-    with private(folder):
-        if options.client is not None:
-            public = keys.provision_client(folder, options.client)
-            print(f"Send '{public}' to whoever runs the server, and nothing else; put their ca.pem into '{folder}'.")
-            return
-        names, until, excluded = keys.provision(folder, options.clients, options.names, options.days)
-    print(
-        f"The server's certificate is for {', '.join(names)}, until {until:%Y-%m-%d}. The server needs "
-        f"'{folder / 'server'}', and every client the folder with its number. Keep 'authority' offline."
-    )
-    for client in excluded:
-        public = folder / f"server/clients/client_{client}.pub"
-        print(
-            f"Client {client} stays excluded, because '{public}' was removed; put its public key there to readmit it."
-        )
-
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
@@ -330,10 +291,11 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:] if args is None else args
-    if args is None:  # what Lightning itself calls by old names is no error of the user's, also with -W error
-        warnings.filterwarnings("ignore", category=JsonargparseDeprecationWarning)
+    if args is None:
+        # LightningCLI of lightning 2.6, and what replaces its methods here, use what jsonargparse 4.49 deprecated
+        os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
         # that of TensorBoard's thread is raised in this one as well
-        threading.excepthook = lambda args: None if _is_full(args.exc_value) else threading.__excepthook__(args)
+        threading.excepthook = lambda raised: None if _is_full(raised.exc_value) else threading.__excepthook__(raised)
         warnings.filterwarnings("ignore", ".isinstance.treespec, LeafSpec.. is deprecated", FutureWarning)
     try:
         if isinstance(arguments, list) and arguments[0] in _OTHERS:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse import ArgumentParser
 
 from fedmoe_pl.catalogue import names, parser_of
-from fedmoe_pl.cli.errors import KINDS
+from fedmoe_pl.cli.kinds import KINDS
 
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]
 _CONFIGS = {  # names of the package's configurations, or files

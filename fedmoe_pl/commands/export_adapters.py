@@ -14,7 +14,7 @@ from fedmoe_pl.checkpoints.files import replacing_files
 from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
-from fedmoe_pl.models.mixtures.tasks import call, inputs_of
+from fedmoe_pl.models.inputs import call, inputs_of
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import same_values, subtree
 

@@ -146,7 +146,7 @@ def _parts(dataset: Any, positions: np.ndarray, indices: np.ndarray) -> Iterator
             yield from _parts(part, positions[mine], indices[mine] - (ends[number - 1] if number else 0))
     elif (within := _within(dataset)) is not None:
         inner, places = within
-        yield from _parts(inner, positions, places[indices] % max(len(inner), 1))
+        yield from _parts(inner, positions, places[indices] % max(len(inner), 1))  # some count from the end
     elif len(indices):
         yield _Part(dataset, positions, indices)
 
@@ -165,6 +165,7 @@ def _within(dataset: Any) -> tuple[Any, np.ndarray] | None:
 
 
 def _is_dataset(value: Any) -> bool:
+    """Whether a value has samples that can be read one by one, and is no plain sequence, mapping or array."""
     values = (str, bytes, Sequence, Mapping, np.ndarray, Tensor, type)
     return hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, values)
 

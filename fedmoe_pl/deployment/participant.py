@@ -387,7 +387,7 @@ class Participant:
         values = {"weight": group.update.weight, "keeps": self._own.write(message, group.clients[self.client])}
         if secure is None:
             return Message("update", values, group.update.sent)
-        kind = module_of_flower("join", "secure.client").MaskedUpdate
+        kind = module_of_flower("join", "secure.masked_client").MaskedUpdate
         num_clients = self.run.datamodule.num_clients
         cohort = cohort_of(_phase(self.run, self._phase), num_clients, self.run.seed).size
         self._masked = kind.of(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)

@@ -39,7 +39,7 @@ class ClientsBackend(Backend):
     def plan(self, training: LocalTraining) -> ClientsPlan:
         """Decides nothing but whether updates are masked: each client plans for itself."""
         if training.secure_aggregation is not None:
-            return module_of_flower("serve", "secure.plan").MaskedPlan(training, self.clients)
+            return module_of_flower("serve", "secure.masked_plan").MaskedPlan(training, self.clients)
         return ClientsPlan(training, self.clients)
 
 

@@ -15,8 +15,9 @@ from typing_extensions import TypeVar
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.map_style import is_pair
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
+from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import modes_of, set_modes
-from fedmoe_pl.models.mixtures.tasks import Task, inputs_and_targets, inputs_of
+from fedmoe_pl.models.mixtures.tasks import Task
 from fedmoe_pl.trees import Tree, load_tree
 
 # a client's module, for type checkers

@@ -29,7 +29,7 @@ from fedmoe_pl.grids.space import value_of
 from fedmoe_pl.grids.tuning import Tuning
 from fedmoe_pl.logs.summary import value_text, write_csv
 from fedmoe_pl.report.runs import Row, read_rows
-from fedmoe_pl.report.trials import TRIALS, brief_number
+from fedmoe_pl.report.search import TRIALS, brief_number
 from fedmoe_pl.seeds import derive_seed
 
 _OF_PLACE = ("name", "default_root_dir", "enable_checkpointing", "enable_progress_bar")

@@ -31,7 +31,7 @@ from fedmoe_pl.grids.processes import run_cells
 from fedmoe_pl.grids.space import distribution_of, ends_of
 from fedmoe_pl.grids.trials import Trials, of_optuna
 from fedmoe_pl.grids.tuning import Tuning, read_tuning
-from fedmoe_pl.report.trials import TRIALS
+from fedmoe_pl.report.search import TRIALS
 from fedmoe_pl.rounds.interruption import Interruption
 from fedmoe_pl.setup.data import check_direction, measured
 

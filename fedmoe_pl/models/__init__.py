@@ -15,7 +15,6 @@ from fedmoe_pl.models.experts import (
     SmallFCN,
     SmallMLP,
     TwoConvCNN,
-    pretrained,
 )
 from fedmoe_pl.models.gates import (
     ConstantGate,
@@ -41,6 +40,7 @@ from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
+from fedmoe_pl.models.pretrained import pretrained
 from fedmoe_pl.models.routers import AdaptiveTokenGate, SimilarityGate, TokenGate
 
 __all__ = [

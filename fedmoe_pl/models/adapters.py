@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of, with_article
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.layers import plant
-from fedmoe_pl.models.mixtures.tasks import call
 from fedmoe_pl.trees import copy_module
 
 _ADAPTER = "adapter"  # the name under which peft makes adapters

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models.inputs import Inputs, batch_size_of, call, first_tensor
 from fedmoe_pl.models.layers import SmallBiasLinear, SwitchNorm1d, XavierConv2d, draw_anew, keep_arguments, pooled_size
-from fedmoe_pl.models.mixtures.tasks import Inputs, batch_size_of, call, first_tensor
 
 
 class Gate(nn.Module, ABC):

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, value_text
-from fedmoe_pl.report.tables import SIGNIFICANCE, Condition, Method, Spread, difference, meaning, one_line, words
+from fedmoe_pl.report.statistics import SIGNIFICANCE, Spread
+from fedmoe_pl.report.tables import Condition, Method, difference, meaning, one_line, words
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "Δ": r"$\Delta$"}

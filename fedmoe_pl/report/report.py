@@ -19,9 +19,9 @@ from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of
 from fedmoe_pl.report.runs import RunFiles, find_runs
+from fedmoe_pl.report.search import divided
 from fedmoe_pl.report.settings import conditions, flat_name, left_out_notes, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of, in_markdown
-from fedmoe_pl.report.trials import divided
 
 
 def report_parser() -> ArgumentParser:

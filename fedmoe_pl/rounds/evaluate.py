@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.backend import fold, updated_server
+from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.backends.traffic import Traffic
-from fedmoe_pl.backends.trainer import SilentLogger
 from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
 from fedmoe_pl.evaluation.client_models import evaluated_model
 from fedmoe_pl.evaluation.evaluation import Evaluation

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.aggregation.differential_privacy import noise_for
+from fedmoe_pl.aggregation.accountant import noise_for
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError

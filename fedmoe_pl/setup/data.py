@@ -29,8 +29,9 @@ from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
 from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predict, predicts_classes
 from fedmoe_pl.evaluation.outputs import described_batches, has_task, labelled_batches, mixture_of
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
+from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import evaluating
-from fedmoe_pl.models.mixtures.tasks import fits, inputs_and_targets, inputs_of, range_problem
+from fedmoe_pl.models.mixtures.tasks import fits, range_problem
 from fedmoe_pl.phases.phase import Phase
 
 _OWN_CLIENT = "client.json"

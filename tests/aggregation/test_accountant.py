@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from fedmoe_pl.aggregation.differential_privacy import epsilon, noise_for
+from fedmoe_pl.aggregation.accountant import epsilon, noise_for
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 

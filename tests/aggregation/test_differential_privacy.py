@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Update
-from fedmoe_pl.aggregation import DifferentialPrivacy, differential_privacy
+from fedmoe_pl.aggregation import DifferentialPrivacy, accountant
 from fedmoe_pl.aggregation.aggregation import Cohort
 
 START = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)}
@@ -107,8 +107,8 @@ def test_bits_and_changes_together_cost_the_noise_multiplier():
 
 
 def test_without_opacus_noise_is_refused(monkeypatch):
-    differential_privacy._opacus.cache_clear()
-    monkeypatch.setattr(differential_privacy, "find_spec", lambda name: None)
+    accountant._opacus.cache_clear()
+    monkeypatch.setattr(accountant, "find_spec", lambda name: None)
     with pytest.raises(MisconfigurationException, match=r'pip install "\.\[privacy\]"'):
         DifferentialPrivacy(1.234, 1.0, 1e-5).check(START, {*START}, COHORT)
     DifferentialPrivacy(0.0, 1.0, 1e-5).check(START, {*START}, COHORT)

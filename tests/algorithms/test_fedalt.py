@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedALT
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.shared import low_rank
+from fedmoe_pl.algorithms.shared import uploads
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.models import TokenGate
 
@@ -58,7 +58,7 @@ def test_a_newcomer_gets_the_mean_of_all_and_a_single_client_nothing():
 
 def test_an_upload_does_not_change_with_the_module_that_trains_the_next_client():
     weight = torch.ones(2, requires_grad=True)
-    sent = low_rank.upload(3, {"A": weight})
+    sent = uploads.upload(3, {"A": weight})
     weight.data.fill_(2.0)
     assert sent["uploads/tensors/A"].tolist() == [[1, 1]] and sent["uploads/ids"].tolist() == [3]
 

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends.trainer import SilentLogger, client_loggers, finish
+from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.client_names import ClientNames
 

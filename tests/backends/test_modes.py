@@ -19,7 +19,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.pfl_moe import _GATE
 from fedmoe_pl.algorithms.shared.parts import set_aside
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
-from fedmoe_pl.backends.local_client import Freezing
+from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.models import GlobalOnly, LinearGate, PersonalizedMoE
 from fedmoe_pl.models.layers import evaluating, modes_of

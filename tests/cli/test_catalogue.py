@@ -17,14 +17,14 @@ import fedmoe_pl.algorithms
 from fedmoe_pl.catalogue import COMMANDS, configs, did_you_mean, folder, names, with_files
 from fedmoe_pl.cli import entry, main
 from fedmoe_pl.cli.command_line import OTHER_PARSERS, FederationCLI
-from fedmoe_pl.cli.errors import KINDS, listing
+from fedmoe_pl.cli.kinds import KINDS, listing
 from fedmoe_pl.grids.grid import read_grid
 
 
 def test_every_class_has_a_line(capsys):
     main(["list"])
     shown = capsys.readouterr().out
-    remedy = "python -m fedmoe_pl.cli.errors > classes.txt && mv classes.txt fedmoe_pl/cli"
+    remedy = "python -m fedmoe_pl.cli.kinds > classes.txt && mv classes.txt fedmoe_pl/cli"
     assert shown.strip() == listing().strip(), f"run `{remedy}`"
     lines = shown.splitlines()
     assert [line[:-1] for line in lines if line.endswith(":") and line[0] != " "] == [*KINDS]

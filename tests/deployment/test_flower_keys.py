@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli.command_line import provision as command
+from fedmoe_pl.cli.provisioning import provision as command
 from fedmoe_pl.deployment import Message, flower_keys
 from fedmoe_pl.deployment import transport as transports
 from fedmoe_pl.deployment.connection import Security, check_certificate, free_port

@@ -37,8 +37,8 @@ from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import FAILED, SEVERAL
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients
-from fedmoe_pl.deployment.secure import client as of_client
-from fedmoe_pl.deployment.secure import plan as of_server
+from fedmoe_pl.deployment.secure import masked_client as of_client
+from fedmoe_pl.deployment.secure import masked_plan as of_server
 from fedmoe_pl.deployment.secure import protocol
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import ClientError

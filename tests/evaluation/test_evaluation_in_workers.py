@@ -12,7 +12,7 @@ from fedmoe_pl import Evaluate, Phase
 from fedmoe_pl.algorithms import FedAvg, PFedMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.backends.workers import workers_backend as workers
-from fedmoe_pl.evaluation import metrics
+from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.models import GlobalOnly
 
 SIZES = (9, 14, 6, 11, 8)
@@ -60,7 +60,7 @@ def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(t
 def test_a_lazy_pool_starts_for_a_long_evaluation(tmp_path, monkeypatch, worth_it):
     pool = TwoListing(lazy=True)
     monkeypatch.setattr(workers, "_WORTH_STARTING", 0.0 if worth_it else 1e9)
-    monkeypatch.setattr(metrics, "_MOST", 1)  # several groups, of which two are measured
+    monkeypatch.setattr(stacked_models, "_MOST", 1)  # several groups, of which two are measured
     local = phases()[:1]
     run = federation(tmp_path / "pool", local, backend=pool)
     one = federation(tmp_path / "one", local, trainer={"accelerator": "cpu", "devices": 1})  # no processes of its own

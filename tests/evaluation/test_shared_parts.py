@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms import Local
 from fedmoe_pl.backends import untrained
 from fedmoe_pl.backends.untrained import SharedParts
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation import metrics
+from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.models import LocalOnly
 
@@ -121,7 +121,7 @@ def evaluations(monkeypatch, expert, looked_up, rounds=1):
     body = {name: tensor for name, tensor in training.initial.items() if "local_expert.body" in name}
     found, calls = [], []
     with monkeypatch.context() as patch, register_module_forward_hook(lambda part, *_: calls.append(type(part))):
-        patch.setattr(metrics, "_MOST", 1)
+        patch.setattr(stacked_models, "_MOST", 1)
         patch.setattr(FederatedDataModule, "evaluated_at_once", BATCH_SIZE)
         if not looked_up:
             patch.setattr(SharedParts, "looked_up", lambda *arguments: nullcontext())

@@ -12,10 +12,10 @@ from torch import nn
 
 from fedmoe_pl.algorithms import Local
 from fedmoe_pl.evaluation import client_models as evaluating
-from fedmoe_pl.evaluation import metrics
+from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import MONITORS
-from fedmoe_pl.evaluation.metrics import evaluation_groups
+from fedmoe_pl.evaluation.stacked_models import evaluation_groups
 from fedmoe_pl.models import (
     ConstantGate,
     FeatureGate,
@@ -110,7 +110,7 @@ def evaluations(monkeypatch, module, datamodule, stacked, algorithm=None):
         if stacked:
             patch.setattr(evaluating, "client_predictor", None)  # nothing is evaluated alone
         else:
-            patch.setattr(metrics, "_MOST", 1)
+            patch.setattr(stacked_models, "_MOST", 1)
         return evaluate_clients(training, {}, kept, 1, "aggregation")
 
 
@@ -137,7 +137,7 @@ def test_models_with_code_of_the_user_s_are_evaluated_alone(monkeypatch, kind):
     training = local_training(mixture(LinearGate(5), kind()), Local(), blobs(SIZES, validation_fraction=0.25))
     kept, found = states(training.module, range(len(SIZES))), []
     for most in (8, 1):
-        monkeypatch.setattr(metrics, "_MOST", most)
+        monkeypatch.setattr(stacked_models, "_MOST", most)
         random.seed(0)
         torch.manual_seed(0)
         found.append(evaluate_clients(training, {}, kept, 1, "aggregation"))
@@ -162,7 +162,7 @@ class TakeFirst(nn.Module):
 
 
 def evaluations_of(monkeypatch, module, most):
-    monkeypatch.setattr(metrics, "_MOST", most)
+    monkeypatch.setattr(stacked_models, "_MOST", most)
     training = local_training(module, Local(), blobs(SIZES))
     assert len(evaluation_groups(training, range(5))) == (5 if most == 1 else 1)
     return [e.global_test for e in evaluate_clients(training, {}, states(module, range(5)), 1, "aggregation")]
@@ -211,12 +211,12 @@ def test_models_with_a_part_of_two_names_are_evaluated_alone():
 def test_groups_have_similar_sizes_and_models_with_convolutions_or_of_many_parameters_are_alone(monkeypatch):
     training = local_training(mixture(LinearGate(5), expert()), Local(), blobs(SIZES))
     assert evaluation_groups(training, [0, 1, 3]) == [[1, 3, 0]]
-    monkeypatch.setattr(metrics, "_MOST", 2)
+    monkeypatch.setattr(stacked_models, "_MOST", 2)
     assert evaluation_groups(training, range(5)) == [[4, 1], [3, 0], [2]]
-    monkeypatch.setattr(metrics, "_MOST", 3)
+    monkeypatch.setattr(stacked_models, "_MOST", 3)
     assert evaluation_groups(training, range(4)) == [[1, 3], [0, 2]], "pieces of equal size"
     large = sum(tensor.nbytes for tensor in training.module.state_dict().values())
-    monkeypatch.setattr(metrics, "CPU_CACHE", 2 * large - 1)
+    monkeypatch.setattr(stacked_models, "CPU_CACHE", 2 * large - 1)
     assert evaluation_groups(training, [0, 1]) == [[1], [0]]
     images = PersonalizedMoE(LeNet5())
     assert evaluation_groups(local_training(images, Local(), blobs(SIZES)), [0, 1]) == [[1], [0]]
@@ -224,7 +224,7 @@ def test_groups_have_similar_sizes_and_models_with_convolutions_or_of_many_param
 
 @pytest.mark.parametrize("most", [1, 8])
 def test_what_a_model_keeps_from_predicting_is_of_its_client_alone(monkeypatch, most):
-    monkeypatch.setattr(metrics, "_MOST", most)
+    monkeypatch.setattr(stacked_models, "_MOST", most)
     training = local_training(mixture(LinearGate(5), Caching()), Local(), blobs(SIZES, validation_fraction=0.25))
     kept = states(training.module, range(len(SIZES)))
     together = evaluate_clients(training, {}, kept, 1, "aggregation")

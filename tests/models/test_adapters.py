@@ -15,7 +15,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms import FedALT, FedLEASE, Local
-from fedmoe_pl.backends.local_client import Freezing
+from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.models import (
     AdapterMoE,
     AdaptiveTokenGate,
@@ -31,7 +31,7 @@ from fedmoe_pl.models import (
     NetworkGate,
     TokenGate,
 )
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import copy_module
 
 peft = pytest.importorskip("peft")

@@ -17,7 +17,7 @@ from fedmoe_pl.models import (
     NetworkGate,
     PersonalizedMoE,
 )
-from fedmoe_pl.models.mixtures.tasks import batch_size_of, call, inputs_and_targets, inputs_of
+from fedmoe_pl.models.inputs import batch_size_of, call, inputs_and_targets, inputs_of
 
 
 class Expert(nn.Module):

@@ -11,8 +11,8 @@ from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.latex import in_latex
 from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import find_runs
+from fedmoe_pl.report.search import divided
 from fedmoe_pl.report.tables import Table, in_markdown
-from fedmoe_pl.report.trials import divided
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 25))
 MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 25))

@@ -13,7 +13,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import find_runs
-from fedmoe_pl.report.trials import divided
+from fedmoe_pl.report.search import divided
 
 LOCAL, GLOBAL = "reweighted_test", "global_test"
 

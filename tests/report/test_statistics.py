@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from fedmoe_pl.report.tables import Spread, over_seeds, paired_difference
+from fedmoe_pl.report.statistics import Spread, over_seeds, paired_difference
 
 
 def exact_p(differences: list[float]) -> float:

@@ -19,7 +19,7 @@ from fedmoe_pl import Federation
 from fedmoe_pl.backends import PoolBackend, trainer
 from fedmoe_pl.checkpoints.checkpoint import FILE, load_checkpoint
 from fedmoe_pl.cli import main
-from fedmoe_pl.evaluation import metrics
+from fedmoe_pl.evaluation import stacked_models
 
 WAYS = {"1": ("auto", 1), "2": ("trainer", 2), "auto": ("auto", "auto"), "2 of stacks": ("stacked", 2)}
 """The backend and the number of devices with which a run is continued."""
@@ -30,7 +30,7 @@ def divided(monkeypatch):
     """Workers get every client alone, and start at once also where the number of devices is left to `auto`."""
     leave_pictures_blank(monkeypatch)
     monkeypatch.setattr(trainer, "_SAMPLES_PER_TRAINER", 0)
-    monkeypatch.setattr(metrics, "_MOST", 1)
+    monkeypatch.setattr(stacked_models, "_MOST", 1)
     monkeypatch.setattr(PoolBackend, "is_worth_starting", lambda pool, gain: True)
 
 

@@ -12,7 +12,7 @@ from helpers.runs import Kill, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD, Phase, Train
-from fedmoe_pl.aggregation.differential_privacy import epsilon, noise_for
+from fedmoe_pl.aggregation.accountant import epsilon, noise_for
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD, Federation, Phase, Select, Train
 from fedmoe_pl.aggregation import DifferentialPrivacy
-from fedmoe_pl.aggregation.differential_privacy import _ORDERS
+from fedmoe_pl.aggregation.accountant import _ORDERS
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedPAC, FedProx, FineTuning, LabelPrior, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.local_client import _private_generator, client_of

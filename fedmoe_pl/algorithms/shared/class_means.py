@@ -26,7 +26,7 @@ from fedmoe_pl.algorithms.shared.parts import (
     pairs_of,
     split_expert,
 )
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.trees import Tree, problem_of_shapes
 
 

@@ -14,7 +14,7 @@ from fedmoe_pl.algorithms.shared.parts import pairs_of, summed_loss
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
-from fedmoe_pl.models.mixtures.tasks import call
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 

@@ -21,8 +21,8 @@ from fedmoe_pl.algorithms.shared.parts import (
     pairs_of,
 )
 from fedmoe_pl.models import MixtureWeights, SparseMoE
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import evaluating
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
 from fedmoe_pl.trees import Tree, load_tree
 
 _PI = "gate.weights"

@@ -27,7 +27,7 @@ from fedmoe_pl.models import (
     SparseMoE,
 )
 from fedmoe_pl.models.experts import check_split
-from fedmoe_pl.models.mixtures.tasks import Inputs, call, inputs_and_targets, inputs_of
+from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets, inputs_of
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree, with_prefix
 
 _REFERENCES = 10  # separates the draw of a client's references from its other random numbers

@@ -16,8 +16,8 @@ from fedmoe_pl.algorithms.shared.parts import check_sparse, evaluation_copy, pai
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE
+from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
-from fedmoe_pl.models.mixtures.tasks import call
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, problem_of_shapes, subtree, with_prefix
 
 _ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)

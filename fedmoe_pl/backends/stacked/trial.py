@@ -21,13 +21,14 @@ from torch.utils.flop_counter import flop_registry
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends.features import FeatureCache, NoTrainer, states_of_generators
-from fedmoe_pl.backends.local_client import Freezing
+from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.private_client import check_private
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
 from fedmoe_pl.backends.stacked.members import Member, Share, begin_member, stackable_groups
-from fedmoe_pl.backends.stacked.stack import Stack, changes_steps, make_stack, with_noise
+from fedmoe_pl.backends.stacked.rule import changes_steps
+from fedmoe_pl.backends.stacked.stack import Stack, make_stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import has_own_train
 from fedmoe_pl.trees import copy_module, loads_by_itself, names_of_same_tensors, same_bits

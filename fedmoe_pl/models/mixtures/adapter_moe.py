@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
 from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Output, Weigh
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import batch_size_of, rows_of
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import batch_size_of, rows_of
 from fedmoe_pl.models.routers import AdaptiveTokenGate, TokenGate
 
 Pooling = Literal["mean", "last"]

@@ -10,10 +10,10 @@ from torch.nn.modules.conv import _ConvNd
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
 from fedmoe_pl.trees import copy_module
 
 

@@ -34,22 +34,18 @@ from fedmoe_pl.models.description import (
     stand_in,
 )
 from fedmoe_pl.models.gates import FixedGate
+from fedmoe_pl.models.inputs import Inputs, batch_size_of, inputs_and_targets, inputs_of, rows_of
 from fedmoe_pl.models.layers import evaluating, to_channels_last
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
 from fedmoe_pl.models.mixtures.tasks import (
     SIGMOIDS,
-    Inputs,
     Loss,
     Task,
     aligned,
-    batch_size_of,
     by_token,
     checked_task,
     counted,
     ignored_class,
-    inputs_and_targets,
-    inputs_of,
-    rows_of,
     usual_loss,
 )
 from fedmoe_pl.trees import copy_module

@@ -10,8 +10,8 @@ from fedmoe_pl.checks import check_kind, with_article
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import Architectures, MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
 from fedmoe_pl.trees import copy_module
 
 

@@ -11,8 +11,8 @@ from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.gates import EqualWeights, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
 from fedmoe_pl.trees import copy_module
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import Architectures, MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
 from fedmoe_pl.trees import copy_module
 
 

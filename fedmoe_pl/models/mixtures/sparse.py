@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number, with_article
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate
+from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, has_batch_norm, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Inputs, call
 from fedmoe_pl.trees import copy_module
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)

@@ -16,7 +16,7 @@ from fedmoe_pl.deployment.answers import cannot_be_used, problem_of_weight, upda
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
 from fedmoe_pl.deployment.remote_clients import AtClient
-from fedmoe_pl.deployment.secure.client import CODES, COMMITMENT, KEYS, SHARES, as_rows, context_of, rows_of
+from fedmoe_pl.deployment.secure.masked_client import CODES, COMMITMENT, KEYS, SHARES, as_rows, context_of, rows_of
 from fedmoe_pl.deployment.secure.protocol import (
     CODE,
     ENCRYPTED,
