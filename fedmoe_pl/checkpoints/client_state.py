@@ -175,6 +175,28 @@ class RemoteStates(Mapping[int, Tree]):
         return RemoteStates(restricted)
 
 
+class Renumbered(Mapping[int, Tree]):
+    """What clients keep, by other numbers than those under which it is stored, and read from there.
+
+    Args:
+        kept: what clients keep, by their old numbers.
+        old: the old number of each client that keeps something, by its new number.
+    """
+
+    def __init__(self, kept: Mapping[int, Tree], old: Mapping[int, int]) -> None:
+        self.kept = kept
+        self.old = old
+
+    def __getitem__(self, client: int) -> Tree:
+        return self.kept[self.old[client]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.old)
+
+    def __len__(self) -> int:
+        return len(self.old)
+
+
 def check_states(*mappings: Mapping[int, Tree]) -> None:
     """Checks that all files exist, without reading them."""
     for kept in mappings:

@@ -18,10 +18,10 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TRAINED, LocalTraining, begin_client, client_of, trains_by_loss
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checkpoints.client_state import check_states, joined, only, without
+from fedmoe_pl.checkpoints.client_state import RemoteStates, Renumbered, check_states, joined, only, without
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming, with_article
-from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data import ClientNames, FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of, outputs_of
 from fedmoe_pl.models import AdapterMoE, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.models.adapter_files import read_adapter
@@ -203,7 +203,6 @@ def read_result(phase: Phase, module: LightningModule, identity: Mapping[str, An
     """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits the phase and the run's data."""
     saved = _read(phase, module, identity)
     check_moments(phase, saved)
-    check_states(saved.clients)
     state = PhaseState({}, saved.server, saved.clients, round=phase.rounds, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 
@@ -272,7 +271,7 @@ def _evaluates_trained(phase: Phase) -> bool:
 def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | None = None) -> PhaseState:
     """The phase's saved state or, from a Lightning checkpoint, its first state with the checkpoint's parameters.
 
-    If the ``identity`` of a run is given and clients kept tensors, the checkpoint must be of a run with these clients.
+    If the ``identity`` of a run is given, clients take what they kept: in another run's data, those of the same names.
     """
     state, path = _from_start(phase, module, []), Path(phase.ckpt_path or "")
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
@@ -303,16 +302,46 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
         verb, name = ("lacks", missing[0]) if missing else ("also has", surplus[0])
         because = f"the server's state of '{phase.name}' {verb} '{name}' in this one"
         raise InvalidArgumentError(*refused, "a checkpoint of the same method and model", because)
-    if identity is None or all(content[key] == identity[key] for key in ("partition", "client_names")):
+    if identity is None:
         return saved
+    check_states(saved.clients)
+    if all(content[key] == identity[key] for key in ("partition", "client_names")):
+        return saved
+    anew = ""
     if saved.clients:
-        because = "clients would get what others have kept"
-        raise InvalidArgumentError(*refused, "the checkpoint of a run with the same clients and samples", because)
+        saved, new = _renumbered(phase, module, saved, content["client_names"] or [], identity["client_names"] or [])
+        anew = f"; {ClientNames(new).text([*range(len(new))])} begin{'s' * (len(new) == 1)} anew" if new else ""
     rank_zero_warn(
-        f"{phase}: ckpt_path is '{path}', a run with other clients or samples; clients may be tested on samples that "
-        "its result was trained on."
+        f"{phase}: ckpt_path is '{path}', a run with other clients or samples{anew}; clients may be tested on samples "
+        "that its result was trained on."
     )
     return saved
+
+
+def _renumbered(
+    phase: Phase, module: LightningModule, saved: PhaseState, before: list[str], now: list[str]
+) -> tuple[PhaseState, list[str]]:
+    """A result for other data, whose clients take what those of the same names kept; also returns the new names."""
+    old = {now.index(name): client for client, name in enumerate(before) if name in now}
+    architecture = module.client_architecture if isinstance(module, MixtureOfExperts) else lambda client: 0
+    per_client = phase.algorithm.per_client
+    for because, is_so in {
+        "clients would get what others have kept, as these have no names in the data by which to tell them": not old,
+        "its server holds tensors of single clients": any(name.startswith(per_client) for name in saved.server),
+        "what clients keep is on their own machines": isinstance(saved.clients, RemoteStates),
+        "a client's number chooses its architecture": any(architecture(new) != architecture(old[new]) for new in old),
+    }.items():
+        if is_so:
+            allowed = "the checkpoint of a run with the same clients and samples"
+            raise InvalidArgumentError(str(phase), "ckpt_path", phase.ckpt_path, allowed, because)
+    texts = {str(client): f"{phase.ckpt_path}/{name}" for client, name in enumerate(before)}
+    texts |= {str(client): str(new) for new, client in old.items()}
+    counted = {
+        name: {texts.get(client, client): steps for client, steps in of_phase.items()}
+        for name, of_phase in saved.counted_steps.items()
+    }
+    kept = Renumbered(saved.clients, {new: client for new, client in old.items() if client in saved.clients})
+    return replace(saved, clients=kept, counted_steps=counted), [name for name in now if name not in before]
 
 
 def _read_adapter(phase: Phase, module: LightningModule, server: Tree) -> Tree:

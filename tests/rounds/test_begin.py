@@ -1,16 +1,18 @@
 """What a phase starts from: an earlier phase, its best round, or a checkpoint."""
 
+import numpy as np
 import pytest
 import torch
-from helpers import mixture
+from helpers import GivenParts, TensorData, mixture
 from helpers.runs import WithDropout, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase, Select, Train
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds import begin
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, read_result, read_result_for_new_clients
@@ -102,6 +104,79 @@ def test_a_result_of_other_clients_is_refused_with_what_they_kept_and_else_warne
     kept = [Phase("Local", Local(), gate=LocalOnly(), ckpt_path=path)]
     with pytest.raises(MisconfigurationException, match=r"^Phase 'Local': ckpt_path .* what others have kept"):
         federation(tmp_path / "kept", kept).fit(model(), others)
+
+
+class NamedParts(GivenParts):
+    """Clients that the data name, with their samples."""
+
+    def __call__(self, *arguments):
+        return dict(zip(self.parts, map(np.asarray, self.parts.values()), strict=True))
+
+
+def named(**parts) -> FederatedDataModule:
+    whole = data(sizes=(13, 8, 11, 9))
+    arrays = whole.arrays
+    datamodule = TensorData(arrays.x_train, arrays.y_train, [], (arrays.x_test, arrays.y_test), batch_size=4)
+    datamodule.partitioner = NamedParts(parts)
+    datamodule.setup()
+    return datamodule
+
+
+def per(model, clients, tmp_path, **kwargs) -> Federation:
+    """A method whose clients keep their classifiers, in two phases."""
+    shared = FedAvg("global_expert.extractor.*")
+    first = Phase("it", shared, rounds=2, gate=GlobalOnly(), **kwargs)
+    run = federation(tmp_path, [first, Phase("more", shared, rounds=3, gate=GlobalOnly(), start="it")])
+    run.fit(model, clients)
+    return run
+
+
+def test_clients_of_the_same_names_go_on_with_what_they_kept_when_others_join_leave_or_change_their_data(tmp_path):
+    a, b, c, d = torch.arange(41).split([13, 8, 11, 9])
+    before = per(model(), named(a=a, b=b, c=c), tmp_path / "before")
+    path = str(before.run_dir / "checkpoints/last.ckpt")
+    with pytest.warns(UserWarning, match="a run with other clients or samples; client d begins anew; clients may be"):
+        after = per(model(), named(c=c, d=d, a=b), tmp_path / "after", ckpt_path=path)  # b leaves, a's data change
+    kept, new = (run.run.states["it"].clients for run in (before, after))
+    assert [*new] == [0, 2]
+    assert_same(new[0], kept[2])
+    assert_same(new[2], kept[0])
+    for name in ("a", "c"):
+        modules = [run.client_module("it", name).state_dict() for run in (before, after)]
+        assert_same(*map(dict, modules))
+    (fresh, trained) = (dict(after.client_module(phase, "d").state_dict()) for phase in ("it", "more"))
+    classifier = "global_expert.classifier.1.weight"
+    assert_same(fresh[classifier], model().state_dict()[classifier])
+    assert not torch.equal(trained[classifier], fresh[classifier])
+
+    with pytest.warns(UserWarning, match="other clients or samples; clients may be"):
+        again = per(model(), named(b=b, c=c, a=a), tmp_path / "again", ckpt_path=path)  # only the order differs
+    accuracies = [
+        {run.run.datamodule.client_names[each.client]: each.reweighted_test for each in run.run.results["it"].clients}
+        for run in (before, again)
+    ]
+    assert accuracies[0] == accuracies[1]
+
+
+def test_dp_sgd_s_steps_follow_the_names_and_those_of_clients_that_left_still_count():
+    steps = {client: [[0.5, 2.0, number]] for number, client in enumerate("012", start=1)}
+    saved = PhaseState({}, {}, {0: {"w": torch.zeros(1)}, 2: {"w": torch.ones(1)}}, counted_steps={"it": steps})
+    given = Phase("it", Local(), ckpt_path="run/last.ckpt")
+    state, new = begin._renumbered(given, mixture(), saved, ["a", "b", "c"], ["c", "d", "a"])
+    assert state.counted_steps == {"it": {"2": steps["0"], "run/last.ckpt/b": steps["1"], "0": steps["2"]}}
+    assert new == ["d"] and {client: tree["w"].item() for client, tree in state.clients.items()} == {0: 1, 2: 0}
+
+
+def test_what_clients_kept_is_refused_where_a_number_says_who_they_are(tmp_path):
+    a, b, c, d = torch.arange(41).split([13, 8, 11, 9])
+    several = PersonalizedMoE(WithDropout(), local_expert=[WithDropout(), WithDropout()])
+    run = federation(tmp_path / "before", [Phase("it", Local(), gate=LocalOnly())])
+    run.fit(several, named(a=a, b=b, c=c))
+    given = [Phase("it", Local(), gate=LocalOnly(), ckpt_path=str(run.run_dir / "checkpoints/last.ckpt"))]
+    with pytest.raises(MisconfigurationException, match="because a client's number chooses its architecture"):
+        federation(tmp_path / "after", given).fit(several, named(c=c, a=a))
+    with pytest.warns(UserWarning, match="other clients or samples; clients may be"):
+        federation(tmp_path / "same", given).fit(several, named(c=d, b=b, a=a))  # a and c keep theirs
 
 
 @pytest.mark.parametrize("gate", [LinearGate(5), FeatureGate(), LinearGate()], ids=["given", "features", "lazy"])
