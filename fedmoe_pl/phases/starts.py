@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.phases.phase import INITIAL, Phase
@@ -79,7 +80,7 @@ def check_start(
     for part, name in sources(start):
         before = _shapes(module_of(name))
         parts = [part] if part else [other for other in shapes if other in before and other != "gate"]
-        wrong = [other for other in parts if shapes[other] != before.get(other)]
+        wrong = [other for other in parts if before.get(other) != _taken(module, other, shapes[other], before)]
         if wrong or not parts:
             difference = f"differs from the phase's own in '{wrong[0]}'" if wrong else "has no part of the phase's own"
             allowed = f"'{INITIAL}' or a phase with the same tensors in each part that both models have"
@@ -97,6 +98,16 @@ def warn_of_computed_parts(phase: Phase, start: Start, by_name: Mapping[str, Pha
                     f"clients hold it, and not as it was evaluated: {type(algorithm).__name__} computes that one for "
                     "predictions only."
                 )
+
+
+def _taken(
+    module: LightningModule, part: str, own: dict[str, tuple[int, ...]], before: dict[str, dict[str, tuple[int, ...]]]
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that a phase takes of a part: of a list of modules, which may have grown, those of the old ones."""
+    if not isinstance(getattr(module, part, None), nn.ModuleList):
+        return own
+    old = {name.split(".")[1] for name in before.get(part, ())}
+    return {name: shape for name, shape in own.items() if name.split(".")[1] in old}
 
 
 def _shapes(module: LightningModule) -> dict[str, dict[str, tuple[int, ...]]]:

@@ -1,5 +1,7 @@
 """A phase whose parts start from different phases, or whose own model has only some of a start's parts."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import Expert, assert_same_bits, client_generator, mixture, tensors, train_by_hand
@@ -25,9 +27,10 @@ from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SparseMoE
 from fedmoe_pl.phases.starts import find_starts
 
+SGD = partial(torch.optim.SGD, lr=0.1)
 BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}
 
 
@@ -276,3 +279,30 @@ def test_an_own_model_takes_the_parts_that_both_have_and_begins_its_other_parts_
                 tensors(module, "local_expert."), tensors(run.client_module("FedPer", client), "local_expert.")
             )
             assert_same_bits(tensors(module, "pool."), pool)
+
+
+def sparse(num_experts) -> SparseMoE:
+    torch.manual_seed(num_experts)
+    return SparseMoE(nn.Sequential(nn.Linear(5, 4), nn.ReLU()), nn.Linear(4, 3), num_experts, optimizer=SGD)
+
+
+@pytest.mark.parametrize("shared", ["*", "embedding.*"])
+def test_a_mixture_that_has_got_one_more_expert_takes_the_others_from_its_start(tmp_path, shared):
+    grown = Phase("four", FedAvg(shared), model=sparse(4), start="three", train=Train(max_epochs=0))
+    run = federation(tmp_path, [Phase("three", FedAvg(shared), rounds=2), grown])
+    run.fit(sparse(3), data())
+    initial = sparse(4).state_dict()
+    for client in range(3):
+        before, after = (run.client_module(method, client).state_dict() for method in ("three", "four"))
+        after = {name: tensor for name, tensor in after.items() if not name.startswith("gate.")}
+        assert {name for name in after if name not in before} == {"experts.3.weight", "experts.3.bias"}
+        for name, tensor in after.items():
+            assert torch.equal(tensor, (before if name in before else initial)[name]), name
+
+
+def test_an_expert_that_a_start_has_is_not_left_out_silently(tmp_path):
+    run = federation(tmp_path, [Phase("three", FedAvg()), Phase("two", FedAvg(), model=sparse(2), start="three")])
+    with pytest.raises(
+        InvalidArgumentError, match=r"the model of 'three' differs from the phase's own in 'experts'\.$"
+    ):
+        run.fit(sparse(3), data())
