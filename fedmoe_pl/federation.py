@@ -24,6 +24,7 @@ from fedmoe_pl.commands.export import export_clients
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.partition_report import log_partition
 from fedmoe_pl.deployment.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.deployment.reports import Reports
 from fedmoe_pl.deployment.serve_and_join import DEFAULT_ADDRESS, run_client, run_server
@@ -424,6 +425,7 @@ class Federation:
         self._run = None  # frees what it holds on a GPU
         settings = settings or self.settings
         set_up(datamodule, settings.phases, self.seed)
+        log_partition(datamodule)
         described = configuration(self, model, datamodule), recorded(self, model, datamodule)
         self._run = make_run(model, datamodule, settings, saved or Saved(), read_result, *described)
         return self._run

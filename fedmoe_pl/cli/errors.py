@@ -62,6 +62,8 @@ _EXAMPLES = {
     "dict[str, Metric] or null": "{error: torchmetrics.MeanSquaredError}",
     "Module or Callable[[Tensor, Tensor], Any] or null": "torch.nn.HuberLoss",
 }
+_MEANINGS = {"method": "the name of a row of the run's table"}  # of arguments of commands
+_MOST_LISTED = 8  # arguments of a class
 
 
 def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:
@@ -102,9 +104,12 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         names = [re.sub(r"^(?!federation|trainer)\w+\.", "", name) for name in match[1].split(", ")]
         end = f", as in a file after --config. {_OVERLAY}" if {*names} & {"model", "data", PHASES} else "."
         listed = " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
-        kind = words_of(_type_of(names[0], class_type)) if len(names) == 1 else ""
+        kind = _MEANINGS.get(names[0]) or words_of(_type_of(names[0], class_type)) if len(names) == 1 else ""
         of_class = f" for {class_type.__name__}" if isinstance(class_type, type) else ""
         return f"{place}{listed} must be given{of_class}{kind and ': '}{kind}{end}"
+    if "codec can't decode" in text:
+        example = "as in {class_path: NpzFile, init_args: {path: FILE}}"
+        return f"{key} is a file that is no text; a file of data is given to a class, {example}."
     if match := re.search(r'Unable to load config "(.*)"', text):
         return f"{place.removesuffix('.')} is {match[1]}, but must have arguments, as in {{name: value}}."
     if class_type is not None and "has no attribute 'keys'" in text:
@@ -237,6 +242,9 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         end = f"; it belongs to a phase, as {PHASES}.NAME.{name.rpartition('.')[2]}."
     elif end == "." and (owners := _owners(name.rpartition(".")[2])):
         end = f"; it belongs to {' or '.join(owners)}."
+    elif end == "." and class_type is not None:
+        has = [each for each in names if "." not in each and each not in ("class_path", "init_args", "params")]
+        end = f"; it has {', '.join(has[:_MOST_LISTED])}{' and others' * (len(has) > _MOST_LISTED)}."
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
 
 

@@ -140,7 +140,8 @@ def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
         folders = [path] if _is_run(path) else sorted(filter(_is_run, path.rglob("version_*")), key=_natural)
         folders = [folder for folder in folders if folder == path or NEW_CLIENTS not in folder.relative_to(path).parts]
         if not folders:
-            raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED)
+            because = "no run is in it" if path.is_dir() else "there is no such folder"
+            raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED, because)
         found = {folder.resolve(): read_run(folder) for folder in folders}
         if not any(run.methods for run in found.values()):
             raise InvalidArgumentError("report", "RUN", str(path), "that of a run with results", "it has none yet")

@@ -23,7 +23,6 @@ from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried, wi
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.map_style import leaves_of
 from fedmoe_pl.data.own_client import add_clients
-from fedmoe_pl.data.partition_report import log_partition
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
 from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predict, predicts_classes
@@ -56,7 +55,6 @@ def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) 
     if not datamodule.is_set_up:
         datamodule.learn_from = samples
     datamodule.setup()
-    log_partition(datamodule)
     if not datamodule.has_learned or samples is None:
         return
     learned_from = datamodule.learn_from

@@ -65,7 +65,7 @@ REFUSED = {
         *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
     ],
     "federation.logger: No module named 'nothing'.": ["--federation.logger", "nothing.X"],
-    "model.init_args.optimizer is 'Adamm', but must be a class or its import path; did you mean Adam?": (
+    "model.init_args.optimizer is 'Adamm', but must be Optimizer or its import path; did you mean Adam?": (
         ["--model.init_args.optimizer", "Adamm"]
     ),
     "model.init_args.optimizer: torch.optim has no AdamWW; did you mean AdamW?": (
@@ -194,6 +194,12 @@ REFUSED = {
     "run.yaml is not an argument; a file comes after --config, as in --config run.yaml.": ["run.yaml"],
     "seed_everything is True, but must be int.": ["--seed_everything", "true"],
     "seed_everything is None, but must be int.": ["--seed_everything", "null"],
+    "model.init_args.optimizer.init_args.learning_rate is not an argument of SGD; it has lr, momentum, dampening, ": [
+        *("--model.init_args.optimizer.init_args.learning_rate", "0.1")
+    ],
+    "data is a file that is no text; a file of data is given to a class, as in {class_path: NpzFile, init_args:": [
+        *("--data", str(Path(__file__).parent / "../../docs/tensorboard_curves.png"))
+    ],
     "federation.phases.L2.algorithm must be given for Phase: Algorithm.": [
         *("--federation.phases+=Phase", "--federation.phases.name=L2")
     ],

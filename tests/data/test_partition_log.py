@@ -8,12 +8,14 @@ import pytest
 from helpers.data import Own, numbered, vectors
 
 from fedmoe_pl.data import IID, Digits, Dirichlet, NaturalIds, Shards
+from fedmoe_pl.data.partition_report import log_partition
 from fedmoe_pl.setup.data import set_up
 
 
 def logged(datamodule, caplog):
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
         set_up(datamodule, [], seed=0)
+        log_partition(datamodule)
     (record,) = [each for each in caplog.records if "training samples" in each.message]
     return record.levelno, record.message
 

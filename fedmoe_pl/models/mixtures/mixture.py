@@ -167,6 +167,9 @@ class MixtureOfExperts(LightningModule, ABC):
         super().__init__()
         self._log_hyperparams = True
         check_number(self, "gate_lr", gate_lr, least=0)
+        if not callable(optimizer):
+            allowed = "a function of the parameters, such as partial(torch.optim.SGD, lr=0.01)"
+            raise InvalidArgumentError(self, "optimizer", optimizer, allowed)
         self.optimizer = optimizer
         self.lr: float | None = None
         self.lr_scheduler = lr_scheduler
