@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -59,11 +60,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {group}{similar[0]}?" if similar else "."
 
 
-def parser_of(command: str) -> ArgumentParser:
-    """A parser for a command that is no method of Federation."""
-    return ArgumentParser(
-        prog=f"fedmoe {command}", description=COMMANDS[command], allow_abbrev=False, exit_on_error=False
-    )
+def parser_of(command: str, **arguments: Any) -> ArgumentParser:
+    """A parser for a command that is no method of Federation; the arguments are those of argparse."""
+    words = {"prog": f"fedmoe {command}", "description": COMMANDS[command], **arguments}
+    return ArgumentParser(**words, allow_abbrev=False, exit_on_error=False)
 
 
 _LISTING = Path(__file__).with_name("cli") / "classes.txt"

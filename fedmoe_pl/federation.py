@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,7 +15,6 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback, with_defaults
 from fedmoe_pl.callbacks.result_files import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint, locked
-from fedmoe_pl.checkpoints.client_state import Store
 from fedmoe_pl.checkpoints.configuration import configuration, recorded
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run, name_of_test_set
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
@@ -41,7 +39,7 @@ from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
-from fedmoe_pl.setup.start import make_run, open_run, store_of
+from fedmoe_pl.setup.start import make_run, open_run
 
 _SKIP = ClientFailures()
 _REPORTS = Reports()
@@ -352,12 +350,11 @@ class Federation:
         model: LightningModule,
         datamodule: FederatedDataModule,
         ckpt_path: str | None,
-        make_store: Callable[[Run], Store],
         settings: Settings,
     ) -> dict[str, Evaluation]:
         """Runs all phases on clients that are not in this process, with settings that are made of the federation's."""
         trainer = {**self.trainer, "accelerator": "cpu", "devices": 1, "strategy": "auto"}  # nothing is trained here
-        return self._fit(model, datamodule, ckpt_path, [], make_store, replace(settings, trainer=trainer))
+        return self._fit(model, datamodule, ckpt_path, [], replace(settings, trainer=trainer))
 
     def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:
         """A run that has not begun, for a client of a deployed federation on its own machine; with all checks."""
@@ -370,17 +367,16 @@ class Federation:
         datamodule: FederatedDataModule,
         ckpt_path: str | None,
         allowed: list[str],
-        make_store: Callable[[Run], Store] = store_of,
         settings: Settings | None = None,
     ) -> dict[str, Evaluation]:
         """Runs all phases, from a checkpoint if there is one."""
         if not ckpt_path:
             run = self._make_run(model, datamodule, settings)
-            return self._run_phases(run, self.runs, self.command, make_store=make_store)
+            return self._run_phases(run, self.runs, self.command)
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         with locked(checkpoint):
             run = self._resume(model, datamodule, ckpt_path, allowed, settings)
-            return self._run_phases(run, None, self.command, checkpoint, make_store)
+            return self._run_phases(run, None, self.command, checkpoint)
 
     def _resume(
         self,
@@ -436,10 +432,9 @@ class Federation:
         runs: Path | None,
         command: str | None = None,
         checkpoint: Path | None = None,
-        make_store: Callable[[Run], Store] = store_of,
     ) -> dict[str, Evaluation]:
         """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
-        with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, make_store, self.logger):
+        with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, self.logger):
             fit(run)
         return run.results
 

@@ -115,7 +115,7 @@ def sample_gradients(loss: SampleLoss, parameters: Tree, samples: Any) -> Tree:
 
 
 def _gradient_of_one(loss: SampleLoss, parameters: Tree, sample: Any) -> Tree:
-    """The same for a batch of one; ``torch.func.grad`` takes twice as long, since its result can be differentiated."""
+    """Like :func:`sample_gradients` for a batch of one; ``torch.func.grad`` keeps a graph and takes twice as long."""
     leaves = {name: parameter.detach().requires_grad_() for name, parameter in parameters.items()}
     with torch.enable_grad():
         found = torch.autograd.grad(loss(leaves, sample), [*leaves.values()], materialize_grads=True)

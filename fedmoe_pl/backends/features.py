@@ -27,7 +27,7 @@ from fedmoe_pl.trees import Tree, changed, copy_module, of_parts
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
-_MOST_BYTES = 4  # limit of the bytes of rows per byte of samples, so that rows stay comparable to the data in memory
+_MOST_BYTES = 4  # rows may take at most so many times the bytes of the samples
 
 Rows = dict[str, Tensor]
 """Outputs of frozen submodules by name, one row per sample."""
@@ -149,7 +149,7 @@ class _Tracing:
         return found.pop() if len(found) == 1 and not trainer.asked else None
 
     def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
-        """The same for the parameters that are trainable now."""
+        """Finds the frozen parts for the parameters that are trainable now."""
         # each step gets a new copy of the samples, because it may change them in place
         self._find_calls(x.clone(), y)
         if not (names := self.names) or self.are_too_large:

@@ -105,7 +105,7 @@ def _check_shapes(training: LocalTraining, client: Client, tree: Tree) -> None:
 
 
 def _one_tensor(module: LightningModule) -> Tree:
-    """One tensor of a client whose training changed nothing, which records that the client was trained."""
+    """Some tensor of the client, kept as a mark that it was trained although nothing changed."""
     name, tensor = next(iter(module.state_dict().items()))
     return {name: tensor.detach().cpu().clone()}
 

@@ -41,7 +41,7 @@ def precisions() -> list[Precision]:
             Precision(_set_products, products, "highest"),
             Precision(partial(set_backend, "cudnn.allow_tf32"), convolutions, False),
         ]
-    except RuntimeError:  # these cannot be read if the user has set their replacements in torch 2.9
+    except RuntimeError:  # raised if the user has set the ``fp32_precision`` attributes that replace them
         paths = [f"{operation}.fp32_precision" for operation in _OPERATIONS]
         return [Precision(partial(set_backend, path), attrgetter(path)(torch.backends), "ieee") for path in paths]
 
@@ -60,7 +60,7 @@ def _set_products(value: str) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Suppresses the advice of torch 2.9 to use its new settings, which older releases lack."""
+    """Suppresses torch's advice to use its new settings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
         yield

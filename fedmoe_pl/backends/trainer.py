@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -114,35 +113,52 @@ class TrainerPlan(Plan):
         clients = [client for group in groups for client in group]
         updates: dict[int, Update | Failure] = {}
         self.logged = {}
+        train = partial(self._train_all, updates, server, kept, round, clients)
         with one_thread():
             if self.shares_trainer:
-                group = _Group(self.training, server, kept, round, self.features)
-                in_one_step(self.training, partial(group.train, clients))
-                updates = group.updates
+                in_one_step(self.training, train)
                 self.shares_trainer = self.training.sample_privacy is not None or not any(
                     map(_needs_trainer, updates.values())
                 )
             if not self.shares_trainer:
-                train = partial(self._train_client, server, kept, round)
-                updates = {c: guarded(partial(train, c), self.training.client_timeout) for c in clients}
+                train(None)
         return group_updates(self.training, groups, updates, self.logged)
 
-    def _train_client(self, server: Tree, kept: Mapping[int, Tree], round: int, client_id: int) -> Update:
-        """Trains one client in a Trainer of its own."""
+    def _train_all(
+        self,
+        updates: dict[int, Update | Failure],
+        server: Tree,
+        kept: Mapping[int, Tree],
+        round: int,
+        clients: Sequence[int],
+        step: OneStep | None,
+    ) -> None:
+        """Trains the clients, and puts their updates into ``updates``."""
+        for client_id in clients:
+            train = partial(self._train_client, server, kept, round, step, client_id)
+            updates[client_id] = guarded(train, self.training.client_timeout)
+
+    def _train_client(
+        self, server: Tree, kept: Mapping[int, Tree], round: int, step: OneStep | None, client_id: int
+    ) -> Update:
+        """Trains one client, in the bare loop of a Trainer's step or in a Trainer of its own."""
         training = self.training.of(client_id)
-        module = training.copies.copy()
-        client, constants, samples = begin_client(training, module, server, client_id, kept, round)
+        client, constants, samples = begin_client(training, training.copies.copy(), server, client_id, kept, round)
         freezing = Freezing(training, client.module, round)
         if not len(samples) or not freezing.epochs:
             return end_client(training, client, constants, {})
-        trainer = self._fit(training, client, on_device(constants, training.device), samples, freezing)
-        client.steps = _steps(trainer)
-        parameters = client.module.named_parameters()
-        optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
-        client.module.zero_grad()
-        update = end_client(training, client, constants, optimizer)
+        there, trainer = on_device(constants, training.device), None
+        if step is None:
+            trainer = self._fit(training, client, there, samples, freezing)
+            optimizers, client.steps = trainer.optimizers, _steps(trainer)
+            client.module.zero_grad()
+        else:
+            optimizers = self._fit_in_loop(step, training, client, there, samples, freezing)
+        state = optimizer_state(client.module.named_parameters(), optimizers[0]) if training.keep_optimizer else {}
+        update = end_client(training, client, constants, state)
         training.copies.try_out(client)
-        discard(trainer)
+        if trainer is not None:
+            discard(trainer)
         return update
 
     def _fit(
@@ -166,6 +182,35 @@ class TrainerPlan(Plan):
         finally:
             self.logged[client.id] = [epoch for each in means for epoch in each.epochs]
             finish(loggers)
+
+    def _fit_in_loop(
+        self,
+        step: OneStep,
+        training: LocalTraining,
+        client: Client,
+        constants: dict[str, Any],
+        samples: Tensor,
+        freezing: Freezing,
+    ) -> list[torch.optim.Optimizer]:
+        """Trains a client in the bare loop; returns its optimizer, as a Trainer does."""
+        module, lookup = client.module, Tree()
+        features = self.features.find(training, client, constants, samples)
+        batches = drawn = client_batches(training, client, samples)
+        if features is not None:
+            batches = LookedUpBatches(batches, features, lookup)
+        training.copies.move(module, training.device)
+        learner: Learner
+        if training.sample_privacy is None:
+            learner = _ClientAlone(training, client, constants, batches, step)
+        else:
+            learner = PrivateClient(training, client, constants, batches, drawn, lookup, step)
+        loop = Loop(step.trainer, training, freezing)
+        with looked_up(module, features.parts.names if features else (), lookup):
+            optimizer = loop.run(learner)
+        client.steps = loop.steps
+        module.zero_grad()
+        training.copies.move(module, torch.device("cpu"))
+        return [optimizer]
 
 
 def _needs_trainer(update: Update | Failure) -> bool:
@@ -268,69 +313,6 @@ class _Steps:
 def _counted(module: LightningModule, batch: Any) -> int:
     """The weight of the batch's mean loss in a mean over batches."""
     return counted(module, pair_of(module, batch)[1]) if isinstance(module, MixtureOfExperts) else batch_length(batch)
-
-
-@dataclass
-class _Group:
-    """Clients that are trained one after another in one Trainer."""
-
-    training: LocalTraining
-    server: Tree
-    kept: Mapping[int, Tree]
-    round: int
-    features: FeatureCache
-    updates: dict[int, Update | Failure] = field(default_factory=dict)
-
-    def train(self, clients: Sequence[int], step: OneStep) -> None:
-        """Trains the clients."""
-        for client_id in clients:
-            self.updates[client_id] = guarded(
-                partial(self._train_client, step, client_id), self.training.client_timeout
-            )
-
-    def _train_client(self, step: OneStep, client_id: int) -> Update:
-        """Trains one client in the bare loop."""
-        training = self.training.of(client_id)
-        client, constants, samples = begin_client(
-            training, training.copies.copy(), self.server, client_id, self.kept, self.round
-        )
-        optimizer: Tree = {}
-        freezing = Freezing(training, client.module, self.round)
-        if len(samples) and freezing.epochs:
-            there = on_device(constants, training.device)
-            optimizer = self._fit(step, training, client, there, samples, freezing)
-        update = end_client(training, client, constants, optimizer)
-        training.copies.try_out(client)
-        return update
-
-    def _fit(
-        self,
-        step: OneStep,
-        training: LocalTraining,
-        client: Client,
-        constants: dict[str, Any],
-        samples: Tensor,
-        freezing: Freezing,
-    ) -> Tree:
-        """Trains a client; returns its optimizer's state if clients keep it, otherwise an empty tree."""
-        module, lookup = client.module, Tree()
-        features = self.features.find(training, client, constants, samples)
-        batches = drawn = client_batches(training, client, samples)
-        if features is not None:
-            batches = LookedUpBatches(batches, features, lookup)
-        training.copies.move(module, training.device)
-        learner: Learner
-        if training.sample_privacy is None:
-            learner = _ClientAlone(training, client, constants, batches, step)
-        else:
-            learner = PrivateClient(training, client, constants, batches, drawn, lookup, step)
-        loop = Loop(step.trainer, training, freezing)
-        with looked_up(module, features.parts.names if features else (), lookup):
-            optimizer = loop.run(learner)
-        client.steps = loop.steps
-        module.zero_grad()
-        training.copies.move(module, torch.device("cpu"))
-        return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
 
 
 class _ClientAlone(Learner):

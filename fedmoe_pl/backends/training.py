@@ -111,6 +111,12 @@ class LocalTraining:
     run: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     elsewhere: DeviceCopies = field(default_factory=DeviceCopies, repr=False)
+    # what was computed already
+    _hashes: dict[int, str] = field(default_factory=dict, init=False, repr=False)
+    _learning_rates: dict[int, list[float]] = field(default_factory=dict, init=False, repr=False)
+    _of_architectures: dict[int, LocalTraining | None] = field(default_factory=dict, init=False, repr=False)
+    _trainable_in: dict[tuple[int, int], frozenset[str]] = field(default_factory=dict, init=False, repr=False)
+    _parts_without: dict[frozenset[str], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def max_epochs(self) -> int:
@@ -155,10 +161,6 @@ class LocalTraining:
             self._hashes[client_id] = keyed.hexdigest()
         return self._hashes[client_id]
 
-    @cached_property
-    def _hashes(self) -> dict[int, str]:
-        return {}
-
     def learning_rates(self, round: int) -> list[float] | None:
         """The learning rate of each parameter group in a round, counted from 0; None without a schedule over rounds."""
         if self.round_lr_scheduler is None:
@@ -166,10 +168,6 @@ class LocalTraining:
         if round not in self._learning_rates:
             self._learning_rates[round] = learning_rates(self.module, self.round_lr_scheduler, round)
         return self._learning_rates[round]
-
-    @cached_property
-    def _learning_rates(self) -> dict[int, list[float]]:
-        return {}
 
     def architecture(self, client_id: int) -> int:
         """The number of a client's architecture; 0 for modules with only one."""
@@ -198,17 +196,13 @@ class LocalTraining:
                 self._of_architectures[architecture] = replace(self, module=module, initial=initial)
         return self._of_architectures[architecture] or self
 
-    @cached_property
-    def _of_architectures(self) -> dict[int, LocalTraining | None]:
-        return {}
-
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out cached values, which can be recomputed."""
-        return {name: getattr(self, name) for name in (field.name for field in fields(self))}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Sets the attributes directly, because a frozen dataclass refuses assignments."""
-        self.__dict__.update(state)
+        """Makes it again from what ``__getstate__`` gave."""
+        self.__init__(**state)
 
     def trainable_in(self, round: int, epoch: int) -> frozenset[str]:
         """Names of the parameters that the algorithm trains in a local epoch, even those that the user has frozen."""
@@ -218,10 +212,6 @@ class LocalTraining:
             names = frozenset(name for name, _ in self.module.named_parameters() if is_trainable(name, *moment))
             self._trainable_in[moment] = next((known for known in self._trainable_in.values() if known == names), names)
         return self._trainable_in[moment]
-
-    @cached_property
-    def _trainable_in(self) -> dict[tuple[int, int], frozenset[str]]:
-        return {}
 
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
@@ -280,10 +270,6 @@ class LocalTraining:
             parts = {name: {*map(id, part.parameters())} for name, part in self.module.named_modules()}
             self._parts_without[names] = tuple(name for name, own in parts.items() if own and own.isdisjoint(these))
         return self._parts_without[names]
-
-    @cached_property
-    def _parts_without(self) -> dict[frozenset[str], tuple[str, ...]]:
-        return {}
 
     @cached_property
     def idle(self) -> tuple[str, ...]:

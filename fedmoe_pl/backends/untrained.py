@@ -36,7 +36,7 @@ class DeviceCopies:
         return self.tensors[name]
 
     def clear(self) -> None:
-        """Drops the copies at the end of a phase; the reference cycles of Trainers would free them late."""
+        """Drops the copies at the end of a phase; the Trainers' reference cycles would keep them until a collection."""
         self.tensors.clear()
 
     def changed(self) -> list[str]:
@@ -112,7 +112,7 @@ class Untrained:
     def try_out(self, client: Client) -> None:
         """Lets later clients share what the training of the first one left unchanged.
 
-        It looks in eval mode, too, in which a module may change parameters, such as merge adapters into weights.
+        It also compares in eval mode, because entering it may change parameters, such as merge adapters into weights.
         """
         if self.is_tried or not client.steps:
             return

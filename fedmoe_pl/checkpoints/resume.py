@@ -1,4 +1,4 @@
-"""Checks that a checkpoint can be continued with the run's data, seed and configuration."""
+"""Reads a run's checkpoint to continue it, after comparing its data, seed and configuration."""
 
 from __future__ import annotations
 

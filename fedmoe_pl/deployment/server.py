@@ -264,9 +264,10 @@ def serve(
         backend=ClientsBackend(clients),
         callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
         evaluate=partial(evaluate_at_clients, clients),
+        make_store=partial(_make_store, clients),
     )
     try:
-        return federation.fit_on_server(model, data, ckpt_path, partial(_make_store, clients), settings)
+        return federation.fit_on_server(model, data, ckpt_path, settings)
     except TooManyClassesError as error:
         most = [client for client, each in descriptions.items() if each["num_classes"] == data.num_classes]
         if len(most) == len(descriptions):

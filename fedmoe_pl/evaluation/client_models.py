@@ -88,7 +88,7 @@ def _evaluate_shared(
 
 
 def _has_own_model(kept: Mapping[int, Tree], client: int, evaluation_point: EvaluationPoint) -> bool:
-    """The same for one client; if no evaluation is going to read the client's file, reads it to detect damage."""
+    """Whether a client has a model of its own; a file whose names say no is still read, to detect damage."""
     names = kept.names(client) if isinstance(kept, StatesOnDisk) else ()
     return has_own_model(names, evaluation_point) or has_own_model(kept[client], evaluation_point)
 
@@ -149,7 +149,7 @@ class _Evaluator:
         return total / number if number else math.nan
 
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
-        """The same, with the loss of the clients' predictions as the validation loss."""
+        """The evaluations, with the validation loss computed from the clients' predictions."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if len(clients) > 1 and self.stackable.get(architecture, True):
             module, data = self._module(training), training.datamodule

@@ -254,7 +254,7 @@ class Evaluation:
         return self.spread_or_nan(metric, clients)
 
     def spread_or_nan(self, metric: str, clients: Collection[int] | None = None) -> Spread:
-        """The same, but all values are NaN if the metric was not measured."""
+        """Like :meth:`spread`, but all values are NaN if the metric was not measured."""
         values = torch.tensor(self.values(metric, clients), dtype=torch.float64).sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)

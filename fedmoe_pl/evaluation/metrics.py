@@ -383,7 +383,7 @@ def value_of(metric: Metric) -> float:
 
     Ranking metrics are means over the classes or labels for which they are defined: those that some samples have and,
     except for average precision, some lack. NaN if there are none, or too few samples. A Matthews coefficient with a
-    zero denominator is 0, for two classes, too, as in scikit-learn.
+    zero denominator is 0, as in scikit-learn, also for two classes.
     """
     try:
         with ExitStack() as stack:

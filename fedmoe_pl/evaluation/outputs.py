@@ -63,7 +63,7 @@ def has_task(module: LightningModule, task: Task) -> bool:
 def labelled_batches(
     datamodule: FederatedDataModule, samples: Tensor, mixture: MixtureOfExperts | None = None
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Large batches of some samples, each with its targets: the samples' classes or, without classes, those in it.
+    """Large batches of some samples, each with its targets: their classes or, if the data have none, those in it.
 
     A mixture knows the key of the targets in a dict, and which tokens are padding.
     """

@@ -12,7 +12,7 @@ from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright
 from jsonargparse.typing import Path_fr, PositiveInt, register_type
 
 from fedmoe_pl.callbacks.hparams import short_names
-from fedmoe_pl.catalogue import with_files
+from fedmoe_pl.catalogue import parser_of, with_files
 from fedmoe_pl.checks import InvalidArgumentError
 
 SEED = "seed_everything"
@@ -148,11 +148,7 @@ class GridFile(ActionConfigFile):
 
 def grid_parser() -> ArgumentParser:
     """The parser of ``fedmoe benchmark``."""
-    parser = ArgumentParser(
-        prog="fedmoe benchmark",
-        description="Runs every combination of some values of a configuration, and makes one table over their seeds",
-        exit_on_error=False,
-    )
+    parser = parser_of("benchmark")
     parser.add_argument("--config", action=GridFile, help="A grid file; may be given more than once, as overlays.")
     parser.add_class_arguments(Grid, as_group=False)
     return parser

@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
+from fedmoe_pl.catalogue import parser_of
 from fedmoe_pl.grids.grid import SEED, GridFile, as_overlays
 
 _OF_RUN = {SEED, "model", "data", "trainer", "federation"}
@@ -58,12 +59,7 @@ class _SpaceFile(GridFile):
 
 def tune_parser() -> ArgumentParser:
     """The parser of ``fedmoe tune``."""
-    parser = ArgumentParser(
-        prog="fedmoe tune",
-        usage="fedmoe tune --config RUN.yaml --config SPACE.yaml [--KEY VALUE ...]",
-        description="Searches for the best values of a configuration by validation, with Optuna",
-        exit_on_error=False,
-    )
+    parser = parser_of("tune", usage="fedmoe tune --config RUN.yaml --config SPACE.yaml [--KEY VALUE ...]")
     parser.add_argument(
         "--config",
         action=_SpaceFile,

@@ -12,6 +12,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 
 from fedmoe_pl.callbacks.figures import styles
+from fedmoe_pl.catalogue import parser_of
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS
@@ -26,12 +27,7 @@ from fedmoe_pl.report.tables import Choices, condition_of, in_markdown
 
 def report_parser() -> ArgumentParser:
     """The parser of ``fedmoe report``."""
-    parser = ArgumentParser(
-        prog="fedmoe report",
-        description="Writes the results of runs as one HTML page, as Markdown tables, and as pictures for a paper",
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
+    parser = parser_of("report")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or of several")
     parser.add_argument(
         "--output", help="the page, by default report.html; its pictures are PDF files in a folder beside it"

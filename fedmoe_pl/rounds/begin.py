@@ -100,7 +100,7 @@ def _dtype(module: LightningModule) -> torch.dtype:
 
 
 def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
-    """Freezes what clients share if the server no longer learns, because clients would not keep what they train of it.
+    """Freezes what clients share once the server no longer learns, because whatever they trained of it would be lost.
 
     If the loss then depends on no trainable parameter, for example because the gate leaves out the clients' own expert,
     nothing is trained. If the phase is evaluated after local training, nothing is frozen, since all parameters count.
@@ -138,7 +138,7 @@ def share_memory(training: LocalTraining, model: LightningModule) -> None:
 
 
 def _idles_before_training(training: LocalTraining) -> bool:
-    """Whether some epoch trains nothing and the next one trains something; the former's loss would have no gradient.
+    """Whether an epoch that trains nothing comes right before one that trains; its loss would have no gradient.
 
     Final epochs of a round that train nothing do not matter, because they are skipped.
     """

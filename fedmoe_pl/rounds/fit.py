@@ -231,7 +231,7 @@ def _fail_alike(failures: Sequence[Failure]) -> bool:
 
 
 def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
-    """Announces the next round to the plan, if there will be one whatever the evaluation of this round gives."""
+    """Announces the next round to the plan, if it takes place whatever this round's evaluation shows."""
     state = run.states[phase.name]
     if state.round == phase.rounds or is_over(run, phase, state, plan.training):
         return

@@ -14,8 +14,8 @@ from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
-from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
-from fedmoe_pl.checkpoints.client_state import MemoryStore, Store
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, CheckpointWriter
+from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import FederatedDataModule
@@ -52,7 +52,7 @@ class FederationCallback:
         """Called after the server's state was updated, before the round's evaluation and checkpoint."""
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
-        """Called after an evaluation: one per evaluated round, or after fewer epochs, and per evaluation point."""
+        """Called after each evaluation: for every evaluation point of a round, and after some epochs if asked for."""
 
     def on_transfers(self, run: Run, phase: Phase, round: int, transfers: list[Transfer]) -> None:
         """Called before a round's checkpoint with every tensor that was sent in the round, if there are any."""
@@ -67,9 +67,16 @@ class FederationCallback:
         """Called once, after the last phase."""
 
 
+def store_of(run: Run) -> Store:
+    """Makes the store of what clients keep: in files, or in memory without checkpoints."""
+    if not run.enable_checkpointing:
+        return MemoryStore()
+    return FileStore(run.folder / CLIENT_STATES, run.datamodule.num_clients)
+
+
 @dataclass(eq=False, kw_only=True)
 class Settings:
-    """What a run takes from its federation.
+    """The settings that a run takes from its federation.
 
     Attributes:
         phases: the phases, in order.
@@ -86,6 +93,7 @@ class Settings:
         failures: what happens when clients fail.
         metrics: the metrics that are evaluated besides accuracy, by name.
         evaluate: evaluates the clients' models; by default, in this process and its workers (``evaluate_moments``).
+        make_store: makes the store of what clients keep.
     """
 
     phases: Sequence[Phase]
@@ -102,11 +110,12 @@ class Settings:
     failures: ClientFailures
     metrics: dict[str, Metric]
     evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
+    make_store: Callable[[Run], Store] = store_of
 
 
 @dataclass(eq=False, kw_only=True)
 class Saved:
-    """The saved state that a run goes on from; the defaults are those of a new run.
+    """The state from which a run continues; the defaults start a new run.
 
     Attributes:
         initial: the tensors of the initial models, by the keys of ``Run.models``.

@@ -1,4 +1,4 @@
-"""Checks of a run before any training: refuses what would give results other than those asked for."""
+"""Checks a run before any training, and refuses what would give other results than those asked for."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None
 
 
 def _check_evaluated(run: Run) -> None:
-    """Refuses to evaluate more clients than there are, or none of those by which a phase selects its result."""
+    """Refuses to evaluate more clients than there are, or none of those whose metric selects a phase's result."""
     number, num_clients = run.evaluation_cohort_size, run.datamodule.num_clients
     check_at_least("Federation", "evaluation_cohort_size", number, 1, num_clients)
     for phase in run.phases:

@@ -129,7 +129,7 @@ def set_up_as_saved(
 _TRIED_SAMPLES = 8
 _TRIED_OF_READER = 2
 _TRIED_OF_GATE = 3
-_MOST_TEXTS = 32  # of which one must show what a model of language reads
+_MOST_TEXTS = 32  # texts that are searched for one that shows whether the model reads later tokens
 
 
 class TooManyClassesError(InvalidArgumentError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,7 @@ from fedmoe_pl.backends import (
     is_overridden,
 )
 from fedmoe_pl.backends.workers.fork_server import end_fork
-from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, locked, run_versions
-from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
+from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.configuration import RECORD
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
 from fedmoe_pl.checkpoints.resume import identify
@@ -183,7 +182,6 @@ def open_run(
     run: Run,
     runs: Path | None,
     ckpt_path: Path | None,
-    make_store: Callable[[Run], Store],
     logger: bool | Logger | list[Logger],
 ) -> Iterator[None]:
     """Plans a run's phases, opens its backend, folder, store and loggers for the rounds, and closes them afterwards."""
@@ -191,7 +189,7 @@ def open_run(
     try:
         run.backend.open()
         with nullcontext() if runs is None else _new_folder(run, runs):
-            _open_files(run, ckpt_path, make_store, logger)
+            _open_files(run, ckpt_path, logger)
             yield
     except BaseException:
         with suppress(Exception):  # a logger that also fails to write must not hide the first error
@@ -236,9 +234,7 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
         yield
 
 
-def _open_files(
-    run: Run, ckpt_path: Path | None, make_store: Callable[[Run], Store], logger: bool | Logger | list[Logger]
-) -> None:
+def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[Logger]) -> None:
     """Writes the run's record, configuration and first checkpoint, and makes its store and loggers."""
     with replacing(run.folder / RECORD) as temporary:
         temporary.write_text(json.dumps(run.record, default=str), encoding="utf-8")
@@ -250,7 +246,7 @@ def _open_files(
         # last.ckpt may be damaged or newer; the run goes on from the given checkpoint in place of both files
         copy_checkpoint(ckpt_path, last)
         copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
-    run.store = make_store(run)
+    run.store = run.make_store(run)
     for name, state in run.states.items():
         if not state.finished:
             state.clients = run.store.adopt(name, state.round, state.clients)
@@ -261,13 +257,6 @@ def _open_files(
     if is_resumed:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
-
-
-def store_of(run: Run) -> Store:
-    """Makes the store of what clients keep: in files, or in memory without checkpoints."""
-    if not run.enable_checkpointing:
-        return MemoryStore()
-    return FileStore(run.folder / CLIENT_STATES, run.datamodule.num_clients)
 
 
 def _make_folder(runs: Path) -> Path:

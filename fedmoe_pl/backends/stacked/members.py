@@ -80,7 +80,7 @@ def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
 
 @dataclass
 class Share:
-    """One batch of each of some clients, given by their positions in the stack.
+    """One batch for each of several clients, given by their positions in the stack.
 
     Every tensor has shape (clients, batch, ...). ``rows`` are the looked-up outputs of frozen parts, by part.
     """

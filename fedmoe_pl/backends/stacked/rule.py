@@ -59,7 +59,7 @@ def _given(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_of_user(code: Any) -> bool:
-    """Whether a user wrote a function, a class or one of its bases, an object's class, or anything in a collection."""
+    """Whether a user wrote a function, a class or one of its bases, an object's class, or an item of a collection."""
     if isinstance(code, (list, tuple, set, dict)):
         return any(map(_is_of_user, code.values() if isinstance(code, dict) else code))
     if isinstance(code, partial):
