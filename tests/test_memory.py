@@ -12,7 +12,7 @@ from torch import nn
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend, trainer
-from fedmoe_pl.backends.untrained import DeviceCopies, Untrained
+from fedmoe_pl.backends.untrained import DeviceCopies, ModuleCopies
 from fedmoe_pl.backends.workers.pickling import SharedObject
 from fedmoe_pl.models import EqualWeights, LocalOnly
 from fedmoe_pl.trees import borrow, copy_module, load_tree
@@ -53,7 +53,7 @@ def of_a_checkpoint():
     """The phase's tensors as a checkpoint gives them back: equal ones are one tensor."""
     module = Two()
     initial = dict.fromkeys(module.state_dict(), module.a.weight.detach().clone())
-    return Untrained(module, initial, {"a.weight", "b.weight"}, DeviceCopies()).module
+    return ModuleCopies(module, initial, {"a.weight", "b.weight"}, DeviceCopies()).module
 
 
 MADE = [Two, one_tensor, view, borrowed, of_a_checkpoint]

@@ -54,13 +54,13 @@ class EpochMeans(LearningRateMonitor, SilentLogger):
 def client_name(training: LocalTraining, client: Client) -> str:
     """The name of a client's training in one round, such as ``FedAvg/client_003/round_0012``; rounds count from 1."""
     name = training.datamodule.client_names.file(client.id)
-    return f"{training.phase}/{name}/round_{client.round + 1:04d}"
+    return f"{training.phase_name}/{name}/round_{client.round + 1:04d}"
 
 
 def client_folder(training: LocalTraining, client: Client) -> str:
     """A client Trainer's ``default_root_dir``, where checkpoint callbacks and profilers write if there is no logger."""
     root = training.trainer.get("default_root_dir") or os.getcwd()
-    return os.path.join(root, training.run, client_name(training, client))
+    return os.path.join(root, training.run_name, client_name(training, client))
 
 
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
@@ -74,7 +74,7 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     """
     given, name = training.trainer.get("logger"), client_name(training, client)
     return [
-        _renamed(logger, name, training.run)
+        _renamed(logger, name, training.run_name)
         for logger in (given if isinstance(given, list | tuple) else [given])
         if isinstance(logger, Logger)
     ]

@@ -20,7 +20,7 @@ from fedmoe_pl.aggregation.secure import OutOfRangeError
 from fedmoe_pl.trees import Tree
 
 Result = TypeVar("Result")
-_AGAIN = 1.0  # seconds after which the alarm rings again, in case the client's code caught the first one
+_RING_AGAIN_AFTER = 1.0  # seconds after which the alarm rings again, in case the client's code caught the first one
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _call_within(seconds: float, call: Callable[[], Result]) -> Result:
     before = signal.signal(signal.SIGALRM, expire)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
+            signal.setitimer(signal.ITIMER_REAL, seconds, _RING_AGAIN_AFTER)
             return call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -27,7 +27,7 @@ from fedmoe_pl.trees import Tree, changed, copy_module, of_parts
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
-_MOST_BYTES = 4  # rows may take at most so many times the bytes of the samples
+_MOST_TIMES_SAMPLES = 4  # rows may take so many times the bytes of the samples
 
 Rows = dict[str, Tensor]
 """Outputs of frozen submodules by name, one row per sample."""
@@ -229,7 +229,7 @@ class _Tracing:
         called = [name for name, _ in calls]
         self.names = tuple(name for name in called if called.count(name) == 1)
         of_names = (output.nbytes for name, output in zip(called, known[1:], strict=True) if name in self.names)
-        self.are_too_large |= sum(of_names) > _MOST_BYTES * x.nbytes
+        self.are_too_large |= sum(of_names) > _MOST_TIMES_SAMPLES * x.nbytes
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def fit(
                 raise
             reason = reason_of(error).partition(". ")[0]
             raise MisconfigurationException(
-                f"Phase '{training.phase}': {reason}; clients validate, and log what they validate, only with "
+                f"Phase '{training.phase_name}': {reason}; clients validate, and log what they validate, only with "
                 "trainer.limit_val_batches above 0, such as 1.0, and a validation_fraction of the data above 0."
             ) from error
         except SystemExit as exit:

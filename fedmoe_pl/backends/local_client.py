@@ -98,9 +98,9 @@ def _check_shapes(training: LocalTraining, client: Client, tree: Tree) -> None:
         if (initial := training.initial.get(name)) is None or initial.shape != tensor.shape:
             found = "is new" if initial is None else f"had shape {tuple(initial.shape)} and has {tuple(tensor.shape)}"
             raise MisconfigurationException(
-                f"Phase '{training.phase}', client {training.datamodule.client_names[client.id]}: '{name}' {found} "
-                "after its training, but what clients send or keep must be in the model from the start, with its "
-                "shape; register it as a buffer with persistent=False."
+                f"Phase '{training.phase_name}', client {training.datamodule.client_names[client.id]}: '{name}' "
+                f"{found} after its training, but what clients send or keep must be in the model from the start, "
+                "with its shape; register it as a buffer with persistent=False."
             )
 
 
@@ -164,7 +164,7 @@ def _private_generator(training: LocalTraining, client: Client, purpose: int) ->
     They differ between phases and between sets of samples: equal noise would cancel in the difference of two results.
     """
     samples, round = training.hash_of_samples(client.id), client.rounds_before + client.round
-    return generator_of(training.private_seed, purpose, training.phase, client.id, round, samples)
+    return generator_of(training.private_seed, purpose, training.phase_name, client.id, round, samples)
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:

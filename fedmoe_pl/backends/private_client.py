@@ -81,7 +81,7 @@ class PrivateClient(Learner):
     def loss(self, batch: Any) -> Tree:
         """The sums of the samples' clipped gradients."""
         if batch is self.last:  # each call draws noise, but the accountant counts one draw per step
-            phase, privacy = f"Phase '{self.training.phase}'", self.training.sample_privacy
+            phase, privacy = f"Phase '{self.training.phase_name}'", self.training.sample_privacy
             raise InvalidArgumentError(phase, "sample_privacy", privacy, "left out", _AGAIN)
         self.last = batch
         max_norm = self.training.sample_privacy.max_grad_norm  # pyright: ignore[reportOptionalMemberAccess]
@@ -163,7 +163,7 @@ def check_private(training: LocalTraining) -> None:
         because = because or _problem(training.of(clients[0]), clients)
     if because:
         raise InvalidArgumentError(
-            f"Phase '{training.phase}'", "sample_privacy", training.sample_privacy, "left out", because
+            f"Phase '{training.phase_name}'", "sample_privacy", training.sample_privacy, "left out", because
         )
 
 

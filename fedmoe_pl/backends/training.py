@@ -21,7 +21,7 @@ from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.backends.optimizers import learning_rates
-from fedmoe_pl.backends.untrained import DeviceCopies, SharedParts, Untrained
+from fedmoe_pl.backends.untrained import DeviceCopies, ModuleCopies, SharedParts
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import has_batch_norm
@@ -79,8 +79,8 @@ class LocalTraining:
             process trains a client.
         client_timeout: the most seconds that a client's training may take; None for no limit.
         stop_after: the number of local epochs after which clients stop, as if interrupted; None to train all of them.
-        phase: the phase's name.
-        run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
+        phase_name: the phase's name.
+        run_name: the end of the run's folder, such as ``runs/quickstart/version_0``.
         metrics: the metrics that are evaluated besides accuracy, by name.
         elsewhere: copies of what clients share, on a device other than the CPU.
     """
@@ -107,8 +107,8 @@ class LocalTraining:
     devices: Sequence[torch.device] = ()
     client_timeout: float | None = None
     stop_after: int | None = None
-    phase: str = ""
-    run: str = ""
+    phase_name: str = ""
+    run_name: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     elsewhere: DeviceCopies = field(default_factory=DeviceCopies, repr=False)
     # what was computed already
@@ -231,9 +231,9 @@ class LocalTraining:
         return frozenset(names).difference(*self.trainable)
 
     @cached_property
-    def copies(self) -> Untrained:
+    def copies(self) -> ModuleCopies:
         """Makes the clients' modules, which share the parameters that no client trains."""
-        return Untrained(self.module, self.initial, self.untrained, self.elsewhere)
+        return ModuleCopies(self.module, self.initial, self.untrained, self.elsewhere)
 
     @cached_property
     def shared_parts(self) -> SharedParts:

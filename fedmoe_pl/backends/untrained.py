@@ -48,7 +48,7 @@ class DeviceCopies:
         return DeviceCopies, ()
 
 
-class Untrained:
+class ModuleCopies:
     """Makes copies of a phase's module that share what no client trains, such as a frozen base.
 
     The first client that a process trains has all parameters to itself, to find out which of them the module's own

@@ -24,7 +24,7 @@ from fedmoe_pl.checkpoints.files import (
     DamagedFileError,
     TensorFiles,
     exclusive,
-    needed,
+    missing_file,
     read_sealed,
     replacing,
     unwritable,
@@ -265,10 +265,10 @@ def _load_finished(path: Path, name: str, writer: CheckpointWriter) -> dict[str,
     try:
         data = read_sealed(finished)
     except DamagedFileError as error:
-        raise needed(finished) from error
+        raise missing_file(finished) from error
     content = json.loads(data, object_hook=writer.tensors.read)
     if content["phase"] != name:
-        raise needed(finished)
+        raise missing_file(finished)
     return content["state"]
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedmoe_pl.checkpoints.files import (
     DamagedFileError,
+    in_own_memory,
     names_in,
-    plain,
     read_tensors,
     replacing,
     same_bits,
@@ -253,7 +253,7 @@ def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
 
 def write_tree(path: Path, tree: Tree, **owner: object) -> Tree:
     """Writes a file of tensors that names their owner, so that files cannot be confused; returns what was written."""
-    tree = {name: plain(tensor) for name, tensor in tree.items()}
+    tree = {name: in_own_memory(tensor) for name, tensor in tree.items()}
     with replacing(path) as temporary:
         write_tensors(temporary, tree, **owner)
     return tree

@@ -40,7 +40,7 @@ class DamagedFileError(Exception):
     """A file was changed since it was written, or this package did not write it."""
 
 
-def needed(path: Path) -> DamagedFileError:
+def missing_file(path: Path) -> DamagedFileError:
     """The exception for a file that a checkpoint cannot do without; its message follows the checkpoint's path."""
     return DamagedFileError(
         f"which needs '{path}', but that is missing, damaged or another's; a checkpoint must stay in its run's folder"
@@ -205,7 +205,7 @@ def _head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:
     return size + text, json.loads(text)
 
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
+def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in memory of its own: copied if it is a view, which would keep a larger tensor alive."""
     tensor = tensor.detach().cpu()
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
@@ -305,7 +305,7 @@ class TensorFiles:
         try:
             return read_tensors(self._path(number), number=number)
         except DamagedFileError as error:
-            raise needed(self._path(number)) from error
+            raise missing_file(self._path(number)) from error
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.safetensors"

@@ -212,7 +212,7 @@ def _phase_of(argument: NestedArg, phases: Sequence[Namespace], appended: Any) -
     return names[name], NestedArg(key=key, val=value)
 
 
-class Failure(NamedTuple):
+class ConstructorFailure(NamedTuple):
     """A constructor that raised an exception: its class, its arguments, and the exception."""
 
     class_type: type
@@ -231,7 +231,7 @@ class Constructor:
 
     def __init__(self) -> None:
         self.node: Mapping[str, Any] = {}
-        self.failure: Failure | None = None
+        self.failure: ConstructorFailure | None = None
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
         """Constructs an object."""
@@ -244,7 +244,7 @@ class Constructor:
                     return class_type(*args, **kwargs)
             return class_type(*args, **kwargs)
         except Exception as error:
-            self.failure = Failure(class_type, kwargs, error)
+            self.failure = ConstructorFailure(class_type, kwargs, error)
             raise
 
 
@@ -307,11 +307,11 @@ def with_modules(
     return made
 
 
-def describe_failure(failure: Failure, configuration: Mapping[str, Any]) -> str:
+def describe_failure(failure: ConstructorFailure, configuration: Mapping[str, Any]) -> str:
     """A sentence with the key of the class in the configuration, and what its constructor raised.
 
     Example:
-        >>> failure = Failure(dict, {"n": 1}, KeyError("n"))
+        >>> failure = ConstructorFailure(dict, {"n": 1}, KeyError("n"))
         >>> describe_failure(failure, {"data": {"parts": [{"class_path": "builtins.dict", "init_args": {"n": 1}}]}})
         "data.parts[0]: dict cannot be made: KeyError: 'n'"
     """

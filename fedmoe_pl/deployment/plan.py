@@ -211,7 +211,7 @@ class ClientsPlan(Plan):
         self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int
     ) -> dict[int, Message]:
         """Messages of this phase to clients, each with its tensors and the files that it goes on from."""
-        values = {"phase": self.training.phase, "round": round}
+        values = {"phase": self.training.phase_name, "round": round}
         return {
             client: Message(kind, {**values, "kept": files_of(kept, client)}, tree) for client, tree in tensors.items()
         }

@@ -47,19 +47,19 @@ class PrivateRounds:
 
     def begin(self, training: LocalTraining) -> int:
         """The seed of what nobody else may know in a phase."""
-        of_phase = json.dumps([self.run_name, training.phase, training.rounds_before]).encode()
+        of_phase = json.dumps([self.run_name, training.phase_name, training.rounds_before]).encode()
         return int.from_bytes(hmac.digest(self._secret(), of_phase, "sha256")[:_OF_SEED], "little")
 
     def add(self, run: Run, training: LocalTraining, message: Message) -> None:
         """Notes that a round is trained, before it is; refuses one with noise that was trained with anything else."""
-        round, rounds = message.values["round"], self._phases.setdefault(training.phase, {})
+        round, rounds = message.values["round"], self._phases.setdefault(training.phase_name, {})
         if training.sample_privacy is None:
             if self._path.is_file():  # from the first phase with noise on
                 rounds[str(round)] = ["", *NOT_PRIVATE, 1]
                 self._write()
             return
         if round >= training.rounds:
-            raise BadMessageError(f"round {round} is none of phase '{training.phase}'")
+            raise BadMessageError(f"round {round} is none of phase '{training.phase_name}'")
         digest = _digest(run, training, message, self.client)
         if str(round) not in rounds:
             rounds[str(round)] = [digest, *steps_of_round(training, self.client)]

@@ -83,7 +83,7 @@ class Clients:
         most = max(map(len, messages.values()), default=1)
         seconds = math.inf if training.client_timeout is None else most * training.client_timeout
         end = time.monotonic() + 2 * seconds  # also for a client that answers again and again that it must be prepared
-        elsewhere = [client for client in asked if self._phases.get(client, training.phase) != training.phase]
+        elsewhere = [client for client in asked if self._phases.get(client, training.phase_name) != training.phase_name]
         pending = asked | {client: self._begin(training, client) for client in elsewhere}
         for _ in range(_TRIES):
             left = min(seconds, end - time.monotonic())
@@ -101,7 +101,7 @@ class Clients:
                     pending[client] = self._begin(training, client)
                 elif answer.kind == "begun":
                     pending[client] = asked[client]
-                    self._phases[client] = training.phase
+                    self._phases[client] = training.phase_name
         self._check_configuration(answers)
         for client in asked.keys() - answers.keys():
             late, absent = NoAnswer("its answer did not come in time"), self.transport.why_absent(client)
@@ -118,7 +118,7 @@ class Clients:
 
     def _begin(self, training: LocalTraining, client: int) -> Message:
         """What a client needs that comes from another phase."""
-        values = {"phase": training.phase, "rounds_before": training.rounds_before}
+        values = {"phase": training.phase_name, "rounds_before": training.rounds_before}
         return Message("begin", {"run": self.name, **values}, training.of(client).initial)
 
     def _check_configuration(self, answers: Mapping[int, Message]) -> None:

@@ -57,7 +57,7 @@ def evaluate_at_clients(
     clients: Sequence[int],
     plan: Plan | None,
 ) -> list[list[ClientEvaluation]]:
-    """Has clients evaluate their models on their own samples; other arguments as in ``evaluate_moments``.
+    """Has clients evaluate their models on their own samples; other arguments as in ``evaluate_points``.
 
     An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation. Clients whose
     next training was announced to the plan train in the same message.
@@ -79,7 +79,7 @@ def _evaluation(answer: Message | Failure, training: LocalTraining, client: int)
     """A client's evaluation; without values, and with a warning, if its answer is none."""
     evaluation = answer if isinstance(answer, Failure) else evaluation_of(answer, training, client)
     if isinstance(evaluation, Failure):
-        rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {evaluation.reason}")
+        rank_zero_warn(f"phase '{training.phase_name}': client {client} is not evaluated: {evaluation.reason}")
         return without_values(training, client)
     return evaluation
 

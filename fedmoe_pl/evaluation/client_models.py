@@ -60,7 +60,7 @@ def evaluate_clients(
     return [evaluations[client] for client in clients]
 
 
-def evaluate_moments(
+def evaluate_points(
     training: LocalTraining,
     server: Tree,
     kept: Mapping[int, Tree],

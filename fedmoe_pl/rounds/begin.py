@@ -118,7 +118,7 @@ def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
     if idle := _idles_before_training(training):
         name = type(training.algorithm).__name__
         because = f"{name} trains none of what they keep in some epochs before others of the same round"
-        rank_zero_warn(f"Phase '{training.phase}': newcomers train nothing, because {because}.")
+        rank_zero_warn(f"Phase '{training.phase_name}': newcomers train nothing, because {because}.")
     if idle or not _has_gradient(training, state):
         module.requires_grad_(False)
 
@@ -202,7 +202,7 @@ def first_clients(
 def read_result(phase: Phase, module: LightningModule, identity: Mapping[str, Any]) -> PhaseState:
     """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits the phase and the run's data."""
     saved = _read(phase, module, identity)
-    check_moments(phase, saved)
+    check_evaluation_points(phase, saved)
     state = PhaseState({}, saved.server, saved.clients, round=phase.rounds, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 
@@ -241,7 +241,7 @@ def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseSt
     return replace(state, **counted, epsilon=saved.epsilon, delta=saved.delta, **of_samples)
 
 
-def check_moments(phase: Phase, result: PhaseState) -> None:
+def check_evaluation_points(phase: Phase, result: PhaseState) -> None:
     """Refuses a result that lacks the locally trained models, if the phase is evaluated after local training."""
     if _evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"

@@ -19,7 +19,7 @@ from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.client_models import client_predictor, evaluate_moments, personal_tensors
+from fedmoe_pl.evaluation.client_models import client_predictor, evaluate_points, personal_tensors
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.logs.loggers import RunLoggers
@@ -92,7 +92,7 @@ class Settings:
         folder: the run's folder, ``default_root_dir/name/version_N``; it may not exist yet.
         failures: what happens when clients fail.
         metrics: the metrics that are evaluated besides accuracy, by name.
-        evaluate: evaluates the clients' models; by default, in this process and its workers (``evaluate_moments``).
+        evaluate: evaluates the clients' models; by default, in this process and its workers (``evaluate_points``).
         make_store: makes the store of what clients keep.
     """
 
@@ -109,7 +109,7 @@ class Settings:
     folder: Path
     failures: ClientFailures
     metrics: dict[str, Metric]
-    evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
+    evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_points
     make_store: Callable[[Run], Store] = store_of
 
 
@@ -339,8 +339,8 @@ class Run(Settings):
             record_transfers=self.records_transfers,
             device=self.devices[0],
             client_timeout=self.failures.timeout,
-            phase=phase.name,
-            run="/".join(self.folder.relative_to(self.folder.anchor).parts[-3:]),
+            phase_name=phase.name,
+            run_name="/".join(self.folder.relative_to(self.folder.anchor).parts[-3:]),
             metrics=self.metrics,
         )
 

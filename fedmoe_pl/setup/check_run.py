@@ -26,7 +26,7 @@ from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
-from fedmoe_pl.rounds.begin import ReadResult, check_moments
+from fedmoe_pl.rounds.begin import ReadResult, check_evaluation_points
 from fedmoe_pl.rounds.fit import shared_by
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_module import (
@@ -107,7 +107,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
             run.given_results[phase.name] = read_result(phase, module, run.identity)
         state = run.states.get(phase.name)
         if state is not None and state.evaluations:
-            check_moments(phase, state)
+            check_evaluation_points(phase, state)
 
 
 def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None:

@@ -20,8 +20,8 @@ from fedmoe_pl.data.client_names import ClientNames
 
 def named(logger, **trainer):
     training = SimpleNamespace(
-        phase="my phase",
-        run="digits/version_2",
+        phase_name="my phase",
+        run_name="digits/version_2",
         trainer={"logger": logger, **trainer},
         datamodule=SimpleNamespace(client_names=ClientNames.numbers(4)),
     )

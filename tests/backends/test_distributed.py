@@ -128,7 +128,7 @@ def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, 
     for backend, name in ((team, "two"), (TrainerBackend(), "one")):
         trainer = {"logger": loggers[name], "log_every_n_steps": 1, **({"strategy": "ddp"} if name == "two" else {})}
         phase = local_training(mixture(GlobalOnly()), FedAvg(), datamodule, **trainer)
-        phase = replace(phase, phase="p", run="run")
+        phase = replace(phase, phase_name="p", run_name="run")
         train_clients(backend.plan(phase).begin(phase))
         (file,) = (tmp_path / name).rglob("client_000/**/metrics.csv")
         header, *lines = file.read_text().split()

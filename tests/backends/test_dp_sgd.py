@@ -29,7 +29,7 @@ SGD = partial(torch.optim.SGD, lr=0.5)
 
 def private(training, noise_multiplier=1.0, max_grad_norm=0.5, **changes):
     privacy = DPSGD(max_grad_norm, 1e-3, noise_multiplier)
-    return replace(training, sample_privacy=privacy, phase="it", **changes)
+    return replace(training, sample_privacy=privacy, phase_name="it", **changes)
 
 
 class Classifier(LightningModule):
@@ -267,7 +267,7 @@ def test_other_clients_rounds_phases_and_seeds_have_other_noise():
     runs = [
         train(TrainerBackend(), training),
         train(TrainerBackend(), training, round=1),
-        train(TrainerBackend(), replace(training, phase="other")),
+        train(TrainerBackend(), replace(training, phase_name="other")),
         train(TrainerBackend(), replace(training, seed=2**100)),
     ]
     moved = [tree["network.weight"].flatten() for _, kept in runs for tree in kept.values()]

@@ -55,7 +55,7 @@ def test_a_part_that_computes_more_than_its_own_is_not_tried():
 
 
 def test_outputs_that_are_too_large_are_not_looked_for_in_the_next_client(monkeypatch):
-    monkeypatch.setattr(features, "_MOST_BYTES", 0)
+    monkeypatch.setattr(features, "_MOST_TIMES_SAMPLES", 0)
     Counting.seen = 0
     train(TrainerBackend(), local_training(mixture(ConstantGate(0), expert=Counting()), FROZEN, blobs((4,) * 8), 2))
     assert Counting.seen == 8 * 4 * 2 + 3, "three samples of the first client were traced"

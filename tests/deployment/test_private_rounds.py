@@ -202,12 +202,12 @@ def test_a_client_counts_rounds_without_noise_in_a_run_that_has_rounds_with_nois
     own = PrivateRounds(tmp_path / "client 1", name_of(server), 1)
     before = own.steps(["it"])
     assert PRIVATE.phases()[0].sample_privacy.epsilon(before) <= 4
-    own.add(server.run, SimpleNamespace(phase="it", sample_privacy=None), Message("train", {"round": 2}))
+    own.add(server.run, SimpleNamespace(phase_name="it", sample_privacy=None), Message("train", {"round": 2}))
     for counted in (own, PrivateRounds(tmp_path / "client 1", name_of(server), 1)):
         assert counted.steps(["it"]) == [*before, [1.0, 0.0, 1]]
         assert PRIVATE.phases()[0].sample_privacy.epsilon(counted.steps(["it"])) == math.inf
     without = PrivateRounds(tmp_path / "elsewhere", name_of(server), 1)
-    without.add(server.run, SimpleNamespace(phase="it", sample_privacy=None), Message("train", {"round": 0}))
+    without.add(server.run, SimpleNamespace(phase_name="it", sample_privacy=None), Message("train", {"round": 0}))
     assert not (tmp_path / "elsewhere").exists()
 
 

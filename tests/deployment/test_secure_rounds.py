@@ -353,7 +353,7 @@ class Trained:
 def test_a_sum_has_the_weight_the_traffic_and_the_files_of_those_whose_updates_are_in_it():
     module, sizes = mixture(GlobalOnly()), (13, 8, 11, 6)
     training = local_training(module, FedAvg("global_expert.*"), blobs(sizes))
-    training = replace(training, secure_aggregation=SecureAggregation(3), phase="it")
+    training = replace(training, secure_aggregation=SecureAggregation(3), phase_name="it")
     server = training.algorithm.server_init(module)
     sent = {
         client: {name: torch.full(tensor.shape, 10**client) for name, tensor in server.items()} for client in range(4)

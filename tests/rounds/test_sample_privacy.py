@@ -233,7 +233,7 @@ def test_noise_and_batches_follow_from_every_sample_of_the_client_and_of_no_othe
         if change is not None:
             change(datamodule)
         training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), datamodule)
-        return drawn(replace(training, **{"phase": "it", **kwargs}), client, purpose)
+        return drawn(replace(training, **{"phase_name": "it", **kwargs}), client, purpose)
 
     before = of()
     assert torch.equal(of(), before) and not torch.equal(of(seed=1), before) and not torch.equal(of(client=1), before)

@@ -66,7 +66,7 @@ class MaskedPlan(ClientsPlan):
         """The sum of the updates of those clients that do not fail, and what these keep; notes why others fail."""
         secure = self.training.secure_aggregation
         assert secure is not None and secure.threshold is not None
-        half = ServerHalf(secure.threshold, context_of(self.clients.name, self.training.phase, round))
+        half = ServerHalf(secure.threshold, context_of(self.clients.name, self.training.phase_name, round))
         trained = _found(answers, self._trained_by, failed)
         keys = half.keys({client: keys for client, (keys, _, _) in trained.items()})
 
@@ -98,7 +98,7 @@ class MaskedPlan(ClientsPlan):
         self, kind: str, tensors: Mapping[int, Tree], clients: list[int], round: int
     ) -> dict[int, Message | Failure]:
         """Clients' answers to the messages of a step."""
-        values = {"phase": self.training.phase, "round": round, "clients": clients}
+        values = {"phase": self.training.phase_name, "round": round, "clients": clients}
         return self.clients.ask(self.training, {each: Message(kind, values, tree) for each, tree in tensors.items()})
 
     def _trained_by(self, client: int, answer: Message) -> tuple[PublicKeys, float, int] | Failure:
