@@ -18,7 +18,7 @@ from fedmoe_pl.callbacks.figures import COLORS, INK, log_figure, new_figure, sty
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of
+from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of, own_batch
 from fedmoe_pl.models.inputs import first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -29,14 +29,6 @@ def check_clients(owner: object, clients: Sequence[int], datamodule: FederatedDa
     ids = range(datamodule.num_clients)
     if not clients or not {*clients} <= {*ids}:
         raise InvalidArgumentError(owner, "clients", clients, f"ids of clients, from 0 to {len(ids) - 1}")
-
-
-def own_batch(datamodule: FederatedDataModule, client: int, number: int | None = None) -> tuple[Tensor, Any]:
-    """Indices of a client's first held-out samples, or training samples if it has none, and their batch."""
-    held_out = datamodule.test_samples[client]
-    samples = (held_out if len(held_out) else datamodule.train_samples[client])[:number]
-    (batch,) = datamodule.batches(samples, batch_size=len(samples))
-    return samples, batch
 
 
 def words_of(datamodule: FederatedDataModule, ids: Tensor) -> list[list[str]] | None:

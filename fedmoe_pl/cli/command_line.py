@@ -337,7 +337,7 @@ def _tune(arguments: list[str]) -> None:
         importlib.import_module("optuna")
     except ImportError as error:
         raise MisconfigurationException('tune needs Optuna: pip install ".[tune]" in the repository.') from error
-    sys.exit(importlib.import_module("fedmoe_pl.grids.tune").tune(arguments, _made))
+    sys.exit(importlib.import_module("fedmoe_pl.grids.tune").tune(arguments, configured))
 
 
 class _Configured(FederationCLI):
@@ -360,13 +360,8 @@ class _Checked(_Configured):
         self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def configured(arguments: Sequence[str], check: bool) -> Federation:
-    """The federation that ``fedmoe fit`` would train; with all checks, for which the data are read, or without."""
-    return _made(arguments, check)[0]
-
-
-def _made(arguments: Sequence[str], check: bool) -> tuple[Federation, LightningModule, FederatedDataModule]:
-    """The same with model and data; nothing is logged of them, which the runs of a grid will do."""
+def configured(arguments: Sequence[str], check: bool) -> tuple[Federation, LightningModule, FederatedDataModule]:
+    """What ``fedmoe fit`` would train, with all checks or without; nothing is logged of it, which the runs will do."""
     disabled = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:

@@ -23,10 +23,10 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
-from fedmoe_pl.commands.export_adapters import write_adapters, write_merged
+from fedmoe_pl.commands.export_adapters import TOLERANCE, relative_difference, write_adapters, write_merged
 from fedmoe_pl.data import FederatedDataModule, TimeSeriesDataModule
 from fedmoe_pl.evaluation.client_models import has_own_model
-from fedmoe_pl.evaluation.outputs import ScoresAndWeights
+from fedmoe_pl.evaluation.outputs import ScoresAndWeights, own_batch
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.run import Run
@@ -69,7 +69,6 @@ ABOUT = "data.json"
 """What a file for use without this package says of its data under this name, as JSON; see :func:`export_clients`."""
 _OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
 _SAMPLES = 256  # that the exported model is checked on
-_TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -136,9 +135,10 @@ def export_clients(
 
 
 def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:
-    module, x = ScoresAndWeights(run.client_module(method, client)).eval(), _samples(run, client)
+    module = ScoresAndWeights(run.client_module(method, client)).eval()
+    x = own_batch(run.datamodule, client, _SAMPLES)[1][0].cpu()
     content, difference = _exported(module, x, method, format, json.dumps(_about(run.datamodule, client)))
-    if not difference <= _TOLERANCE:
+    if not difference <= TOLERANCE:
         because = f"its outputs differ by {difference:.1e} from the module's"
         raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
     with replacing(path) as temporary:
@@ -160,14 +160,6 @@ def _about(datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
     known = {"classes": datamodule.classes, "mean": mean, "std": std, "image_size": size}
     known |= {"vocabulary": datamodule.vocabulary, "columns": datamodule.columns}
     return {name: value for name, value in known.items() if value is not None}
-
-
-def _samples(run: Run, client: int) -> Tensor:
-    """Inputs of a client's test samples or, if it has none, of its training samples; shape (n, ...)."""
-    samples = run.datamodule.test_samples[client]
-    samples = (samples if len(samples) else run.datamodule.train_samples[client])[:_SAMPLES]
-    ((x, _),) = run.datamodule.batches(samples, batch_size=len(samples))
-    return x.cpu()
 
 
 def _exported(module: ScoresAndWeights, x: Tensor, method: str, format: str, about: str) -> tuple[bytes, float]:
@@ -244,8 +236,6 @@ def _any_size() -> dict[str, dict[int, Any]]:
 
 
 def _difference(module: ScoresAndWeights, exported: Function, x: Tensor) -> float:
-    """The largest difference of two outputs, as a share of the module's where that is above 1; infinite for nan."""
+    """The largest difference of scores and weights."""
     with torch.no_grad():
-        pairs = [*zip(module(x), exported(x), strict=True)]
-    differences = [((theirs - ours).abs() / ours.abs().clamp(min=1)).max() for ours, theirs in pairs]
-    return max(float(difference.nan_to_num(nan=float("inf"))) for difference in differences)
+        return max(relative_difference(ours, theirs) for ours, theirs in zip(module(x), exported(x), strict=True))

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from torch import nn
+from torch import Tensor, nn
 
 from fedmoe_pl.checkpoints.files import replacing_files
 from fedmoe_pl.checks import InvalidArgumentError, with_article
+from fedmoe_pl.evaluation.outputs import own_batch
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
 from fedmoe_pl.models.inputs import call, inputs_of
@@ -19,7 +20,7 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import same_values, subtree
 
 _SAMPLES = 64  # on which outputs are compared
-_TOLERANCE = 1e-3  # relative and absolute, of outputs
+TOLERANCE = 1e-3  # relative and absolute, of outputs
 
 
 def write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
@@ -37,11 +38,11 @@ def write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator
     for part, adapter in parts.items():
         model = peft_model(module.plain_base(), adapter)
         expected = module if part == "mixture" else module.get_submodule(part)
-        difference = _difference(module, expected, model, x)
+        compared = _compared(module, expected, model, x)
         with replacing_files(folder / part) as temporary:
             # the base's embedding is no part of an adapter, also where it has one
             model.save_pretrained(str(temporary), save_embedding_layers=False)
-        yield f"Client {run.datamodule.client_names[client]} of {method}: {folder / part} ({difference})"
+        yield f"Client {run.datamodule.client_names[client]} of {method}: {folder / part} ({compared})"
 
 
 def write_merged(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
@@ -52,10 +53,10 @@ def write_merged(run: Run, method: str, client: int, folder: Path) -> Iterator[s
         because = "no weights of the base compute this mixture; the format peft has its experts"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
     base = merged(module.plain_base(), adapter)
-    difference = _difference(module, module, base, _inputs(run, client, module))
+    compared = _compared(module, module, base, _inputs(run, client, module))
     with replacing_files(folder) as temporary:
         save_base(base, temporary)
-    yield f"Client {run.datamodule.client_names[client]} of {method}: {folder} ({difference})"
+    yield f"Client {run.datamodule.client_names[client]} of {method}: {folder} ({compared})"
 
 
 def _adapter_moe(run: Run, method: str, client: int) -> AdapterMoE:
@@ -78,20 +79,23 @@ def _check_base(run: Run, method: str, module: AdapterMoE) -> None:
 
 def _inputs(run: Run, client: int, module: AdapterMoE) -> Any:
     """Inputs of a client's test samples or, if it has none, of its training samples."""
-    samples = run.datamodule.test_samples[client]
-    samples = (samples if len(samples) else run.datamodule.train_samples[client])[:_SAMPLES]
-    (batch,) = run.datamodule.batches(samples, batch_size=len(samples))
+    batch = own_batch(run.datamodule, client, _SAMPLES)[1]
     return move_data_to_device(inputs_of(batch, module.target_key), torch.device("cpu"))
 
 
-def _difference(module: AdapterMoE, expected: nn.Module, model: nn.Module, x: Any) -> str:
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two outputs, as a share of ours where that is above 1; infinite for nan."""
+    return float(((theirs - ours).abs() / ours.abs().clamp(min=1)).max().nan_to_num(nan=float("inf")))
+
+
+def _compared(module: AdapterMoE, expected: nn.Module, model: nn.Module, x: Any) -> str:
     """How far a model's outputs are from those of the module, or of its expert, in words; refuses too much of it."""
     with torch.no_grad():
         ours, theirs = expected(x), call(model, module.prepared(x))
     if expected is module:
         theirs = module.scores_of(theirs)
-    difference = float(((theirs - ours).abs() / ours.abs().clamp(min=1)).max().nan_to_num(nan=float("inf")))
-    if not difference <= _TOLERANCE:
-        because = f"its outputs differ by {difference:.1e} from the module's"
+    largest = relative_difference(ours, theirs)
+    if not largest <= TOLERANCE:
+        because = f"its outputs differ by {largest:.1e} from the module's"
         raise InvalidArgumentError("LoRA", "lora", module.lora, "one that peft computes in the same way", because)
-    return f"outputs differ by at most {difference:.1e} from the module's"
+    return f"outputs differ by at most {largest:.1e} from the module's"

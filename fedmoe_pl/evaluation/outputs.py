@@ -60,6 +60,14 @@ def has_task(module: LightningModule, task: Task) -> bool:
     return mixture is not None and mixture.task == task
 
 
+def own_batch(datamodule: FederatedDataModule, client: int, number: int | None = None) -> tuple[Tensor, Any]:
+    """Indices of a client's first held-out samples, or training samples if it has none, and their batch."""
+    held_out = datamodule.test_samples[client]
+    samples = (held_out if len(held_out) else datamodule.train_samples[client])[:number]
+    (batch,) = datamodule.batches(samples, batch_size=len(samples))
+    return samples, batch
+
+
 def labelled_batches(
     datamodule: FederatedDataModule, samples: Tensor, mixture: MixtureOfExperts | None = None
 ) -> Iterator[tuple[Any, Tensor]]:

@@ -13,17 +13,19 @@ from typing import Any
 
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 
 from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, finished_path, run_versions
 from fedmoe_pl.checkpoints.configuration import relevant
 from fedmoe_pl.checks import InvalidArgumentError, is_file_name
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.grid import SEED, VARIANT, Grid, Variant, value_name
 from fedmoe_pl.phases.starts import chain_of_starts
 from fedmoe_pl.report.settings import phases_behind
 
-Configured = Callable[[Sequence[str], bool], Federation]
-"""Makes the federation of the arguments of ``fedmoe fit``; the second argument is whether to make all its checks."""
+Configured = Callable[[Sequence[str], bool], tuple[Federation, LightningModule, FederatedDataModule]]
+"""Makes what the arguments of ``fedmoe fit`` name; the second argument is whether to make all its checks."""
 
 _PHASES = "federation.phases."
 
@@ -72,7 +74,7 @@ def _cells_of(grid: Grid, where: dict[str, Any], configured: Configured) -> list
     cells = [_cell(grid, where, seed, configuration, shown) for seed in grid.values.get(SEED, [configuration[SEED]])]
     if all(finished_run(cell) or cut_run(cell) for cell in cells):
         return cells  # they were checked when they began
-    configuration = configured(["--config", json.dumps(cells[0].configuration)], True).hparams
+    configuration = configured(["--config", json.dumps(cells[0].configuration)], True)[0].hparams
     return [_cell(grid, where, cell.seed, configuration, shown) for cell in cells]
 
 
@@ -84,14 +86,14 @@ def configuration_of(grid: Grid, where: Mapping[str, Any], configured: Configure
     of_phases = {key: value for key, value in changes.items() if key.startswith(_PHASES)}
     files = [word for path in (*grid.configs, *variant.configs) for word in ("--config", path.absolute)]
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
-    federation = configured([*files, *(f"--{key}={texts[key]}" for key in changes if key not in of_phases)], False)
+    federation, *_ = configured([*files, *(f"--{key}={texts[key]}" for key in changes if key not in of_phases)], False)
     configuration = copy.deepcopy(federation.hparams)
     for key, value in of_phases.items():
         _change_phase(configuration["federation"]["phases"], key, value)
     if grid.methods is None:
         return configuration
     if of_phases:  # which may change what a phase starts from
-        federation = configured(["--config", json.dumps(configuration)], False)
+        federation, *_ = configured(["--config", json.dumps(configuration)], False)
     names = [phase.name for phase in federation.phases]
     for name in grid.methods:
         if name not in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,15 +35,12 @@ from fedmoe_pl.report.search import TRIALS
 from fedmoe_pl.rounds.interruption import Interruption
 from fedmoe_pl.setup.data import check_direction, measured
 
-Made = Callable[[Sequence[str], bool], tuple[Federation, LightningModule, FederatedDataModule]]
-"""Makes what the arguments of ``fedmoe fit`` name; the second argument is whether to make all its checks."""
-
 _JOURNAL = "optuna.journal"
 _VALIDATION = "validation"
 _ONLY_VALIDATION = "a metric on validation samples", "what is chosen by test samples looks better on them than it is"
 
 
-def tune(arguments: Sequence[str], made: Made) -> int:
+def tune(arguments: Sequence[str], configured: Configured) -> int:
     """Runs trials, and returns the exit code: 1 if none has a value, 128 + n for signal n."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     tuning, of_run = read_tuning(arguments)
@@ -54,7 +51,7 @@ def tune(arguments: Sequence[str], made: Made) -> int:
     if not space:
         raise InvalidArgumentError("tune", "space", tuning.space, "keys of the run with their values")
     print("checking the configuration", flush=True)
-    federation, model, data = made(of_run, True)
+    federation, model, data = configured(of_run, True)
     method = _method(tuning, federation)
     tuning = replace(tuning, method=method)
     _check_metric(tuning.metric, method, federation, model, data)
@@ -67,9 +64,6 @@ def tune(arguments: Sequence[str], made: Made) -> int:
             _keep(folder / name, content, is_new=not study.trials)
         run = Path_fr(folder / "run.yaml")  # pyright: ignore[reportCallIssue]
         grid = Grid([run], {}, str(folder), methods=[method], parallel=tuning.parallel)
-
-        def configured(words: Sequence[str], check: bool) -> Federation:
-            return made(words, check)[0]
 
         trials = Trials(study, space, tuning, grid, configured)
         if not study.trials:

@@ -14,7 +14,7 @@ from fedmoe_pl.cli.command_line import configured
 
 def phases_of(*arguments: str) -> dict[str, dict]:
     """The phases of ``fit`` with these arguments, by name."""
-    return {phase["name"]: phase for phase in configured(arguments, False).hparams["federation"]["phases"]}
+    return {phase["name"]: phase for phase in configured(arguments, False)[0].hparams["federation"]["phases"]}
 
 
 def test_arguments_change_the_phase_that_they_name_and_no_other():
@@ -93,7 +93,8 @@ def test_a_list_in_an_object_replaces_the_whole_list():
     """Also one of the same length."""
     crop = {"class_path": "RandomCrop", "init_args": {"padding": 7}}
     files = [json.dumps({"data": {"init_args": {"augmentation": [each]}}}) for each in (crop, "RandomCrop")]
-    data = configured(["--config", QUICKSTART, *(word for text in files for word in ("--config", text))], False).hparams
+    words = ["--config", QUICKSTART, *(word for text in files for word in ("--config", text))]
+    data = configured(words, False)[0].hparams
     assert data["data"]["init_args"]["augmentation"][0]["init_args"]["padding"] != 7
 
 

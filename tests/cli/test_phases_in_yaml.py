@@ -123,7 +123,7 @@ def cohorts(*numbers) -> list[dict]:
 
 def numbers_of(*arguments: str) -> list[tuple[str, float | None]]:
     """The numbers of clients per round that are made of a command line, by type and value."""
-    numbers = [phase.clients_per_round for phase in configured(arguments, False).phases]
+    numbers = [phase.clients_per_round for phase in configured(arguments, False)[0].phases]
     return [(type(number).__name__, number) for number in numbers]
 
 

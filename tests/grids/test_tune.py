@@ -48,7 +48,7 @@ _MADE = {}
 @pytest.fixture(autouse=True)
 def made_once(monkeypatch):
     """Makes and checks what the same arguments name once for all tests; ``run.yaml`` is the same in all."""
-    made = command_line._made
+    made = command_line.configured
 
     def once(arguments, check):
         key = (*arguments, check)
@@ -56,7 +56,7 @@ def made_once(monkeypatch):
             _MADE[key] = made(arguments, check)
         return _MADE[key]
 
-    monkeypatch.setattr(command_line, "_made", once)
+    monkeypatch.setattr(command_line, "configured", once)
 
 
 @pytest.fixture

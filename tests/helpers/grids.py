@@ -92,8 +92,8 @@ def write_grid(folder: Path, **changes) -> list[str]:
     return ["--config", str(folder / "grid.yaml")]
 
 
-def pretended_configured(arguments: list[str], check: bool) -> SimpleNamespace:
-    """Takes the place of ``cli.commands.configured``: what is written, without parsing and checks."""
+def pretended_configured(arguments: list[str], check: bool) -> tuple[SimpleNamespace, None, None]:
+    """Takes the place of ``command_line.configured``: what is written, without parsing and checks."""
     words, files = iter(arguments), []
     for word in words:
         if word == "--config":
@@ -108,7 +108,7 @@ def pretended_configured(arguments: list[str], check: bool) -> SimpleNamespace:
     hparams = functools.reduce(_merged, files)
     phases = [SimpleNamespace(name=phase["name"]) for phase in hparams["federation"]["phases"]]
     starts = {"Local": "initial", "FedAvg": "initial", "PFL-FT": "FedAvg"}
-    return SimpleNamespace(hparams=hparams, phases=phases, starts=starts)
+    return SimpleNamespace(hparams=hparams, phases=phases, starts=starts), None, None
 
 
 def _merged(before, after):
