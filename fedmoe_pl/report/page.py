@@ -159,7 +159,8 @@ def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
 
 
 def _distribution_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
-    caption = "One box per method over the clients of all seeds: quartiles, whiskers, diamond for the mean."
+    of = "the clients of all seeds" if any(len(method.runs) > 1 for method in condition.methods) else "the clients"
+    caption = f"One box per method over {of}: quartiles, whiskers, diamond for the mean."
     pictures = [
         picture(f"clients {metric} {condition.name}", caption, figure)
         for metric in condition.metrics
