@@ -54,7 +54,8 @@ def test_a_run_ends_while_a_forked_process_goes_on():
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.few(1)
 def test_a_signal_ends_a_hanging_client_and_the_run_continues(signum, tmp_path, capsys):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(signum, usual)  # a shell's background job, or nohup, has it ignored
     stopped = hanging(tmp_path, signum)
     start = time.monotonic()
     with pytest.raises((KeyboardInterrupt, SystemExit)) as end:
@@ -67,7 +68,7 @@ def test_a_signal_ends_a_hanging_client_and_the_run_continues(signum, tmp_path, 
         f"fedmoe: {signum.name} has ended the run; it continues after its last whole round with\n"
         f"fit(model, datamodule, ckpt_path='{checkpoint}')\n"
     )
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert signal.signal(signum, before) is usual
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     resumed, whole = hanging(tmp_path, None), hanging(tmp_path / "whole", None)
     resumed.fit(model(), data(), ckpt_path=str(checkpoint))
