@@ -95,12 +95,22 @@ class Patterns:
         names = list(names)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names})) or "none"
+                tops = ", ".join(_beside(pattern, names)) or "none"
                 if any("_orig_mod." in name for name in names):
                     tops += ". torch.compile(layer) has put _orig_mod into names; layer.compile() does not"
                 raise MisconfigurationException(
                     f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops}."
                 )
+
+
+def _beside(pattern: str, names: Iterable[str]) -> list[str]:
+    """The patterns that could stand where the first part of this one begins that matches no name."""
+    while pattern:
+        pattern, *_ = pattern.rpartition(".")
+        stem = f"{pattern}." if pattern else ""
+        if ends := {name.removeprefix(stem) for name in names if name.startswith(stem)}:
+            return sorted({f"{stem}{end.partition('.')[0]}.*" if "." in end else stem + end for end in ends})
+    return []
 
 
 class Algorithm:

@@ -18,6 +18,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.failures import check_finite
 from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
+from fedmoe_pl.checks import with_article
 from fedmoe_pl.data import Batches, FederatedDataModule, PoissonBatches
 from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
 from fedmoe_pl.trees import Tree, changed, of_module, of_parts, with_prefix
@@ -75,6 +76,11 @@ def end_client(
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, constants)
+    if not isinstance(update, Update):
+        kind, given = type(algorithm).__name__, with_article(type(update).__name__)
+        raise TypeError(f"client_final of {kind} returned {given}, but must return an Update")
+    if update.weight < 0:
+        raise ValueError(f"its weight is {update.weight}, but must be at least 0")
     # the first client has a whole module to itself; here, what it did not change goes back to the shared memory
     sent = training.copies.known(update.sent)
     kept = {name: tensor for name, tensor in update.state.items() if not name.startswith(TRAINED)} | (optimizer or {})

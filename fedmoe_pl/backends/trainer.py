@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -332,7 +333,10 @@ class _ClientAlone(Learner):
         return self.module.configure_optimizers()
 
     def loss(self, batch: Any) -> Tensor | None:
-        return self.training.algorithm.client_loss(self.module, batch, self.constants)
+        loss = self.training.algorithm.client_loss(self.module, batch, self.constants)
+        if loss is None:  # as Lightning says of a training step
+            rank_zero_warn("`client_loss` returned `None`. If this was on purpose, ignore this warning...")
+        return loss
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         loss.backward()

@@ -254,7 +254,8 @@ def check_values(class_type: type, arguments: Mapping[str, Any]) -> None:
         if isinstance(value, float) and math.isnan(value):
             raise InvalidArgumentError(class_type.__name__, name, value, "a finite number")
         if value is None and name in (hints := _not_optional(class_type)):
-            raise InvalidArgumentError(class_type.__name__, name, value, words_of(repr(hints[name])))
+            allowed = "given" if hints[name] is object else words_of(repr(hints[name]))
+            raise InvalidArgumentError(class_type.__name__, name, value, allowed)
 
 
 @cache
@@ -268,7 +269,9 @@ def _not_optional(class_type: type) -> dict[str, Any]:
         except NameError:  # of a type that is only imported where types are checked
             break
         for name, parameter in parameters.items():
-            found.setdefault(name, Any if parameter.default is None else hints.get(name, Any))
+            is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            hint = hints.get(name, object if is_required else Any)  # jsonargparse takes null for one without a type
+            found.setdefault(name, Any if parameter.default is None else hint)
         if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             break
     return {name: hint for name, hint in found.items() if hint is not Any and type(None) not in get_args(hint)}

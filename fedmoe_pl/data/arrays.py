@@ -6,16 +6,19 @@ import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, tried
+from fedmoe_pl.checks import InvalidArgumentError, reason_of, tried
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_UNPACKED, _MOST_TIMES = 2**30, 100  # bytes of an archive, beyond which they are at most so many times its own
+_NEAR = 0.8  # likeness of two names of which one is probably misspelt
 _CLASSES = 1000  # a label may be higher only if there are as many samples
 
 
@@ -159,6 +162,15 @@ def mean_and_std(images: Tensor) -> tuple[list[float], list[float]]:
     return mean.tolist(), std.where(std > 0, 1.0).tolist()  # a channel with a single value becomes 0, not nan
 
 
+def _array_of(file: Any, name: str) -> np.ndarray:
+    """An array of a file; a refusal names it."""
+    try:
+        return file[name]
+    except ValueError as error:
+        hint = "; names are texts after .astype(str)" if "Object arrays" in str(error) else ""
+        raise ValueError(f"{name}: {reason_of(error)}{hint}") from error
+
+
 def read_npz(owner: object, argument: str, path: str | Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """The arrays in an .npz file, or those of them that are named; ``argument`` is the owner's that gives the path.
 
@@ -175,7 +187,10 @@ def read_npz(owner: object, argument: str, path: str | Path, names: Sequence[str
         if unpacked > max(_MOST_UNPACKED, _MOST_TIMES * size):
             because = f"its {size:,} bytes are {unpacked:,} unpacked; if this is right, write it with np.savez"
             raise InvalidArgumentError(owner, argument, str(path), "an archive that does not fill the memory", because)
-        arrays = {name: file[name] for name in names or file.files if name in file}
+        for name in file.files if names else ():  # a name that is not taken may be a misspelt one
+            if name not in names and (near := get_close_matches(name, [*{*names} - {*file.files}], 1, _NEAR)):
+                raise InvalidArgumentError(owner, argument, str(path), f"a file with {near[0]}", f"it has {name}")
+        arrays = {name: _array_of(file, name) for name in names or file.files if name in file}
     if others := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:  # bytes of other files
         raise InvalidArgumentError(owner, argument, str(path), "a file of arrays", f"{others[0]} of '{path}' is none")
     return arrays

@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TRAINED, LocalTraining, begin_client, client_of, trains_by_loss
 from fedmoe_pl.backends.training import epochs_to_try
-from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
+from fedmoe_pl.checkpoints.checkpoint import FILE, load_checkpoint
 from fedmoe_pl.checkpoints.client_state import RemoteStates, Renumbered, check_states, joined, only, without
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming, with_article
@@ -307,10 +307,13 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     check_states(saved.clients)
     if all(content[key] == identity[key] for key in ("partition", "client_names")):
         return saved
-    anew = ""
+    before, now = (ClientNames(each["client_names"] or []) for each in (content, identity))
     if saved.clients:
-        saved, new = _renumbered(phase, module, saved, content["client_names"] or [], identity["client_names"] or [])
-        anew = f"; {ClientNames(new).text([*range(len(new))])} begin{'s' * (len(new) == 1)} anew" if new else ""
+        saved = _renumbered(phase, module, saved, before, now)
+    new = [client for client, name in enumerate(now) if name not in before]
+    moved = [client for client, name in enumerate(now) if name in before and before.index(name) != client]
+    anew = f"; {now.text(new)} begin{'s' * (len(new) == 1)} anew" if new else ""
+    anew += f"; {now.text(moved)} may hold out other samples, which follow from a client's number" if moved else ""
     rank_zero_warn(
         f"{phase}: ckpt_path is '{path}', a run with other clients or samples{anew}; clients may be tested on samples "
         "that its result was trained on."
@@ -320,8 +323,8 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
 
 def _renumbered(
     phase: Phase, module: LightningModule, saved: PhaseState, before: list[str], now: list[str]
-) -> tuple[PhaseState, list[str]]:
-    """A result for other data, whose clients take what those of the same names kept; also returns the new names."""
+) -> PhaseState:
+    """A result for other data, whose clients take what those of the same names kept."""
     old = {now.index(name): client for client, name in enumerate(before) if name in now}
     architecture = module.client_architecture if isinstance(module, MixtureOfExperts) else lambda client: 0
     per_client = phase.algorithm.per_client
@@ -341,14 +344,16 @@ def _renumbered(
         for name, of_phase in saved.counted_steps.items()
     }
     kept = Renumbered(saved.clients, {new: client for new, client in old.items() if client in saved.clients})
-    return replace(saved, clients=kept, counted_steps=counted), [name for name in now if name not in before]
+    return replace(saved, clients=kept, counted_steps=counted)
 
 
 def _read_adapter(phase: Phase, module: LightningModule, server: Tree) -> Tree:
     """The global expert's tensors from a folder of peft; the phase's algorithm must share all of them."""
     refused = (str(phase), "ckpt_path", phase.ckpt_path)
     if not isinstance(module, AdapterMoE):
-        raise InvalidArgumentError(*refused, "a file, because the model is no AdapterMoE")
+        last = Path(phase.ckpt_path or "") / FILE
+        allowed = f"the file '{last}' in it" if last.is_file() else "a file, because the model is no AdapterMoE"
+        raise InvalidArgumentError(*refused, allowed)
     with naming(phase):
         tensors = read_adapter(Path(phase.ckpt_path or ""), module)
     if lost := [name for name in tensors if name not in server]:

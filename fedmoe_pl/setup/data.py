@@ -171,6 +171,8 @@ def check_task(
     with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}{of_others}"):
         with _naming_sizes(module, datamodule), evaluating(module):
             outputs = predict(module, datamodule, samples)[0]
+            if only_shape:
+                predict(module, datamodule, datamodule.global_test[:1])
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
         allowed = f"one that gives a score for each of {datamodule.num_classes} classes"
@@ -283,7 +285,7 @@ def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, ou
     """Refuses a mixture's task if its loss cannot compare the outputs with the targets."""
     known = datamodule.y if datamodule.y.numel() else targets  # from a reader, only a few are known
     if module.task == "multiclass" and targets.is_floating_point():
-        because = f"its targets are {targets.dtype}, but classes must be integers"
+        because = f"its targets are {targets.dtype}, but classes must be integers, as from y.argmax(1) or y.astype(int)"
     elif not fits(module.task, outputs, targets):
         shapes = tuple(outputs.shape[1:]), tuple(targets.shape[1:])
         because = f"outputs of shape {shapes[0]} do not fit targets of shape {shapes[1]} for this task"

@@ -189,22 +189,28 @@ def test_a_part_that_was_frozen_in_one_epoch_is_back_in_train_mode_when_it_is_tr
     ]
 
 
+PARTS = "gate.*, global_expert.*, local_expert.*"
+LOCAL_PARTS = "local_expert.classifier.*, local_expert.extractor.*"
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "key", "pattern"),
+    ("algorithm", "key", "pattern", "beside"),
     [
-        (FedAvg(shared="global_exprt.*"), "shared", "global_exprt.*"),
-        (FedAvg(trainable=["global_expert.*", "heads.*"]), "trainable", "heads.*"),
-        (Local(trainable="classifier.*"), "trainable", "classifier.*"),
-        (FineTuning("local_expert.clasifier.*"), "trainable", "local_expert.clasifier.*"),
-        (PFLMoE(interleaved=True, trainable="local.*"), "trainable", "local.*"),
+        (FedAvg(shared="global_exprt.*"), "shared", "global_exprt.*", PARTS),
+        (FedAvg(trainable=["global_expert.*", "heads.*"]), "trainable", "heads.*", PARTS),
+        (Local(trainable="classifier.*"), "trainable", "classifier.*", PARTS),
+        (FineTuning("local_expert.clasifier.*"), "trainable", "local_expert.clasifier.*", LOCAL_PARTS),
+        (PFLMoE(interleaved=True, trainable="local.*"), "trainable", "local.*", PARTS),
     ],
 )
-def test_a_misspelt_pattern_is_refused_before_training_with_what_the_model_has(algorithm, key, pattern, tmp_path):
+def test_a_misspelt_pattern_is_refused_before_training_with_what_the_model_has(
+    algorithm, key, pattern, beside, tmp_path
+):
     with pytest.raises(MisconfigurationException) as error:
         run([phase("A", algorithm, start="initial")], mixture(LinearGate(5)), blobs(), tmp_path)
     assert str(error.value) == (
         f"Phase 'A': {type(algorithm).__name__}: {key} is '{pattern}', which matches no parameter of the model; it has "
-        "gate.*, global_expert.*, local_expert.*."
+        f"{beside}."
     )
 
 

@@ -1,10 +1,14 @@
 """Hooks that FedAvg leaves alone, each shown by an algorithm made for it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import blobs, mixture, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS
 from helpers.reports import csv_rows
+from helpers.runs import federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -12,6 +16,7 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import FeatureGate, GlobalOnly
+from fedmoe_pl.phases.participation import ClientError
 
 
 class Bank(LightningModule):
@@ -139,3 +144,30 @@ def test_what_the_server_computes_does_not_depend_on_the_number_of_threads(tmp_p
     finally:
         torch.set_num_threads(1)
     assert len(threads) >= 4 and {*threads} == {1}
+
+
+@pytest.mark.filterwarnings("ignore:.* are left out")
+@pytest.mark.parametrize(
+    ("final", "sentence"),
+    [
+        (lambda update: (update.sent, 1), "client_final of Changed returned a tuple, but must return an Update"),
+        (lambda update: replace(update, weight=-2), "its weight is -2, but must be at least 0"),
+        (lambda update: replace(update, weight=0), "The weights of a round's clients are 0, but one of them must be"),
+    ],
+)
+def test_an_update_that_cannot_be_averaged_is_refused_in_a_sentence(final, sentence, tmp_path):
+    class Changed(FedAvg):
+        def client_final(self, client, constants):
+            return final(super().client_final(client, constants))
+
+    with pytest.raises((ClientError, MisconfigurationException), match=sentence):
+        federation(tmp_path, [Phase("A", Changed(), gate=GlobalOnly())]).fit(mixture(), blobs())
+
+
+def test_a_loss_that_is_never_returned_is_warned_of_as_in_lightning(tmp_path):
+    class Nothing(FedAvg):
+        def client_loss(self, module, batch, constants):
+            super().client_loss(module, batch, constants)
+
+    with pytest.warns(UserWarning, match="`client_loss` returned `None`"):
+        federation(tmp_path, [Phase("A", Nothing(), gate=GlobalOnly())]).fit(mixture(), blobs())

@@ -95,3 +95,13 @@ def test_an_exception_where_one_class_fits_stays_as_it_is(refusal, tmp_path):
     )
     with pytest.raises(KeyError, match="of the user"):
         refusal("federation", "phases", [{"name": "A", "algorithm": "own_algorithm.Broken"}])
+
+
+def test_an_argument_without_type_and_default_must_be_given(refusal, tmp_path):
+    (tmp_path / "untyped_algorithm.py").write_text(
+        "from fedmoe_pl.algorithms import FedAvg\n\n\nclass Untyped(FedAvg):\n"
+        "    def __init__(self, rate, shared='*'):\n        super().__init__(shared)\n"
+    )
+    assert refusal("federation", "phases", [{"name": "A", "algorithm": "untyped_algorithm.Untyped"}]) == (
+        "federation.phases.A.algorithm.init_args.rate is None, but must be given."
+    )

@@ -127,7 +127,7 @@ def test_a_file_that_is_not_of_numpy_s_savez_is_refused(reader, tmp_path, monkey
         "text": "must be an .npz file, because '.*' is of another kind",
         "pipe": "must be an .npz file, because '.*' is of another kind",
         "no": "must be an .npz file, because '.*' does not exist",
-        "objects": r"objects\.npz' cannot be read: Object arrays",
+        "objects": r"objects\.npz' cannot be read: x_train: Object arrays",
         "bomb": "does not fill the memory, because its .* bytes are 4,19.,... unpacked; .* np.savez",
     }.items():
         with pytest.raises(MisconfigurationException, match=rf"^{reader}: .*{reason}"):
@@ -150,3 +150,10 @@ def test_integer_arrays_of_an_npz_file_are_ids_of_words(dtype, tmp_path):
     np.savez(tmp_path / "own.npz", x_train=x[:8], y_train=y[:8], x_test=x[8:], y_test=y[8:])
     data = set_up(NpzFile(path=str(tmp_path / "own.npz"), num_clients=2))
     assert data.x.dtype == torch.int64 and data.x.tolist() == x.tolist()
+
+
+def test_a_misspelt_name_of_an_array_is_named(tmp_path):
+    arrays = {f"{name}_{part}": np.zeros((2, 3)[: 2 - (name == "y")]) for name in "xy" for part in ("train", "test")}
+    np.savez(tmp_path / "own.npz", **arrays, clients_train=["a", "b"])
+    with pytest.raises(InvalidArgumentError, match=r"must be a file with client_train, because it has clients_train\."):
+        set_up(NpzFile(path=str(tmp_path / "own.npz")))

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, mixture
 from helpers.models import plain_trainer, trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -159,3 +159,19 @@ def test_a_class_without_a_path_is_the_one_that_loads(is_parent, tmp_path):
     assert_same_bits(loaded.state_dict(), module.state_dict())
     with pytest.raises(MisconfigurationException, match="gate_lr is -1"):
         kind.load_from_checkpoint(tmp_path / "mixture.ckpt", gate_lr=-1.0)
+
+
+@plain_trainer
+def test_a_gate_of_unknown_width_is_loaded_with_what_was_frozen(tmp_path):
+    torch.manual_seed(0)
+    module, plain = mixture(FeatureGate(), dtype=torch.float32), trainer(tmp_path)
+    module.mix(torch.zeros(2, 5))
+    module.gate.requires_grad_(False)
+    plain.strategy.connect(module)
+    plain.save_checkpoint(tmp_path / "mixture.ckpt", weights_only=True)
+    given = mixture(FeatureGate(), dtype=torch.float32)  # with a gate that has no parameters yet
+    loaded = PersonalizedMoE.load_from_checkpoint(
+        tmp_path / "mixture.ckpt", global_expert=given.global_expert, gate=FeatureGate(), weights_only=True
+    )
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+    assert [each.requires_grad for each in loaded.parameters()] == [each.requires_grad for each in module.parameters()]

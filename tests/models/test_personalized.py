@@ -2,10 +2,12 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, mixture
 from helpers.models import samples
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg
@@ -105,3 +107,9 @@ def test_experts_of_several_architectures_are_checked_without_a_copy_of_the_comm
 
     optimizer.__module__ = "jsonargparse._typehints"
     PersonalizedMoE(SmallMLP(), [SmallMLP(), SmallMLP()], optimizer=partial(optimizer, Parser()))
+
+
+@pytest.mark.parametrize("argument", ["optimizer", "loss"])
+def test_what_must_be_a_function_is_refused_if_it_is_a_name(argument):
+    with pytest.raises(MisconfigurationException, match=f"^PersonalizedMoE: {argument} is 'SGD', but must be a fun"):
+        PersonalizedMoE(SmallMLP(8, 4, 3), task="multiclass", **{argument: "SGD"})

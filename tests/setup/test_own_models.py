@@ -146,7 +146,9 @@ def test_what_waits_for_a_metric_that_nobody_validates_is_told_how_clients_valid
 def test_a_pattern_without_the_name_of_a_compiled_layer_is_told_how_to_compile():
     module = Linear()
     module.net = torch.compile(module.net)
-    with pytest.raises(MisconfigurationException, match=r"it has net.\*. .*_orig_mod .*layer.compile\(\) does not"):
+    with pytest.raises(
+        MisconfigurationException, match=r"it has net._orig_mod.\*. .*_orig_mod .*layer.compile\(\) does"
+    ):
         FedAvg("net.0.*").server_init(module)
     module = Linear()
     module.net.compile()

@@ -178,6 +178,9 @@ class MixtureOfExperts(LightningModule, ABC):
         self.channels_last = channels_last
         self.task: Task
         self.task = checked_task(self, task, loss)
+        if loss is not None and not callable(loss):
+            allowed = "a function of outputs and targets, such as torch.nn.CrossEntropyLoss()"
+            raise InvalidArgumentError(self, "loss", loss, allowed)
         self.criterion = loss
         self.target_key = target_key
 
@@ -518,7 +521,7 @@ class MixtureOfExperts(LightningModule, ABC):
                 raise not_described(self, name, value, kind)
         if _FROZEN in checkpoint and self._trainer is None:  # a training that goes on has its own frozen parameters
             for name, parameter in self.named_parameters():
-                parameter.requires_grad_(name not in checkpoint[_FROZEN])
+                parameter.requires_grad = name not in checkpoint[_FROZEN]  # a method is refused by a lazy layer's
 
     def _saved_arguments(self) -> dict[str, Any]:
         """The arguments in the configuration, and what a subclass of your own gave to ``save_hyperparameters``."""
