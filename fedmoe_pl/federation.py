@@ -266,7 +266,14 @@ class Federation:
     def export(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, **choices: Any
     ) -> None:
-        """Writes clients' models, with their gates, to files; see ``export_clients``."""
+        """Writes clients' models, with their gates, to files.
+
+        Args:
+            model: the model of the run's configuration.
+            datamodule: the data of the run's configuration.
+            ckpt_path: checkpoint of the run; ``last`` is the newest of this experiment.
+            **choices: ``method``, ``client``, ``format`` and ``output``, as in ``export_clients``.
+        """
         print(export_clients(self._resume(model, datamodule, ckpt_path), **choices))
 
     def serve(

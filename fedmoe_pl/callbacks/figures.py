@@ -176,7 +176,7 @@ def gate_figure(
         images.append(draw_map(axes, np.array(weights), "class"))
         if len(experts) > 1:
             axes.set_title(f"expert {expert}")
-    label = "0 local expert, 1 global expert" if experts == ["global"] else "weight of the expert"
+    label = "0 local expert,\n1 global expert" if experts == ["global"] else "weight of the expert"
     add_colorbar(figure, images[0], panels, label)
     return figure
 
