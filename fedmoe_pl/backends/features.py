@@ -23,7 +23,7 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
 from fedmoe_pl.models.layers import computes_more, has_own_train, replaced_forward
 from fedmoe_pl.seeds import seed_all, seeded
-from fedmoe_pl.trees import Tree, changed, copy_module, of_parts
+from fedmoe_pl.trees import Tree, changed, copy_module, is_borrowed, of_parts
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
@@ -69,7 +69,8 @@ class FeatureCache:
         architecture = training.architecture(client.id)
         if architecture in self._too_large:
             return None
-        module = copy_module(client.module, training.untrained)  # a step may change more than tensor values
+        lent = {name for name, each in client.module.named_parameters() if is_borrowed(each)}
+        module = copy_module(client.module, lent)  # a step may change more than tensor values
         tracing = _Tracing(training, training.copies.move(module, device), on_device(constants, device))
         with (
             seeded(0),  # restores the generators, so that the client's training draws the same numbers as without this

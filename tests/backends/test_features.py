@@ -2,10 +2,13 @@
 
 import pytest
 import torch
-from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
+from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase
 from helpers.backends import FEW, begin, local_training, train, train_clients
+from helpers.runs import federation
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
+from fedmoe_pl import Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import StackedBackend, TrainerBackend, features
 from fedmoe_pl.backends.features import FeatureCache
@@ -177,3 +180,26 @@ def test_an_expert_without_gradients_in_eval_mode_is_trained_beside_a_frozen_one
     (_, kept), (_, expected) = train_with(LikeCudnn()), train_with(Expert())
     for client, tree in kept.items():
         torch.testing.assert_close(tree, expected[client], rtol=1e-12, atol=1e-12)
+
+
+class WithMetric(Expert):
+    """Its modules are moved to the CPU again, too: a metric takes the default data type when it is."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.accuracy = MulticlassAccuracy(3)
+
+
+def test_frozen_parts_have_the_tensors_that_each_client_received_and_not_the_initial_ones(tmp_path):
+    def tuned(expert, backend):
+        phases = [phase("FedAvg", FedAvg("global_expert.*")), phase("FB", FROZEN, train=Train(max_epochs=3))]
+        torch.manual_seed(0)
+        path = tmp_path / f"{type(expert).__name__}{type(backend).__name__}"
+        run = federation(path, phases, backend=backend, trainer={"accelerator": "cpu", "devices": 1})
+        run.fit(mixture(expert=expert), blobs())
+        states = [run.client_module("FB", client).state_dict() for client in range(3)]
+        return [{name: tensor for name, tensor in state.items() if "accuracy" not in name} for state in states]
+
+    expected = tuned(Expert(), StackedBackend())
+    for state, own in zip(tuned(WithMetric(), TrainerBackend()), expected, strict=True):
+        torch.testing.assert_close(state, own, rtol=1e-9, atol=1e-9)
