@@ -200,7 +200,9 @@ def test_both_backends_give_what_a_cpu_gives(tmp_path, accelerator, device, name
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_gives_what_it_gives_on_a_cpu(tmp_path, accelerator, device, name):
     method, states = METHODS[name], []
-    backends = [TrainerBackend(), *([StackedBackend(2)] if method.stacks else [])]
+    # PyTorch has no vmap of an index with a stacked list for the pretended device
+    stacks = method.stacks and not (PRETENDED and name in ("FedMix", "FedJETs"))
+    backends = [TrainerBackend(), *([StackedBackend(2)] if stacks else [])]
     for number, (place, backend) in enumerate([("cpu", TrainerBackend()), *((accelerator, each) for each in backends)]):
         run = made(tmp_path / str(number), method.phases(), place, backend, enable_checkpointing=False)
         run.fit(method.model(), data_of_methods(**method.split))

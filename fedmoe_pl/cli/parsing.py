@@ -251,8 +251,10 @@ class Constructor:
 def check_values(class_type: type, arguments: Mapping[str, Any]) -> None:
     """Refuses nan, and null where it is no value of an argument; jsonargparse lets both pass."""
     for name, value in arguments.items():
-        if isinstance(value, float) and math.isnan(value):
-            raise InvalidArgumentError(class_type.__name__, name, value, "a finite number")
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+            allowed = "a finite number" if numbers is not value else "finite numbers"
+            raise InvalidArgumentError(class_type.__name__, name, value, allowed)
         if value is None and name in (hints := _not_optional(class_type)):
             allowed = "given" if hints[name] is object else words_of(repr(hints[name]))
             raise InvalidArgumentError(class_type.__name__, name, value, allowed)
@@ -279,7 +281,8 @@ def _not_optional(class_type: type) -> dict[str, Any]:
 
 def check_groups(config: Namespace) -> None:
     """Refuses another value in place of a group of arguments, such as ``train: 3``; jsonargparse lets it pass."""
-    groups = {"trainer": config.trainer or Namespace(), "federation.failures": config.federation.failures}
+    groups = {f"federation.{name}": config.federation[name] for name in ("failures", "reports")}
+    groups["trainer"] = config.trainer or Namespace()
     for index, phase in enumerate(config.federation.phases):
         key = f"{PHASES}{place_in(config.federation.phases, index, PHASES)}.train"
         groups[key] = phase.get("init_args", phase).train

@@ -34,7 +34,7 @@ class WithEpochSchedule(PureOneWeight):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
-        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)}
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -10,6 +10,7 @@ from helpers.models import in_channels_last
 from helpers.runs import Kill, assert_same
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
@@ -22,8 +23,15 @@ from fedmoe_pl.rounds.begin import sized
 class Watched(PersonalizedMoE):
     """Computes only in the format that it was asked for, in training and in evaluation."""
 
+    is_checked = False
+
+    def check_gate(self, x):
+        self.is_checked = True  # the parts are tried before their format is set
+        super().check_gate(x)
+        self.is_checked = False
+
     def mix(self, x):
-        assert in_channels_last(self) == self.channels_last or not x.any(), "zeros only size lazy layers"
+        assert self.is_checked or any(map(is_lazy, self.parameters())) or in_channels_last(self) == self.channels_last
         return super().mix(x)
 
 

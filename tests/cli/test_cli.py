@@ -75,7 +75,10 @@ REFUSED = {  # at every moment of a command: while it is parsed, made, set up an
     ),
     "num_clients is 5000, but": ["--data.init_args.num_clients", "5000"],
     "trainer.devices is '0', but must be what a Trainer accepts, because `devices` s": ["--trainer.devices", "0"],
-    "trainer.accelerator is 'hpu', but must be what a Trainer accepts, because": ["--trainer.accelerator", "hpu"],
+    "trainer.accelerator is 'hpu', but must be what a Trainer accepts, such as auto or cpu, because": [
+        "--trainer.accelerator",
+        "hpu",
+    ],
     "root": ["--data", "FashionMNIST", "--data.init_args.root", "nowhere"],
     "ckpt_path is 'none.ckpt', but there is no such file": ["--ckpt_path", "none.ckpt"],
     "trainer.accelerator is 'gpu', but must be what a Trainer accepts, such as auto or cpu, because": [

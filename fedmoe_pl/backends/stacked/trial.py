@@ -188,7 +188,8 @@ def _step_alone(stack: Stack, member: Member, share: Share, operations: _Operati
     changed += [name for name in tensors.keys() - stack.buffers if not same_bits(member.state[name], tensors[name])]
     if changed:
         raise NotStackable(f"a step changes '{changed[0]}', and not only the values of saved buffers")
-    return {"gradient": gradients, "buffer": {name: tensors[name] for name in stack.buffers}}
+    # copies, because an architecture with one client has its module twice
+    return {"gradient": gradients, "buffer": {name: tensors[name].clone() for name in stack.buffers}}
 
 
 class _Operations(TorchDispatchMode):
