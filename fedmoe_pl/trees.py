@@ -42,9 +42,8 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
             f"A client sends {missing[0]}, and another one of the same round does not; hooks may not rename the "
             "module's tensors."
         )
-    if not (total := weight_a + weight_b):
-        raise MisconfigurationException("The weights of a round's clients are 0, but one of them must be above 0.")
-    share = weight_b / total
+    total = weight_a + weight_b
+    share = weight_b / total if total else 0.0  # a later update with a weight replaces those of weight 0
     return {name: _mean(tensor, b[name], share) for name, tensor in a.items()}
 
 

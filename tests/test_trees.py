@@ -294,3 +294,8 @@ def test_patterns_match_whole_names_with_stars_over_dots(patterns, matched):
     assert {name for name in names if FedAvg(shared=patterns).is_shared(name)} == matched
     assert {name for name in names if FedAvg(trainable=patterns).is_trainable(name, 0, 0)} == matched
     assert not any(Local(trainable=patterns).is_shared(name) for name in names)
+
+
+def test_updates_of_weight_0_count_nothing_beside_one_that_has_a_weight():
+    without = mean_of_two({"w": torch.tensor(1.0)}, 0, {"w": torch.tensor(2.0)}, 0)
+    assert mean_of_two(without, 0, {"w": torch.tensor(5.0)}, 3)["w"] == 5

@@ -107,7 +107,7 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         kind = _MEANINGS.get(names[0]) or words_of(_type_of(names[0], class_type)) if len(names) == 1 else ""
         of_class = f" for {class_type.__name__}" if isinstance(class_type, type) else ""
         return f"{place}{listed} must be given{of_class}{kind and ': '}{kind}{end}"
-    if "codec can't decode" in text:
+    if any(isinstance(each, UnicodeDecodeError) for each in _causes(error)):
         example = "as in {class_path: NpzFile, init_args: {path: FILE}}"
         return f"{key} is a file that is no text; a file of data is given to a class, {example}."
     if match := re.search(r'Unable to load config "(.*)"', text):
@@ -188,10 +188,15 @@ def _beside_class_path(value: str) -> list[str]:
 
 def _messages(error: BaseException) -> list[str]:
     """The messages of an exception and its causes, each once: parsers of commands repeat those of their arguments."""
-    messages, cause = dict[str, None](), error
+    return [*dict.fromkeys(str(cause) or type(cause).__name__ for cause in _causes(error))]
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, its cause, the cause of that, and so on."""
+    cause: BaseException | None = error
     while cause is not None:
-        messages[str(cause) or type(cause).__name__], cause = None, cause.__cause__
-    return [*messages]
+        yield cause
+        cause = cause.__cause__
 
 
 def _located(class_path: str) -> Any:

@@ -271,7 +271,8 @@ def _not_optional(class_type: type) -> dict[str, Any]:
         except NameError:  # of a type that is only imported where types are checked
             break
         for name, parameter in parameters.items():
-            is_required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            takes_one = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            is_required = parameter.default is parameter.empty and takes_one
             hint = hints.get(name, object if is_required else Any)  # jsonargparse takes null for one without a type
             found.setdefault(name, Any if parameter.default is None else hint)
         if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):

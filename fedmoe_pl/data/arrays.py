@@ -166,9 +166,9 @@ def _array_of(file: Any, name: str) -> np.ndarray:
     """An array of a file; a refusal names it."""
     try:
         return file[name]
-    except ValueError as error:
-        hint = "; names are texts after .astype(str)" if "Object arrays" in str(error) else ""
-        raise ValueError(f"{name}: {reason_of(error)}{hint}") from error
+    except ValueError as error:  # such as an array of objects, as pandas makes of texts
+        hint = "it must be an array of numbers or, as from .astype(str), of texts"
+        raise ValueError(f"{name}: {reason_of(error)}; {hint}") from error
 
 
 def read_npz(owner: object, argument: str, path: str | Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree
+from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree, of_algorithm
 
 ReadResult = Callable[[Phase, LightningModule, Mapping[str, Any]], PhaseState]
 """Reads a phase's result from its ``ckpt_path``, given the phase's module and the identity of the run."""
@@ -308,10 +308,12 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     if all(content[key] == identity[key] for key in ("partition", "client_names")):
         return saved
     before, now = (ClientNames(each["client_names"] or []) for each in (content, identity))
-    if saved.clients:
-        saved = _renumbered(phase, module, saved, before, now)
-    new = [client for client, name in enumerate(now) if name not in before]
-    moved = [client for client, name in enumerate(now) if name in before and before.index(name) != client]
+    of_name = {name: client for client, name in enumerate(before)}
+    old = {client: of_name[name] for client, name in enumerate(now) if name in of_name}
+    if saved.clients or _of_single_clients(phase, saved):
+        saved = _renumbered(phase, module, saved, before, old)
+    new = [client for client in range(len(now)) if client not in old]
+    moved = [client for client in old if old[client] != client]
     anew = f"; {now.text(new)} begin{'s' * (len(new) == 1)} anew" if new else ""
     anew += f"; {now.text(moved)} may hold out other samples, which follow from a client's number" if moved else ""
     rank_zero_warn(
@@ -321,16 +323,19 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     return saved
 
 
+def _of_single_clients(phase: Phase, saved: PhaseState) -> bool:
+    """Whether the server holds tensors of single clients; parts of the module are the same for all."""
+    return any(name.startswith(phase.algorithm.per_client) for name in of_algorithm(saved.server))
+
+
 def _renumbered(
-    phase: Phase, module: LightningModule, saved: PhaseState, before: list[str], now: list[str]
+    phase: Phase, module: LightningModule, saved: PhaseState, before: Sequence[str], old: Mapping[int, int]
 ) -> PhaseState:
-    """A result for other data, whose clients take what those of the same names kept."""
-    old = {now.index(name): client for client, name in enumerate(before) if name in now}
+    """A result for other data, whose clients take what those of the same names kept; ``old`` has their old numbers."""
     architecture = module.client_architecture if isinstance(module, MixtureOfExperts) else lambda client: 0
-    per_client = phase.algorithm.per_client
     for because, is_so in {
         "clients would get what others have kept, as these have no names in the data by which to tell them": not old,
-        "its server holds tensors of single clients": any(name.startswith(per_client) for name in saved.server),
+        "its server holds tensors of single clients": _of_single_clients(phase, saved),
         "what clients keep is on their own machines": isinstance(saved.clients, RemoteStates),
         "a client's number chooses its architecture": any(architecture(new) != architecture(old[new]) for new in old),
     }.items():

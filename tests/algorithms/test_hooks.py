@@ -152,7 +152,7 @@ def test_what_the_server_computes_does_not_depend_on_the_number_of_threads(tmp_p
     [
         (lambda update: (update.sent, 1), "client_final of Changed returned a tuple, but must return an Update"),
         (lambda update: replace(update, weight=-2), "its weight is -2, but must be at least 0"),
-        (lambda update: replace(update, weight=0), "The weights of a round's clients are 0, but one of them must be"),
+        (lambda update: replace(update, weight=0), "all clients' updates have weight 0"),
     ],
 )
 def test_an_update_that_cannot_be_averaged_is_refused_in_a_sentence(final, sentence, tmp_path):

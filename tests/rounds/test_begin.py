@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
+from fedmoe_pl.algorithms import Ditto, FedAvg, FedPAC, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.data import FederatedDataModule
@@ -161,11 +161,28 @@ def test_clients_of_the_same_names_go_on_with_what_they_kept_when_others_join_le
     assert accuracies[0] == accuracies[1]
 
 
+@pytest.mark.parametrize("algorithm", [Ditto, FedPAC])
+def test_a_server_that_holds_tensors_of_single_clients_is_refused_for_others(algorithm, tmp_path):
+    a, b, c = torch.arange(32).split([13, 8, 11])
+    more = {"gate": LocalOnly() if algorithm is Ditto else GlobalOnly(), "train": Train(max_epochs=2)}
+    run = federation(tmp_path / "before", [Phase("it", algorithm(), **more)])
+    run.fit(model(), named(a=a, b=b, c=c))
+    given = [Phase("it", algorithm(), **more, ckpt_path=str(run.run_dir / "checkpoints/last.ckpt"))]
+    after = federation(tmp_path / "after", given)
+    if algorithm is FedPAC:
+        with pytest.raises(MisconfigurationException, match="because its server holds tensors of single clients"):
+            after.fit(model(), named(c=c, a=a))
+        return
+    with pytest.warns(UserWarning, match="clients c, a may hold out"):
+        after.fit(model(), named(c=c, a=a))
+    assert_same(*(dict(each.client_module("it", "c").state_dict()) for each in (run, after)))
+
+
 def test_dp_sgd_s_steps_follow_the_names_and_those_of_clients_that_left_still_count():
     steps = {client: [[0.5, 2.0, number]] for number, client in enumerate("012", start=1)}
     saved = PhaseState({}, {}, {0: {"w": torch.zeros(1)}, 2: {"w": torch.ones(1)}}, counted_steps={"it": steps})
     given = Phase("it", Local(), ckpt_path="run/last.ckpt")
-    state = begin._renumbered(given, mixture(), saved, ["a", "b", "c"], ["c", "d", "a"])
+    state = begin._renumbered(given, mixture(), saved, ["a", "b", "c"], {0: 2, 2: 0})
     assert state.counted_steps == {"it": {"2": steps["0"], "run/last.ckpt/b": steps["1"], "0": steps["2"]}}
     assert {client: tree["w"].item() for client, tree in state.clients.items()} == {0: 1, 2: 0}
 
