@@ -136,7 +136,7 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
     if phase.aggregation is not None:
         combined = aggregated(run, phase, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"
-    if not combined.weight:
+    if phase.aggregation is None and not combined.weight:
         raise ClientError(f"{phase}, round {state.round}: all clients' updates have weight 0, so they have no mean.")
     with one_thread():  # with several threads, sums and decompositions may differ in their bits
         new = updated_server(phase.algorithm, state.server, combined)
