@@ -1,5 +1,5 @@
 from . import aggregation, algorithms, backends, callbacks, data, models
-from .algorithms.algorithm import Algorithm
+from .algorithms.algorithm import Algorithm, Messages, Parts
 from .algorithms.client import Client, Update
 from .backends.dp_sgd import DPSGD
 from .deployment.reports import Reports
@@ -27,7 +27,9 @@ __all__ = [
     "Evaluate",
     "Federation",
     "LayerwiseAdapterMoE",
+    "Messages",
     "MixtureOfExperts",
+    "Parts",
     "PersonalizedMoE",
     "Phase",
     "Reports",

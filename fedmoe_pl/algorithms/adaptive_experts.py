@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, begins
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts, begins
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.trees import Tree, load_tree
@@ -39,7 +39,7 @@ class FineTunedCluster(Algorithm):
     """
 
     federated = False
-    needed_parts = ("global_experts",)
+    parts = Parts(needed=("global_experts",))
     needs = ("all_clients",)  # a phase that starts from this one gets the models that clients have fine-tuned
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
@@ -83,8 +83,7 @@ class ClusterMixture(Algorithm):
     """
 
     federated = False
-    needed_parts = ("global_experts",)
-    gate_starts_anew = True
+    parts = Parts(needed=("global_experts",), new_gate=True)
 
     def __init__(self, trainable: str | list[str] = "gate.*", frozen_train_mode: bool = False) -> None:
         super().__init__(trainable=trainable)

@@ -9,9 +9,10 @@ way, but only the module's tensors are loaded into a module.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -21,7 +22,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
-from fedmoe_pl.data import FederatedDataModule, SampleBatches
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
     Tree,
     changed,
@@ -113,6 +114,62 @@ def _beside(pattern: str, names: Iterable[str]) -> list[str]:
     return []
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Where the parts of a phase's module come from, and which of them its clients use.
+
+    Attributes:
+        needed: the parts that must come from an earlier phase, see ``Algorithm.missing_start``.
+        copied: the parts that start as copies of others, each with the other's name; a ``start`` by parts must not
+            name them. A client copies what it has itself, also where it keeps a part of the original to itself.
+        computed: the parts that ``personal_tensors`` or ``server_send`` compute for a client's predictions, and that
+            nobody keeps: a phase that starts from this one gets others. An empty name is that of the whole module.
+        new_gate: whether every client draws a new gate in its own first round of the phase, and takes none from
+            earlier phases.
+        local_expert_predicts: whether clients predict with their ``local_expert`` alone, as in the paper, so that a
+            phase with a gate that mixes experts gets a warning.
+    """
+
+    needed: Sequence[str] = ()
+    copied: Mapping[str, str] = field(default_factory=dict)
+    computed: Sequence[str] = ()
+    new_gate: bool = False
+    local_expert_predicts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """What clients and server send each other, where it is more or other than the new values of what is shared.
+
+    Attributes:
+        combined: whether the server combines what clients send; if not, a phase is evaluated after local training.
+        changes: whether clients send the changes of the module's tensors, not their new values.
+        weights: prefixes of the names of the algorithm's own tensors that are weights, and grow with the number of
+            samples.
+        per_client: prefixes of the names of the server's tensors that belong to single clients of the federation;
+            clients outside of it get none of them.
+        request: prefixes of the names of the tensors that a client keeps and sends to ask for others, such as the
+            numbers of experts. Without any, clients ask for nothing.
+        exchanged: prefixes of the names of the tensors that an ``exchange`` replaces. A client gives no other tensor to
+            other clients, whoever asks for it.
+        period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
+    """
+
+    combined: bool = True
+    changes: bool = False
+    weights: tuple[str, ...] = ()
+    per_client: tuple[str, ...] = ()
+    request: tuple[str, ...] = ()
+    exchanged: tuple[str, ...] = ()
+    period: int = 1
+
+
+_REPLACED = {
+    "parts": ("needed_parts", "copied_parts", "computed_parts", "gate_starts_anew", "predicts_with_local_expert"),
+    "messages": ("aggregates", "sends_changes", "own_weights", "per_client", "request", "exchanged", "message_period"),
+}
+
+
 class Algorithm:
     """What clients and server send each other, and how it is trained and combined; the defaults are FedAvg.
 
@@ -129,14 +186,8 @@ class Algorithm:
 
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
-        aggregates: whether the server combines what clients send; if not, a phase is evaluated after local training.
         evaluated_after: the part of a round after which clients' models are evaluated, as in the paper, by a phase that
             does not say otherwise. If clients train alone, it is always their local training.
-        gate_starts_anew: whether every client draws a new gate in its own first round of the phase, and takes none
-            from earlier phases.
-        frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
-            some official codes. Otherwise they are in eval mode.
-        opt_out: clients and samples that influence nothing that leaves a client, an ``OptOut``; none by default.
         needs: what it needs; a phase that lacks some of it is refused before any training.
 
             * ``all_clients``: that all clients train in every round.
@@ -158,24 +209,21 @@ class Algorithm:
               the same, so that a run cannot be continued with more.
             * ``fixed_gate``: that the module's gate has no parameters, because it trains experts apart from the gate;
               an algorithm whose ``expert`` is empty, so that it trains the whole module, takes any.
-        predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
-        message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
-        sends_changes: whether clients send the changes of the module's tensors, not their new values.
-        own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
-        needed_parts: the parts of the module that must come from an earlier phase, see ``missing_start``.
-        copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
-            not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
-        computed_parts: the parts that ``personal_tensors`` or ``server_send`` compute for a client's predictions, and
-            that nobody keeps: a phase that starts from this one gets others. An empty name is that of the whole module.
-        per_client: prefixes of the names of the server's tensors that belong to single clients of the federation;
-            clients outside of it get none of them.
-        request: prefixes of the names of the tensors that a client keeps and sends to ask for others, such as the
-            numbers of experts. Without any, clients ask for nothing.
-        exchanged: prefixes of the names of the tensors that an ``exchange`` replaces. A client gives no other tensor to
-            other clients, whoever asks for it.
+        parts: where the parts of the module come from, a :class:`Parts`.
+        messages: what is sent beside the new values of what is shared, a :class:`Messages`.
         samples_in_loss_only: whether a client's samples have no influence on what it sends or keeps but through the
             losses of its batches, and which samples it trains on is the same in every round. Only such algorithms can
             be trained with ``Phase.sample_privacy``. A subclass must declare it anew.
+        frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
+            some official codes. Otherwise they are in eval mode.
+        opt_out: clients and samples that influence nothing that leaves a client, an ``OptOut``; none by default.
+        client_batches: an optional hook ``(client, batches)``: the batches of the client's local training, an epoch in
+            each iteration. The client is as ``client_init`` left it; the batches are those of its ``client_samples``,
+            shuffled and augmented, on which it trains without this hook. With it, clients are not stacked.
+        client_exchange: an optional hook ``(client_id, state, sent)``: the tensors that a client keeps in place of its
+            own after an ``exchange``, without it those that it received. ``sent`` has what the server sent it, and what
+            it received from others, with the sender's id and a dot before each name. It goes on to keep what is not
+            replaced.
         validation_loss: an optional hook ``(module, batch, constants)``: the mean loss of validation samples, of shape
             (). ``constants`` is what ``client_init`` returned; empty for the model that a client would use now. Without
             it, it is the module's own loss, or that of the scores that ``predictor`` gives, without terms of the
@@ -187,25 +235,23 @@ class Algorithm:
     """
 
     federated: bool = True
-    aggregates: bool = True
     evaluated_after: EvaluationPoint = "aggregation"
-    gate_starts_anew: bool = False
+    needs: tuple[Need, ...] = ()
+    parts: Parts = Parts()
+    messages: Messages = Messages()
+    samples_in_loss_only: bool = False
     frozen_train_mode: bool = False
     opt_out: OptOut = OptOut()
-    needs: tuple[Need, ...] = ()
-    predicts_with_local_expert: bool = False
-    message_period: int = 1
-    sends_changes: bool = False
-    own_weights: tuple[str, ...] = ()
-    needed_parts: Sequence[str] = ()
-    copied_parts: Mapping[str, str] = MappingProxyType({})
-    computed_parts: Sequence[str] = ()
-    per_client: tuple[str, ...] = ()
-    request: tuple[str, ...] = ()
-    exchanged: tuple[str, ...] = ()
-    samples_in_loss_only: bool = False
+    client_batches: Callable[..., Iterable[Any]] | None = None
+    client_exchange: Callable[..., Tree] | None = None
     validation_loss: Callable[..., Tensor] | None = None
     predictor: Callable[..., Callable[[Tensor], Tensor]] | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for attribute, names in _REPLACED.items():
+            if replaced := [name for name in names if name in vars(cls)]:
+                raise MisconfigurationException(f"{cls.__name__}.{replaced[0]} is now a field of `{attribute}`.")
 
     def __init__(
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
@@ -216,14 +262,14 @@ class Algorithm:
         self.weighting: Weighting = weighting
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
-        """What a phase with ``needed_parts`` lacks in the phases it starts from: by default, a federated phase.
+        """What a phase with ``parts.needed`` lacks in the phases it starts from: by default, a federated phase.
 
         Without a ``start`` of its own, such a phase starts from the last one that alone lacks nothing.
 
         Args:
             earlier: the algorithm of the phase that ``start`` names, of the one which that phase starts from, and so
                 on, at least one.
-            part: the one of ``needed_parts`` that ``start`` takes from there; empty if it takes the whole model.
+            part: the one of ``parts.needed`` that ``start`` takes from there; empty if it takes the whole model.
 
         Returns:
             Words for the refusal, such as "a phase of Local"; empty if nothing is missing.
@@ -243,11 +289,11 @@ class Algorithm:
 
         Refuses a module that the algorithm cannot train, because it is also called before any training. By default,
         these are one in which a pattern of ``shared`` or ``trainable`` matches no tensor, one with a tensor whose name
-        contains a "/", and one that lacks some of ``needed_parts``, or has others than ``copied_parts``.
+        contains a "/", and one that lacks some of ``parts.needed``, or has others than ``parts.copied``.
         """
         check_names(module)
-        check_copies(module, self.copied_parts)
-        for part in self.needed_parts:
+        check_copies(module, self.parts.copied)
+        for part in self.parts.needed:
             module.get_submodule(part)
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         fixed_gate = ["gate."] if hasattr(module, "gate") else []  # it has no parameters
@@ -257,7 +303,7 @@ class Algorithm:
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         return {
             name: tensor if name in frozen else tensor.clone()
-            for name, tensor in (shared | copies_of_parts(state, self.copied_parts)).items()
+            for name, tensor in (shared | copies_of_parts(state, self.parts.copied)).items()
         }
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
@@ -280,26 +326,15 @@ class Algorithm:
         return self.opt_out.opted_in(client.id, client.samples, client.seed)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
-        """Loads the tensors that were sent and kept, and draws a new gate if ``gate_starts_anew``.
+        """Loads the tensors that were sent and kept, and draws a new gate if ``parts.new_gate``.
 
         Returns:
             Constants for the loss, with tensors on the CPU.
         """
         load_tree(client.module, of_module({**sent, **client.state}))
-        if self.gate_starts_anew and begins(self, client, "gate."):
+        if self.parts.new_gate and begins(self, client, "gate."):
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
-
-    def client_batches(self, client: Client, batches: SampleBatches) -> Iterable[Any]:
-        """The batches of the client's local training, an epoch in each iteration; by default, as they are.
-
-        Clients whose algorithm changes them are not stacked.
-
-        Args:
-            client: the client after ``client_init``.
-            batches: those of its ``client_samples``, shuffled and augmented.
-        """
-        return batches
 
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The local loss, of shape (); by default the first value of the module's ``loss(batch)``."""
@@ -361,17 +396,9 @@ class Algorithm:
         Yields:
             A client, the tensors that the server sends it, and by sender's id the parts of modules, such as
             ``experts.3``, that it receives from other clients as they are after local training. Clients keep all
-            tensors of such parts, and ``exchanged`` declares them.
+            tensors of such parts, and ``messages.exchanged`` declares them.
         """
         yield from ()
-
-    def client_exchange(self, client_id: int, state: Tree, sent: Tree) -> Tree:
-        """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
-
-        ``sent`` has what the server sent it, and what it received from others, with the sender's id and a dot before
-        each name. It goes on to keep what is not replaced.
-        """
-        return sent
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The tensors of the model that a client would use now: those that it kept, and the others from the server.
@@ -394,7 +421,8 @@ def check_copies(module: LightningModule, parts: Mapping[str, str]) -> None:
 
 def request_of(algorithm: Algorithm, state: Mapping[str, Tensor]) -> Tree:
     """What a client sends to ask the server for tensors, of those that it keeps."""
-    return {name: state[name] for name in state if name.startswith(algorithm.request)} if algorithm.request else {}
+    prefixes = algorithm.messages.request
+    return {name: state[name] for name in state if name.startswith(prefixes)} if prefixes else {}
 
 
 def received(algorithm: Algorithm, server: Tree, client_id: int, state: Tree) -> Tree:
@@ -467,7 +495,7 @@ def averages(algorithm: Algorithm) -> bool:
 
 def sends_more(algorithm: Algorithm, server: Tree) -> list[str]:
     """What has clients send more than their updates; ``server`` is the server's state before the first round."""
-    hooks = [declared for declared in ("request", "exchanged") if getattr(algorithm, declared)]
+    hooks = [declared for declared in ("request", "exchanged") if getattr(algorithm.messages, declared)]
     return hooks + (["server_begin"] if asks_clients(algorithm, server) else [])
 
 

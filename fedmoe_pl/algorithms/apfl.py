@@ -20,6 +20,7 @@ v by the mixture after each round.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class APFL(PersonalModel):
             by its number of training samples.
     """
 
-    computed_parts = ("local_expert",)
+    parts = replace(PersonalModel.parts, computed=("local_expert",))
 
     def __init__(self, alpha: float = 0.5, alpha_lr: float = 0.0, weighting: Weighting = "uniform") -> None:
         check_number(self, "alpha", alpha, least=0, most=1)

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
@@ -62,7 +62,7 @@ class FD(Algorithm):
     """
 
     needs = ("classes", "fixed_gate")
-    per_client = (_SENDERS,)
+    messages = Messages(per_client=(_SENDERS,))
 
     def __init__(self, expert: str = "global_expert", weight: float = 0.1, outputs: Outputs = "probabilities") -> None:
         check_number(self, "weight", weight, least=0)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss, pairs_of
@@ -69,7 +69,7 @@ class FedALA(Algorithm):
         patterns = f"{expert_prefix(expert)}*"
         super().__init__(patterns, patterns)
         self.expert = expert
-        self.computed_parts = (expert.split(".")[0],)
+        self.parts = Parts(computed=(expert.split(".")[0],))
         self.last_parameters = last_parameters
         self.eta = eta
         self.sample_share = sample_share

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, check_copies, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, check_copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.data import FederatedDataModule
@@ -37,8 +37,8 @@ class FedALT(Algorithm):
             none.
     """
 
-    per_client = ("uploads/",)
-    computed_parts = ("global_expert",)
+    parts = Parts(computed=("global_expert",))
+    messages = Messages(per_client=("uploads/",))
     needs = ("own_server_step",)
 
     def __init__(self, shared: str | list[str] | None = None) -> None:

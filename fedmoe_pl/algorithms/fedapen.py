@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import grad
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import (
     both_logits,
@@ -60,7 +60,7 @@ class FedAPEN(Algorithm):
     """
 
     needs = ("classes",)
-    computed_parts = ("gate",)
+    parts = Parts(computed=("gate",))
 
     def __init__(
         self,

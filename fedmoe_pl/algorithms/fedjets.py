@@ -21,6 +21,7 @@ prediction            the expert with the largest weight        the same
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.algorithms.algorithm import Parts
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import pair_of
 from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, expert_of, mixture_loss
@@ -51,8 +53,8 @@ class FedJETs(SharedExperts):
             needs to know all clients' class shares.
     """
 
-    needed_parts = ("embedding", "experts")
-    per_client = (_CLIENTS,)
+    parts = Parts(needed=("embedding", "experts"))
+    messages = replace(SharedExperts.messages, per_client=(_CLIENTS,))
 
     def __init__(self, experts_per_client: int = 2, anchors: bool = True) -> None:
         super().__init__(experts_per_client, ["gate.*", "experts.*"])  # the embedding is that of the common expert

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import (
     both_logits,
@@ -76,8 +76,9 @@ class FedKD(Algorithm):
     """
 
     needs = ("all_clients", "classes", "whole_batches", "own_server_step", "fixed_gate")
-    predicts_with_local_expert = True
-    per_client = (_UPDATE, _SENDERS, _ROUNDS)  # new clients have no student to which they could add an update
+    parts = Parts(local_expert_predicts=True)
+    # new clients have no student to which they could add an update
+    messages = Messages(per_client=(_UPDATE, _SENDERS, _ROUNDS))
 
     def __init__(
         self,

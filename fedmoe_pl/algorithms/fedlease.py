@@ -22,7 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, copies, private_tensors, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, copies, private_tensors, received
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.clusters import cluster_of, clusters_of, moved
 from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
@@ -54,13 +54,13 @@ class FedLEASE(Algorithm):
     """
 
     needs = ("all_clients", "own_server_step", "fresh_optimizers")  # any cluster's expert may be in the first place
-    computed_parts = ("global_experts", "gate")
-    per_client = ("clients/",)
+    parts = Parts(computed=("global_experts", "gate"))
 
     def __init__(self, warmup_rounds: int = 5) -> None:
         check_at_least(self, "warmup_rounds", warmup_rounds, 1)
         super().__init__(["global_experts.*", "gate.*"], weighting="uniform")
-        self.warmup_rounds = self.message_period = warmup_rounds
+        self.warmup_rounds = warmup_rounds
+        self.messages = Messages(per_client=("clients/",), period=warmup_rounds)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The first expert and what is no part of the mixture; after the warm-up, the routers."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns, begins, copies, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Patterns, begins, copies, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
@@ -80,7 +80,6 @@ class FedMoEDA(Algorithm):
 
     needs = ("all_clients",)
     evaluated_after = "local_training"
-    per_client = (_LATEST, _BEFORE)
 
     def __init__(
         self,
@@ -101,8 +100,9 @@ class FedMoEDA(Algorithm):
         super().__init__(trainable=trainable, weighting="uniform")
         self.shared = Patterns(trainable, within=Patterns("embedding.*"))
         self.top_p: int | Literal["all"] = top_p
-        self.exchanged = () if top_p == 0 else ("experts.",)
-        self.interval = self.message_period = interval
+        self.interval = interval
+        exchanged = () if top_p == 0 else ("experts.",)
+        self.messages = Messages(per_client=(_LATEST, _BEFORE), exchanged=exchanged, period=interval)
         self.temperature = temperature
         self.similarity: Literal["proxies", "updates"] = similarity
         self.sync_matrix = sync_matrix

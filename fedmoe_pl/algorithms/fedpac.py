@@ -30,7 +30,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
@@ -74,7 +74,6 @@ class FedPAC(Algorithm):
     """
 
     needs = ("classes", "fixed_gate")
-    per_client = (_CLASSIFIERS,)
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
         check_number(self, "weight", weight, least=0)
@@ -83,7 +82,7 @@ class FedPAC(Algorithm):
         self.expert = expert
         self.weight = weight
         self._classifier = f"{prefix}classifier."
-        self.exchanged = (self._classifier,)
+        self.messages = Messages(per_client=(_CLASSIFIERS,), exchanged=(self._classifier,))
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The classifier in the first epoch, the extractor in the others."""

@@ -18,7 +18,6 @@ evaluated           the personal prediction         the gate chooses: ``EqualWei
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import check_mixing, logits_loss, pair_of, split_expert
 from fedmoe_pl.checks import check_number
@@ -53,7 +52,7 @@ class FedRoD(Algorithm):
         prior_exponent: exponent of the class counts n_c, at least 0, which trains the global expert as FedAvg does.
     """
 
-    copied_parts = MappingProxyType({"local_expert": "global_expert"})
+    parts = Parts(copied={"local_expert": "global_expert"})
     needs = ("classes", "fixed_gate")
 
     def __init__(self, prior_exponent: float = 1.0) -> None:

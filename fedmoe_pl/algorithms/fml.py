@@ -18,7 +18,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts, Weighting
 from fedmoe_pl.algorithms.client import Constants
 from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss, pair_of
 from fedmoe_pl.checks import check_number
@@ -39,7 +39,7 @@ class FML(Algorithm):
         weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
     """
 
-    predicts_with_local_expert = True
+    parts = Parts(local_expert_predicts=True)
     needs = ("classes", "fixed_gate")
 
     def __init__(

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting, private_tensors, weight_of
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Weighting, private_tensors, weight_of
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.clusters import (
     DRAWS,
@@ -71,7 +71,7 @@ class EpsilonGreedyIFCA(Algorithm):
     """
 
     needs = ("fresh_optimizers",)
-    own_weights = (_TALLY,)
+    messages = Messages(weights=(_TALLY,))
 
     def __init__(
         self,

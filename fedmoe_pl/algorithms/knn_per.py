@@ -22,7 +22,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy, pairs_of, split_expert
@@ -79,7 +79,7 @@ class KNNPer(Algorithm):
         self.scale = scale
         self.weight = weight
         self.expert = expert
-        self.needed_parts = (expert,)
+        self.parts = Parts(needed=(expert,))
 
     @torch.no_grad()
     def server_init(self, module: LightningModule) -> Tree:

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_prefix, pairs_of, summed_loss
 from fedmoe_pl.checks import InvalidArgumentError, check_number
@@ -56,7 +56,7 @@ class LabelPrior(Algorithm):
         self.expert = expert
         if tau == "auto":
             self.needs += ("validation_samples",)
-        self.needed_parts = (expert.split(".")[0],)
+        self.parts = Parts(needed=(expert.split(".")[0],))
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """A federated model whose expert has not been corrected since."""

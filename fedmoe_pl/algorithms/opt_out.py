@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts
 from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.algorithms.pfl_moe import missing_expert, missing_local_expert
 from fedmoe_pl.checks import check_number
@@ -74,8 +74,7 @@ class SpecialistMixture(Algorithm):
     """
 
     federated = False
-    needed_parts = ("local_expert",)
-    gate_starts_anew = True
+    parts = Parts(needed=("local_expert",), new_gate=True)
 
     def __init__(self, frozen_train_mode: bool = False) -> None:
         super().__init__()

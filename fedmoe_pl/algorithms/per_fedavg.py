@@ -21,7 +21,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import (
     expert_gradient,
@@ -68,7 +68,7 @@ class PerFedAvg(Algorithm):
         self.inner_lr = inner_lr
         self.second_order = second_order
         self.expert = expert
-        self.computed_parts = (expert.split(".")[0],)
+        self.parts = Parts(computed=(expert.split(".")[0],))
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; returns the names of the parameters that take the inner step."""

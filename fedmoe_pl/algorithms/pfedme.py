@@ -16,14 +16,13 @@ evaluated theta   theta                        by a slip, the client's w        
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Weighting, check_copies
+from fedmoe_pl.algorithms.algorithm import Parts, Weighting, check_copies
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, learning_rate, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
@@ -52,7 +51,7 @@ class PFedMe(PersonalModel):
             the same weight.
     """
 
-    copied_parts = MappingProxyType({})  # a client's theta starts from the server's w, not from its own
+    parts = Parts(local_expert_predicts=True)  # a client's theta starts from the server's w: no copy of its own
     needs = (*PersonalModel.needs, "plain_steps", "step_of_each_batch", "whole_batches")
 
     def __init__(
@@ -80,7 +79,7 @@ class PFedMe(PersonalModel):
 
         Refuses a module without two experts of one architecture, and optimizers other than plain SGD.
         """
-        check_copies(module, PersonalModel.copied_parts)
+        check_copies(module, PersonalModel.parts.copied)
         learning_rate(self, module)
         return super().server_init(module) | copy_of_global_expert(module)
 

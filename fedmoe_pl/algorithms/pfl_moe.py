@@ -22,14 +22,14 @@ PFL-FB's data       not mentioned            3/4                          ``gate
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import (
     copy_of_global_expert,
@@ -62,8 +62,7 @@ class FineTuning(Algorithm):
     """
 
     federated = False
-    needed_parts = ("global_expert",)
-    copied_parts = MappingProxyType({"local_expert": "global_expert"})  # Algorithm 1, line 2
+    parts = Parts(needed=("global_expert",), copied={"local_expert": "global_expert"})  # Algorithm 1, line 2
     needs = ("loss_of_outputs",)
     samples_in_loss_only = True
 
@@ -124,7 +123,6 @@ class PFLMoE(Algorithm):
     """
 
     federated = False
-    gate_starts_anew = True
     samples_in_loss_only = True
 
     def __init__(
@@ -143,8 +141,7 @@ class PFLMoE(Algorithm):
         self.interleaved = interleaved
         self.samples_in_loss_only = not interleaved
         self.needs = ("loss_of_outputs",) if interleaved else ()
-        self.needed_parts = ("global_expert" if interleaved else "local_expert",)
-        self.copied_parts = FineTuning.copied_parts if interleaved else {}
+        self.parts = replace(FineTuning.parts if interleaved else Parts(needed=("local_expert",)), new_gate=True)
         self.frozen_train_mode = frozen_train_mode
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:

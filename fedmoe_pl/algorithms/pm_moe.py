@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.parts import trains
 from fedmoe_pl.checks import InvalidArgumentError
@@ -39,11 +39,9 @@ class PMMoE(Algorithm):
     draws a new gate. Newcomers receive the pool and train a gate; their own classifiers are not in it.
     """
 
-    aggregates = False  # the server only hands the classifiers on
-    request = (_CLASSIFIER,)  # for the pool
-    gate_starts_anew = True
     needs = ("all_clients",)
-    needed_parts = ("local_expert",)
+    parts = Parts(needed=("local_expert",), new_gate=True)
+    messages = Messages(combined=False, request=(_CLASSIFIER,))  # the server only hands the classifiers on
 
     def __init__(self) -> None:
         super().__init__(shared=[], trainable="gate.*")

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import learning_rate
 from fedmoe_pl.checks import check_number
@@ -31,7 +31,7 @@ class Scaffold(Algorithm):
     """
 
     needs = ("plain_steps", "step_of_each_batch")
-    sends_changes = True
+    messages = Messages(changes=True)
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
         check_number(self, "server_lr", server_lr, above=0)

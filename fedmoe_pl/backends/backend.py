@@ -131,8 +131,9 @@ class Plan(ABC):
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What each client asks the server for before its training; arguments as in :meth:`train`."""
-        algorithm = self.training.algorithm  # without requests, clients' kept tensors, perhaps on disk, are not read
-        return {client: request_of(algorithm, kept.get(client, {}) if algorithm.request else {}) for client in clients}
+        algorithm = self.training.algorithm
+        asked = kept if algorithm.messages.request else {}  # otherwise kept tensors, perhaps on disk, are not read
+        return {client: request_of(algorithm, asked.get(client, {})) for client in clients}
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int

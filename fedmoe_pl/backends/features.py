@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import on_device
@@ -64,7 +63,7 @@ class FeatureCache:
         datamodule, device = training.datamodule, training.device
         if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_in_use:
             return None  # a reader may change a sample at random each time it reads it
-        if has_own_train(client.module) or overrides(training.algorithm, "client_batches"):
+        if has_own_train(client.module) or training.algorithm.client_batches:
             return None
         architecture = training.architecture(client.id)
         if architecture in self._too_large:

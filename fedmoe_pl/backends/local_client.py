@@ -85,7 +85,7 @@ def end_client(
     sent = training.copies.known(update.sent)
     kept = {name: tensor for name, tensor in update.state.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
-        kept_as_trained = () if algorithm.exchanged else update.state
+        kept_as_trained = () if algorithm.messages.exchanged else update.state
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
@@ -123,16 +123,17 @@ def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], roun
 
 def after_exchange(algorithm: Algorithm, client_id: int, kept: Tree, sent: Tree) -> Tree:
     """What a client keeps after an exchange, given what it kept before and what it received."""
-    return {**kept, **_declared(algorithm, algorithm.client_exchange(client_id, kept, sent), "exchange replaces '{}'")}
+    new = sent if algorithm.client_exchange is None else algorithm.client_exchange(client_id, kept, sent)
+    return {**kept, **_declared(algorithm, new, "exchange replaces '{}'")}
 
 
 def _declared(algorithm: Algorithm, tensors: Tree, problem: str) -> Tree:
-    """Returns the tensors of an exchange; refuses any that ``exchanged`` does not declare."""
+    """Returns the tensors of an exchange; refuses any that ``messages.exchanged`` does not declare."""
     for name in tensors:
-        if not name.startswith(algorithm.exchanged):
+        if not name.startswith(algorithm.messages.exchanged):
             raise MisconfigurationException(
                 f"{type(algorithm).__name__}: {problem.format(name)}, but must leave it with its client, because "
-                "`exchanged` does not declare it."
+                "`messages.exchanged` does not declare it."
             )
     return tensors
 
@@ -156,7 +157,8 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
     if is_private:
         assert isinstance(batches, Batches), "check_private has refused it"
         return PoissonBatches.of(batches)
-    return training.algorithm.client_batches(client, batches)
+    own = training.algorithm.client_batches
+    return batches if own is None else own(client, batches)
 
 
 def noise_of_client(training: LocalTraining, client: Client) -> Generator:

@@ -141,7 +141,7 @@ class LocalTraining:
     def start_of_changes(self, tensors: Tree) -> Tree:
         """Of the tensors at the start of a round, those that are subtracted for encoding and added after decoding."""
         by_aggregation = self.aggregation is not None and self.aggregation.averages_changes
-        return {} if by_aggregation or self.algorithm.sends_changes else of_module(tensors)
+        return {} if by_aggregation or self.algorithm.messages.changes else of_module(tensors)
 
     def noise_multiplier(self, client_id: int) -> float:
         """The noise multiplier of a client; requires ``sample_privacy``."""

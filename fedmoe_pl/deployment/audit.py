@@ -202,7 +202,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
         state.server = algorithm.server_begin(state.server, _watched(clients, dry.datamodule, len(cohort), used))
         audit.before = [*used]
     alone = None if algorithm.federated else [first for first, *_ in training.by_architecture(range(num_clients))]
-    for _ in range(min(phase.rounds, algorithm.message_period + 1)):
+    for _ in range(min(phase.rounds, algorithm.messages.period + 1)):
         if not state.stopped:
             # Poisson sampling may draw nobody
             cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]

@@ -492,7 +492,7 @@ class Participant:
         return Message("kept", {"keeps": self._own.write(message, keeps)})
 
     def _check_exchanges(self) -> None:
-        if not self._plan.training.algorithm.exchanged:
+        if not self._plan.training.algorithm.messages.exchanged:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
 
 

@@ -62,7 +62,7 @@ class ClientsPlan(Plan):
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """Asks the clients, if the algorithm has requests; one without a request that can be met asks for nothing."""
-        if not self.training.algorithm.request:
+        if not self.training.algorithm.messages.request:
             return {client: {} for client in clients}
         messages = self._messages("request", {client: {} for client in clients}, kept, round)
         requests = {}
@@ -83,8 +83,8 @@ class ClientsPlan(Plan):
         in a round exchange what they have trained last.
         """
         algorithm = self.training.algorithm
-        exchanges_with_others = algorithm.exchanged and "all_clients" not in algorithm.needs
-        if not algorithm.request and not exchanges_with_others:
+        exchanges_with_others = algorithm.messages.exchanged and "all_clients" not in algorithm.needs
+        if not algorithm.messages.request and not exchanges_with_others:
             self._announced = self._messages(self.trains, self.sent(server, clients, kept, round), kept, round)
 
     def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
@@ -115,7 +115,7 @@ class ClientsPlan(Plan):
             client: answer if isinstance(answer, Failure) else self._update(client, answer)
             for client, answer in answers.items()
         }
-        weights = self.training.algorithm.own_weights
+        weights = self.training.algorithm.messages.weights
         trees = {
             client: {name: tensor for name, tensor in update.sent.items() if not name.startswith(weights)}
             for client, update in updates.items()

@@ -217,7 +217,7 @@ def personal_tensors(
     trained = subtree(kept, TRAINED)
     if evaluation_point == "local_training" and trained:
         # an exchange may have changed what is kept; then `trained` has all that differs from the initial tensors
-        return {**of_module(kept), **trained} if not training.algorithm.exchanged else trained
+        return {**of_module(kept), **trained} if not training.algorithm.messages.exchanged else trained
     if chooses_model(training.algorithm):
         load_to_evaluate(module, training.initial)
     with torch.inference_mode():
@@ -248,7 +248,8 @@ def _models(
     sharing: list[int] = []
     algorithm = training.algorithm
     for client in clients:
-        tensors = of_module(received(algorithm, server, client, kept.get(client, {}) if algorithm.request else {}))
+        state = kept.get(client, {}) if algorithm.messages.request else {}
+        tensors = of_module(received(algorithm, server, client, state))
         if sharing and not _same_tensors(tensors, shared):
             yield shared, sharing
             sharing = []

@@ -130,7 +130,7 @@ def _of_one_batch(
     training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, epoch: int
 ) -> tuple[float, int]:
     """Operations of the forward and backward pass of one batch, counted on the CPU, and the batch's size."""
-    if not trains_by_loss(training) or overrides(training.algorithm, "client_batches"):
+    if not trains_by_loss(training) or training.algorithm.client_batches:
         return math.nan, 1
     module = training.copies.copy()
     with seeded(0), warnings.catch_warnings():

@@ -208,7 +208,7 @@ class Phase:
     @property
     def aggregates(self) -> bool:
         """Whether the server combines what clients send; otherwise their models are those of their local training."""
-        return self.algorithm.federated and self.algorithm.aggregates
+        return self.algorithm.federated and self.algorithm.messages.combined
 
     @property
     def evaluation_points(self) -> list[EvaluationPoint]:

@@ -68,10 +68,10 @@ def check_start(
         if part not in shapes:
             allowed = f"a dict of parts of the {type(module).__name__} ({', '.join(shapes)})"
             raise InvalidArgumentError(str(phase), "start", start, allowed)
-        if part in phase.algorithm.copied_parts:
+        if part in phase.algorithm.parts.copied:
             because = f"{type(phase.algorithm).__name__} starts it as a copy of another part"
             raise InvalidArgumentError(str(phase), "start", start, f"without '{part}'", because)
-    for part in [] if isinstance(start, str) else phase.algorithm.needed_parts:
+    for part in [] if isinstance(start, str) else phase.algorithm.parts.needed:
         if part not in start:
             because = f"{type(phase.algorithm).__name__} builds on it"
             raise InvalidArgumentError(str(phase), "start", start, f"one that also names '{part}'", because)
@@ -91,7 +91,7 @@ def warn_of_computed_parts(phase: Phase, start: Start, by_name: Mapping[str, Pha
     """Warns of parts of a start that its clients were evaluated with, but that the phase does not get."""
     for part, name in sources(start):
         algorithm = by_name[name].algorithm
-        for computed in algorithm.computed_parts:
+        for computed in algorithm.parts.computed:
             if not part or computed in ("", part):
                 rank_zero_warn(
                     f"{phase}: start takes {part or computed or 'the model'} from '{name}' as the server and the "
@@ -134,7 +134,7 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
                 raise InvalidArgumentError(str(phase), "start", phase.start, allowed)
         _check_needed(phase, phase.start, earlier, starts)
         return phase.start
-    if not phase.algorithm.needed_parts:
+    if not phase.algorithm.parts.needed:
         return INITIAL
     followed = [other.name for other in earlier if not phase.algorithm.missing_start([other.algorithm])]
     if not followed:
@@ -149,7 +149,7 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
 def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: Mapping[str, Start]) -> None:
     """Refuses a start without the training that the algorithm builds on."""
     algorithm = phase.algorithm
-    for part in algorithm.needed_parts:
+    for part in algorithm.parts.needed:
         name = start if isinstance(start, str) else start.get(part, INITIAL)
         chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]
         if chain and (needed := algorithm.missing_start(chain, "" if isinstance(start, str) else part)):

@@ -228,7 +228,7 @@ def _starts(phase: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> l
     if start is not None:
         return [*start.values()] if isinstance(start, dict) else [start]
     algorithm, possible = _algorithm(phase), list[str]()
-    if algorithm is not None and not algorithm.needed_parts:
+    if algorithm is not None and not algorithm.parts.needed:
         return [INITIAL]
     for other in reversed(earlier):
         before = _algorithm(other)

@@ -217,7 +217,7 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule, identity:
     has_predictor = phase.algorithm.predictor is not None
     trains = has_predictor or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
-    per_client = phase.algorithm.per_client
+    per_client = phase.algorithm.messages.per_client
     server = {name: tensor for name, tensor in saved.server.items() if not name.startswith(per_client)}
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
     others = {  # renamed, because a new client may have the id of an old one whose steps do not count for it
@@ -296,7 +296,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     surplus = [name for name in saved.server if name in state.initial and name not in state.server]
     if overrides(phase.algorithm, "server_begin"):  # may add copies, or any tensors that the server only passes on
         is_of_user = not type(phase.algorithm).server_begin.__module__.startswith("fedmoe_pl.")
-        added = [""] if is_of_user or not phase.algorithm.aggregates else phase.algorithm.copied_parts
+        added = [""] if is_of_user or not phase.algorithm.messages.combined else phase.algorithm.parts.copied
         surplus = [name for name in surplus if not any(in_part(name, part) for part in added)]
     if missing or surplus:
         verb, name = ("lacks", missing[0]) if missing else ("also has", surplus[0])
@@ -325,7 +325,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
 
 def _of_single_clients(phase: Phase, saved: PhaseState) -> bool:
     """Whether the server holds tensors of single clients; parts of the module are the same for all."""
-    return any(name.startswith(phase.algorithm.per_client) for name in of_algorithm(saved.server))
+    return any(name.startswith(phase.algorithm.messages.per_client) for name in of_algorithm(saved.server))
 
 
 def _renumbered(
@@ -372,7 +372,7 @@ def _from_start(
 ) -> PhaseState:
     """The phase's state before its first round, from the phases that it starts from or the initial model.
 
-    With ``copies``, clients make the copies that ``copied_parts`` declares; a given result has its copies already.
+    With ``copies``, clients make the copies that ``parts.copied`` declares; a given result has its copies already.
     """
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     inherited: list[tuple[list[str], PhaseState]] = []
@@ -389,9 +389,9 @@ def _from_start(
     for names, state in inherited:
         # tensors that clients kept under a name that the server now sends are dropped
         private = {name: name for name in names if name not in server}
-        if phase.algorithm.gate_starts_anew:  # a client without a gate draws a new one
+        if phase.algorithm.parts.new_gate:  # a client without a gate draws a new one
             private = {name: name for name in private if not name.startswith("gate.")}
-        copied = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts) if copies else {}
+        copied = copies_of_parts({name: name for name in names}, phase.algorithm.parts.copied) if copies else {}
         if copied.keys() & private.keys():  # only a client without a part of its own takes the copy
             client_states.append(only(state.clients, copied))
             copied = {}

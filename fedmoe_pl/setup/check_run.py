@@ -209,7 +209,7 @@ def check_phase(
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_direction(str(phase), "select.monitor", phase.monitor, metrics or {})
     _check_samples(phase, module, datamodule, seed)
-    if phase.evaluate and phase.algorithm.predicts_with_local_expert:
+    if phase.evaluate and phase.algorithm.parts.local_expert_predicts:
         warn_of_mixture(phase.algorithm, module)
     check_optimizer(phase, module, max_epochs)
 
@@ -272,7 +272,7 @@ def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: Li
     """
 
     def is_trained(part: str) -> bool:
-        if part in phase.algorithm.computed_parts:
+        if part in phase.algorithm.parts.computed:
             return True
         chain = chain_of_starts(run.phases, run.starts, phase.name, part.split(".")[0])
         names = (name for other in chain for name in trained[other.name])

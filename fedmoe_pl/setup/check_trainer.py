@@ -31,7 +31,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import overridden_hooks, packages_read_once, quiet
 from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process, listed
@@ -175,7 +174,7 @@ def check_batches(
     phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
 ) -> None:
     """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
-    if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
+    if trainer.get("fast_dev_run") or phase.algorithm.client_batches:
         return  # Lightning or the algorithm chooses the batches
     limits = [trainer.get(name) for name in ("limit_train_batches", "limit_val_batches")]
     of_validation = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")

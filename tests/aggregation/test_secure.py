@@ -17,7 +17,7 @@ from helpers.reports import csv_rows
 from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess
 
-from fedmoe_pl import DPSGD, ClientFailures, Federation, Phase, Update
+from fedmoe_pl import DPSGD, ClientFailures, Federation, Messages, Phase, Update
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, SecureAggregation
 from fedmoe_pl.aggregation.secure import OutOfRangeError
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedPAC, Local, Scaffold
@@ -221,7 +221,7 @@ def test_it_is_refused_where_the_server_needs_more_than_a_sum(argument, because,
 def test_what_an_algorithm_declares_to_send_besides_is_refused(tmp_path):
     for declared in ("request", "exchanged"):
         algorithm = FedAvg("global_expert.*")
-        setattr(algorithm, declared, ("own/",))
+        algorithm.messages = Messages(**{declared: ("own/",)})
         with pytest.raises(InvalidArgumentError, match=f"send more than their updates .{declared}."):
             state_of(tmp_path, phase(algorithm, secure_aggregation=True))
 

@@ -51,7 +51,7 @@ def test_the_last_upload_of_a_client_that_does_not_train_counts():
 
 def test_a_newcomer_gets_the_mean_of_all_and_a_single_client_nothing():
     server = server_of(upload(0, 1.0, 1.0), upload(1, 3.0, 0.0))
-    of_all = {name: tensor for name, tensor in server.items() if not name.startswith(FedALT.per_client)}
+    of_all = {name: tensor for name, tensor in server.items() if not name.startswith(FedALT.messages.per_client)}
     assert received(of_all, 7) == received(server, 7) == {"A": 2.0, "B": 0.5}
     assert received(server_of(upload(0, 1.0, 1.0)), 0) == {}
 

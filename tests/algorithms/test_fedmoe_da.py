@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from fedmoe_pl import Federation, Phase, Select, Train
+from fedmoe_pl import Federation, Messages, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.models import ConstantGate
@@ -164,7 +164,7 @@ def test_traffic_is_what_it_is_by_hand(tmp_path):
 
 def test_an_exchange_of_what_is_not_declared_is_refused():
     algorithm, line = FedMoEDA("all", interval=1, sync_matrix=True), torch.tensor([[1.0, 0.0]])
-    algorithm.exchanged = ()
+    algorithm.messages = Messages()
     server = algorithm.server_update({}, Update({"proxies/0": line, "proxies/1": line}, 2))
     sentence = "FedMoEDA: exchange asks for 'experts.0.w' in round 1, but must leave it with its client"
     with pytest.raises(MisconfigurationException, match=re.escape(sentence)):

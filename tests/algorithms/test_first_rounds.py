@@ -6,7 +6,7 @@ from helpers import Embedding, Expert, blobs, mixture, run, small_expert
 from helpers.clusters import clustered, only
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import ClientFailures, Phase, Train
+from fedmoe_pl import ClientFailures, Parts, Phase, Train
 from fedmoe_pl.algorithms import (
     ClusterMixture,
     FedAvg,
@@ -88,7 +88,7 @@ def test_a_client_draws_in_its_first_round_whichever_that_is_and_keeps_what_it_h
 
 def test_a_gate_that_clients_share_is_drawn_in_the_first_round_alone():
     class Shared(FedAvg):
-        gate_starts_anew = True
+        parts = Parts(new_gate=True)
 
     module, data = expert_mixture(), blobs()
     data.setup()

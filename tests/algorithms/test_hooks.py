@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Messages, Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import FeatureGate, GlobalOnly
@@ -40,7 +40,7 @@ class Bank(LightningModule):
 class OnRequest(FedAvg):
     """A client asks for the experts that it wants in the next round: at first the one of its number, then the next."""
 
-    request = ("wanted/",)
+    messages = Messages(request=("wanted/",))
 
     def server_send(self, server, client_id, request):
         return {f"experts.{i}": server[f"experts.{i}"] for i in wanted(client_id, request)}
@@ -171,3 +171,9 @@ def test_a_loss_that_is_never_returned_is_warned_of_as_in_lightning(tmp_path):
 
     with pytest.warns(UserWarning, match="`client_loss` returned `None`"):
         federation(tmp_path, [Phase("A", Nothing(), gate=GlobalOnly())]).fit(mixture(), blobs())
+
+
+@pytest.mark.parametrize(("name", "attribute"), [("needed_parts", "parts"), ("exchanged", "messages")])
+def test_a_declaration_under_the_name_that_it_had_before_is_refused(name, attribute):
+    with pytest.raises(MisconfigurationException, match=f"^Old.{name} is now a field of `{attribute}`.$"):
+        type("Old", (FedAvg,), {name: ("own/",)})

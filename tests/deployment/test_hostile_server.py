@@ -92,7 +92,7 @@ def test_an_exchange_gives_what_is_declared_as_clients_have_trained_it_last(tmp_
 
     given = client.answer(read(number, "experts.1")).tensors
     assert given and all(name.startswith("experts.1.") for name in given)
-    assert "must leave it with its client, because `exchanged`" in reason_of(client, read(number, "gate"))
+    assert "must leave it with its client, because `messages.exchanged`" in reason_of(client, read(number, "gate"))
     assert "after their last training, and nothing older" in reason_of(client, read(number - 1, "experts.1"))
 
 

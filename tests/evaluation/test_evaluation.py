@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from sklearn.metrics import accuracy_score, recall_score
 from torchmetrics import Accuracy
 
-from fedmoe_pl import Select
+from fedmoe_pl import Messages, Select
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
@@ -189,7 +189,7 @@ def test_clients_that_kept_nothing_but_receive_different_models_are_evaluated_wi
 class Asking(FedAvg):
     """Sends every client the model times what it asks for."""
 
-    request = ("factor/",)
+    messages = Messages(request=("factor/",))
 
     def server_send(self, server, client_id, request):
         return {name: tensor * request["factor/x"] for name, tensor in server.items()}

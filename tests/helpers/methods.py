@@ -341,6 +341,6 @@ def _through(messages, phase, kind, handed):
             update.state.update(message[2])
             return update
 
-    if kind.request:  # otherwise clients request nothing
+    if kind.messages.request:  # otherwise clients request nothing
         Through.server_send = server_send
     return Through

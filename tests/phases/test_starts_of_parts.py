@@ -117,7 +117,7 @@ def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evalu
         evaluated = run.client_module(last.name, client).state_dict()
         held = {**state.initial, **state.server, **state.clients.get(client, {})}
         differing |= {name.split(".")[0] for name, tensor in evaluated.items() if not torch.equal(tensor, held[name])}
-    assert differing == {*last.algorithm.computed_parts}
+    assert differing == {*last.algorithm.parts.computed}
 
 
 def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_path):

@@ -15,7 +15,7 @@ from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase, Select
+from fedmoe_pl import Messages, Phase, Select
 from fedmoe_pl.aggregation import (
     Bucketing,
     CoordinateMedian,
@@ -228,7 +228,7 @@ class AsksClients(FedAvg):
 
 
 class Exchanging(FedAvg):
-    exchanged = ("local_expert.",)
+    messages = Messages(exchanged=("local_expert.",))
 
 
 MEDIAN = CoordinateMedian()

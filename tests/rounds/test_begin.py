@@ -8,7 +8,7 @@ from helpers.runs import WithDropout, assert_same, data, federation, model, phas
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
+from fedmoe_pl import Federation, Messages, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedPAC, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
@@ -229,7 +229,7 @@ def test_a_given_result_adds_to_what_the_phases_before_have_cost_and_replaces_wh
 class OfClients(FedAvg):
     """With tensors of single clients at the server."""
 
-    per_client = ("of_clients/",)
+    messages = Messages(per_client=("of_clients/",))
 
 
 SAVED = {

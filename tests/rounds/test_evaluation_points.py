@@ -22,7 +22,7 @@ from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Evaluate, Phase, Select, Train
+from fedmoe_pl import Evaluate, Messages, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
@@ -197,7 +197,7 @@ def test_an_ensemble_after_local_training_has_the_weight_that_it_was_trained_wit
 class Forgetful(FedAvg):
     """Its hooks return only what they know of."""
 
-    exchanged = ("own/",)
+    messages = Messages(exchanged=("own/",))
 
     def exchange(self, server, clients, round):
         yield from ((client, {"own/number": torch.tensor(client)}, {}) for client in range(3))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, Weighting
 from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert
 from fedmoe_pl.trees import Tree, copies_of_parts, load_tree, of_parts
@@ -23,10 +21,9 @@ class PersonalModel(Algorithm):
             the same weight.
     """
 
-    predicts_with_local_expert = True
-    copied_parts = MappingProxyType({"local_expert": "global_expert"})
     needs = ("loss_of_outputs", "fixed_gate")
-    per_client = ("local_expert.",)
+    parts = Parts(copied={"local_expert": "global_expert"}, local_expert_predicts=True)
+    messages = Messages(per_client=("local_expert.",))
 
     def __init__(self, weighting: Weighting) -> None:
         super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"], weighting)
@@ -34,7 +31,7 @@ class PersonalModel(Algorithm):
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """``w``; new clients, for whom the server holds no ``v``, also receive a copy of it as the start of theirs."""
         w, start = (of_parts(server, [part]) for part in ("global_expert", "local_expert"))
-        return w if start else w | copies_of_parts(w, PersonalModel.copied_parts)
+        return w if start else w | copies_of_parts(w, PersonalModel.parts.copied)
 
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads ``w`` and the client's ``v``; before its first training, ``v`` is a copy of the phase's first ``w``."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import check_sparse, evaluation_copy, pair_of, pairs_of
 from fedmoe_pl.checks import check_at_least
@@ -39,8 +39,7 @@ class SharedExperts(Algorithm, ABC):
     """
 
     needs = ("classes",)
-    request = (_ASKED,)  # nothing in a client's first round
-    own_weights = (_WEIGHT,)
+    messages = Messages(request=(_ASKED,), weights=(_WEIGHT,))  # no request in a client's first round
 
     def __init__(self, experts_per_client: int = 2, parts: str | list[str] = "*") -> None:
         check_at_least(self, "experts_per_client", experts_per_client, 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting, received
+from fedmoe_pl.algorithms.algorithm import Algorithm, Parts, Weighting, received
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.low_rank import factor_names, set_corner
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
@@ -31,7 +31,7 @@ class UnequalRanks(Algorithm):
         weighting: what updates weigh in averages.
     """
 
-    computed_parts = ("global_expert",)
+    parts = Parts(computed=("global_expert",))
 
     def __init__(
         self, ranks: list[int], shared: str | list[str], trainable: str | list[str], weighting: Weighting

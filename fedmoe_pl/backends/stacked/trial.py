@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends.features import FeatureCache, NoTrainer, states_of_generators
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.loop import needs_every_batch
@@ -84,7 +83,7 @@ def _check_without_trial(training: LocalTraining) -> None:
     """Refuses what is known to be unstackable without a trial."""
     if training.datamodule.reader is not None:
         raise NotStackable("samples are read one by one and not from a tensor in memory")
-    if overrides(training.algorithm, "client_batches"):
+    if training.algorithm.client_batches:
         raise NotStackable(f"{type(training.algorithm).__name__} trains on other batches than those of its samples")
     if reason := needs_every_batch(training):
         raise NotStackable(reason)
