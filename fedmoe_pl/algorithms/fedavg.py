@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.algorithm import Algorithm
 
 
 class FedAvg(Algorithm):
@@ -20,11 +20,3 @@ class FedAvg(Algorithm):
     """
 
     samples_in_loss_only = True
-
-    def __init__(
-        self,
-        shared: str | list[str] = "*",
-        trainable: str | list[str] = "*",
-        weighting: Weighting = "samples",
-    ) -> None:
-        super().__init__(shared, trainable, weighting)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Weighting
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared.low_rank import factor_names, mean_of_products, set_corner
 from fedmoe_pl.algorithms.shared.unequal_ranks import CUT, UnequalRanks
@@ -42,15 +41,6 @@ class FlexLoRA(UnequalRanks):
     """
 
     needs = ("fresh_optimizers", "own_server_step")
-
-    def __init__(
-        self,
-        ranks: list[int],
-        shared: str | list[str] = "global_expert.*",
-        trainable: str | list[str] = "*",
-        weighting: Weighting = "samples",
-    ) -> None:
-        super().__init__(ranks, shared, trainable, weighting)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The means of products, as factors, and of other tensors."""

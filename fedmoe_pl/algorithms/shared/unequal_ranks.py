@@ -34,7 +34,11 @@ class UnequalRanks(Algorithm):
     parts = Parts(computed=("global_expert",))
 
     def __init__(
-        self, ranks: list[int], shared: str | list[str], trainable: str | list[str], weighting: Weighting
+        self,
+        ranks: list[int],
+        shared: str | list[str] = "global_expert.*",
+        trainable: str | list[str] = "*",
+        weighting: Weighting = "samples",
     ) -> None:
         super().__init__(shared, trainable, weighting)
         if not ranks:
