@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, copies, private_tensors, received
 from fedmoe_pl.algorithms.client import Client, Constants, Update
-from fedmoe_pl.algorithms.shared.clusters import cluster_of, clusters_of, moved
+from fedmoe_pl.algorithms.shared.clusters import cluster_of, moved
 from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
@@ -35,6 +35,7 @@ _IDS, _CLUSTERS = "clients/ids", "clients/clusters"  # of the clients that are i
 _SIZES = "clusters/sizes"  # numbers of clients, shape (K,)
 _ROUTERS = "routers/"  # prefix of a cluster's number: its routers, which the server keeps
 _OWN = ("global_experts.0.", "gate.routers.")  # what a client trains of the mixture
+_SAME = 1e-6  # the largest distance between clients in a single cluster
 
 
 class FedLEASE(Algorithm):
@@ -157,3 +158,26 @@ def distances(uploads: Tree, ids: Tensor) -> Tensor:
             )
         of_layers.append(1 - (vectors / norms) @ (vectors / norms).T)
     return torch.stack(of_layers).mean(0).clamp_min(0).fill_diagonal_(0)
+
+
+def clusters_of(distances: Tensor, most: int) -> Tensor:
+    """The cluster of each client, int64 (n,), numbered in the order of their first clients.
+
+    Of average linkage, with the number of clusters from 2 to ``most`` that has the highest silhouette; if several have,
+    the lowest. One cluster if no distance reaches 1e-6.
+    """
+    from sklearn.cluster import AgglomerativeClustering
+    from sklearn.metrics import silhouette_score
+
+    best, found = -2.0, torch.zeros(len(distances), dtype=torch.int64)
+    if distances.max() < _SAME:
+        return found
+    for number in range(2, min(most, len(distances)) + 1):
+        linkage = AgglomerativeClustering(number, metric="precomputed", linkage="average")
+        labels = linkage.fit_predict(distances.numpy())
+        # a client that is alone in its cluster has the silhouette 0
+        score = silhouette_score(distances.numpy(), labels, metric="precomputed") if number < len(labels) else 0.0
+        if score > best:
+            numbers = {label: place for place, label in enumerate(dict.fromkeys(labels.tolist()))}
+            best, found = score, torch.tensor([numbers[label] for label in labels.tolist()])
+    return found

@@ -17,11 +17,9 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Weighting, private_tensors, weight_of
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.clusters import (
-    DRAWS,
     best_cluster,
     check_first_place,
     choice_generator,
-    chosen_models,
     cluster_of,
     experts_of,
     mean_loss,
@@ -29,7 +27,9 @@ from fedmoe_pl.algorithms.shared.clusters import (
 )
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, problem_of_shapes, subtree
+from fedmoe_pl.models import ClusteredMoE
+from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, problem_of_shapes, subtree, with_prefix
 
 _PICKS = "clusters/picks"  # the picks of each cluster in each round, which the server counts: int64 (rounds so far, J)
 _ACTIVE = "clusters/active"  # which clusters have not stopped, bool (J,)
@@ -38,7 +38,8 @@ _BEST_LOSS = "clusters/best_loss"  # these losses, float64 (J,)
 _WAITED = "clusters/checks_without_improvement"  # the number of checks since then, int64 (J,)
 # Prefix of a cluster's number: its weight, its picks, its sum of validation losses and their number, float64 (4,).
 _TALLY = "clusters/tally/"
-
+_DRAWS = 1000  # how often initial models are drawn before ``good_init`` is given up
+_DRAW = 74  # separates the random numbers of initial models that are drawn anew from others
 
 Schedule = Literal["constant", "inverse", "power", "by_clusters"]
 """The epsilon of round t, counted from 0, with J clusters: constant, ``1 / (t + 1)``, ``1 / (t + 1)^b`` with the b that
@@ -130,11 +131,21 @@ class EpsilonGreedyIFCA(Algorithm):
         """Draws initial models anew until each is chosen by the share ``good_init`` of the clients."""
         if self.good_init is None:
             return server
-        models = chosen_models([*clients], self.good_init)
-        if models is None:
-            because = f"in none of {DRAWS} draws was every cluster chosen by this share of the first round's clients"
-            raise InvalidArgumentError(self, "good_init", self.good_init, "lower for these data", because)
-        return {**server, **models}
+        first_round = [*clients]
+        seed, module = first_round[0].seed, first_round[0].module
+        assert isinstance(module, ClusteredMoE)
+        clusters = range(len(module.global_experts))
+        for draw in range(_DRAWS):
+            if draw:
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(derive_seed(seed, _DRAW, draw))
+                    module.draw_clusters()
+            chosen = [best_cluster(client, clusters, choice_generator(client)) for client in first_round]
+            if min(chosen.count(cluster) for cluster in clusters) >= self.good_init * len(first_round) - 1e-9:
+                models = {name: tensor.clone() for name, tensor in module.global_experts.state_dict().items()}
+                return {**server, **with_prefix(models, "global_experts.")}
+        because = f"in none of {_DRAWS} draws was every cluster chosen by this share of the first round's clients"
+        raise InvalidArgumentError(self, "good_init", self.good_init, "lower for these data", because)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The models of all active clusters."""

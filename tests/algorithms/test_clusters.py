@@ -9,7 +9,7 @@ from torch import nn
 
 from fedmoe_pl import Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA
-from fedmoe_pl.algorithms.shared.clusters import clusters_of
+from fedmoe_pl.algorithms.fedlease import clusters_of
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, GlobalOnly
 from fedmoe_pl.trees import copy_module
 
@@ -69,7 +69,7 @@ def test_new_draws_keep_what_clusters_share_and_end_if_no_draw_can_be_good(tmp_p
     assert torch.equal(server["global_experts.0.fc.weight"], server["global_experts.1.fc.weight"])
     assert not torch.equal(server["global_experts.0.conv.weight"], server["global_experts.1.conv.weight"])
 
-    monkeypatch.setattr("fedmoe_pl.algorithms.shared.clusters.DRAWS", 3)
+    monkeypatch.setattr("fedmoe_pl.algorithms.ifca._DRAWS", 3)
     one_client = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), train=Train(max_epochs=0), clients_per_round=1)
     with pytest.raises(MisconfigurationException, match=r"good_init is 0\.5, but must be lower for these data"):
         run([one_client], module, data, tmp_path)

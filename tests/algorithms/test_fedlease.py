@@ -13,8 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedLEASE
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.fedlease import distances
-from fedmoe_pl.algorithms.shared.clusters import clusters_of
+from fedmoe_pl.algorithms.fedlease import clusters_of, distances
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.models import AdaptiveTokenGate, ClusteredAdapterMoE, EqualWeights, LayerwiseAdapterMoE
 

@@ -1,4 +1,4 @@
-"""Clusters of clients: their models in a ``ClusteredMoE``, the choice of one for a client, and groups by distance."""
+"""Clusters of clients: their models in a ``ClusteredMoE``, and the choice of one for a client."""
 
 from __future__ import annotations
 
@@ -15,14 +15,9 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 
-DRAWS = 1000
-"""How often initial models are drawn before ``good_init`` is given up."""
 _CHOICE = 73  # separates the random numbers of a client's choice of a cluster from its others
-_DRAW = 74  # separates those of the initial models that are drawn anew
-_SAME = 1e-6  # the largest distance between clients in a single cluster
 
 
 def experts_of(module: LightningModule) -> Sequence[nn.Module]:
@@ -30,23 +25,6 @@ def experts_of(module: LightningModule) -> Sequence[nn.Module]:
     if not isinstance(module, ClusteredMoE):
         raise InvalidArgumentError("Federation", "model", module, "a ClusteredMoE")
     return [*module.global_experts]
-
-
-def chosen_models(clients: Sequence[Client], share: float) -> Tree | None:
-    """Initial models of the clusters, drawn anew until each is chosen by a share of the clients."""
-    module = clients[0].module
-    assert isinstance(module, ClusteredMoE)
-    clusters = range(len(module.global_experts))
-    for draw in range(DRAWS):
-        if draw:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(clients[0].seed, _DRAW, draw))
-                module.draw_clusters()
-        chosen = [best_cluster(client, clusters, choice_generator(client)) for client in clients]
-        if min(chosen.count(cluster) for cluster in clusters) >= share * len(clients) - 1e-9:
-            state = {name: tensor.clone() for name, tensor in module.global_experts.state_dict().items()}
-            return with_prefix(state, "global_experts.")
-    return None
 
 
 def check_first_place(module: LightningModule) -> None:
@@ -103,26 +81,3 @@ def mean_loss(module: LightningModule, cluster: int, batches: SampleBatches) -> 
     expert = copy_module(module.global_experts[cluster]).to(batches.device).eval()
     sums = [summed_loss(module, module.scores_of(call(expert, x)), y) for x, y in pairs_of(module, batches)]
     return torch.stack(sums).sum().cpu() / len(batches.samples)
-
-
-def clusters_of(distances: Tensor, most: int) -> Tensor:
-    """The cluster of each client, int64 (n,), numbered in the order of their first clients.
-
-    Of average linkage, with the number of clusters from 2 to ``most`` that has the highest silhouette; if several have,
-    the lowest. One cluster if no distance reaches 1e-6.
-    """
-    from sklearn.cluster import AgglomerativeClustering
-    from sklearn.metrics import silhouette_score
-
-    best, found = -2.0, torch.zeros(len(distances), dtype=torch.int64)
-    if distances.max() < _SAME:
-        return found
-    for number in range(2, min(most, len(distances)) + 1):
-        linkage = AgglomerativeClustering(number, metric="precomputed", linkage="average")
-        labels = linkage.fit_predict(distances.numpy())
-        # a client that is alone in its cluster has the silhouette 0
-        score = silhouette_score(distances.numpy(), labels, metric="precomputed") if number < len(labels) else 0.0
-        if score > best:
-            numbers = {label: place for place, label in enumerate(dict.fromkeys(labels.tolist()))}
-            best, found = score, torch.tensor([numbers[label] for label in labels.tolist()])
-    return found
