@@ -7,10 +7,9 @@ from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.ag_news import AGNews
-from fedmoe_pl.data.datasets.client_folders import ClientFolders
 from fedmoe_pl.data.datasets.csv_file import CsvFile
 from fedmoe_pl.data.datasets.femnist import FEMNIST
-from fedmoe_pl.data.datasets.image_folder import ImageFolder
+from fedmoe_pl.data.datasets.folders import ClientFolders, ImageFolder
 from fedmoe_pl.data.datasets.images import ImageDataModule
 from fedmoe_pl.data.datasets.npz import NpzFile
 from fedmoe_pl.data.datasets.own import FromDataModule, FromDatasets

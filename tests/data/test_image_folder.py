@@ -14,7 +14,8 @@ from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import ImageFolder
-from fedmoe_pl.data.datasets.images import VisibleImages, read_images, resize
+from fedmoe_pl.data.datasets.folders import VisibleImages
+from fedmoe_pl.data.datasets.images import read_images, resize
 
 
 def write_images(folder, sizes):

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image, ImageOps
 from torch import Tensor
-from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import IMG_EXTENSIONS, is_image_file
 from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of
@@ -61,49 +56,6 @@ def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Ten
         return x.permute(0, 3, 1, 2)
     allowed = "(n, height, width), or (n, height, width, channels) or (n, channels, height, width) of 1 or 3 channels"
     raise InvalidArgumentError(owner, name, tuple(x.shape), allowed)
-
-
-class VisibleImages(ImageFolder):
-    """Images in folders, without what Jupyter and macOS hide: names that begin with a dot, and ``__MACOSX``.
-
-    Args:
-        owner: the data module that a refusal names.
-        argument: its argument with the folder.
-        root: the folder.
-        allow_empty: whether a folder in it may have no images.
-    """
-
-    def __init__(self, owner: object, argument: str, root: str, allow_empty: bool = False) -> None:
-        self._left_out = Counter[str]()
-        try:
-            super().__init__(root, is_valid_file=self._is_visible_image, allow_empty=allow_empty)
-        except FileNotFoundError as error:
-            reason = reason_of(error)
-            raise InvalidArgumentError(owner, argument, root, "a folder with folders of images", reason) from error
-        if self._left_out:
-            endings = ", ".join(f"{number} {ending}" for ending, number in self._left_out.most_common())
-            rank_zero_warn(
-                f"{type(owner).__name__}: files in {argument} '{root}' are left out ({endings}), beside {len(self)} "
-                f"images, which must end in {', '.join(IMG_EXTENSIONS)}."
-            )
-
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """The names of the visible folders, and their numbers."""
-        names = [name for name in super().find_classes(directory)[0] if _is_visible(name)]
-        if not names:
-            raise FileNotFoundError(f"Couldn't find any class folder in {directory}")  # as torchvision
-        return names, {name: number for number, name in enumerate(names)}
-
-    def _is_visible_image(self, path: str) -> bool:
-        if not all(map(_is_visible, Path(path).relative_to(self.root).parts)):
-            return False
-        if not (is_image := is_image_file(path)):
-            self._left_out[Path(path).suffix or "without an ending"] += 1
-        return is_image
-
-
-def _is_visible(name: str) -> bool:
-    return not name.startswith(".") and name != "__MACOSX"
 
 
 def read_images(owner: object, paths: Sequence[str], image_size: int | None) -> Tensor:
