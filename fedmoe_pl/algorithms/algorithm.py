@@ -146,8 +146,8 @@ class Messages:
         changes: whether clients send the changes of the module's tensors, not their new values.
         weights: prefixes of the names of the algorithm's own tensors that are weights, and grow with the number of
             samples.
-        per_client: prefixes of the names of the server's tensors that belong to single clients of the federation;
-            clients outside of it get none of them.
+        per_client: prefixes of the names of the server's tensors that belong to single clients of the federation.
+            They are sent only by a ``server_send`` of the algorithm's own, and not to clients outside of it.
         request: prefixes of the names of the tensors that a client keeps and sends to ask for others, such as the
             numbers of experts. Without any, clients ask for nothing.
         exchanged: prefixes of the names of the tensors that an ``exchange`` replaces. A client gives no other tensor to
@@ -292,7 +292,7 @@ class Algorithm:
         contains a "/", and one that lacks some of ``parts.needed``, or has others than ``parts.copied``.
         """
         check_names(module)
-        check_copies(module, self.parts.copied)
+        check_copied_parts(module, self.parts.copied)
         for part in self.parts.needed:
             module.get_submodule(part)
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
@@ -318,8 +318,8 @@ class Algorithm:
         return server
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The tensors that a client receives, given its request; by default the server's whole state."""
-        return server
+        """The tensors that a client receives, given its request; by default all but ``messages.per_client``."""
+        return {name: tensor for name, tensor in server.items() if not name.startswith(self.messages.per_client)}
 
     def client_samples(self, client: Client) -> Tensor:
         """Indices of the samples that the client trains on in this round; by default, all that are opted in."""
@@ -408,7 +408,7 @@ class Algorithm:
         return of_module({**received(self, server, client.id, client.state), **client.state})
 
 
-def check_copies(module: LightningModule, parts: Mapping[str, str]) -> None:
+def check_copied_parts(module: LightningModule, parts: Mapping[str, str]) -> None:
     """Refuses a part that cannot start as a copy of another one; ``parts`` has the original of each."""
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
     for part, original in parts.items():

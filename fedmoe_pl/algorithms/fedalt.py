@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, check_copies, shapes_of_shared
+from fedmoe_pl.algorithms.algorithm import Algorithm, Messages, Parts, check_copied_parts, shapes_of_shared
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of_upload, upload
 from fedmoe_pl.data import FederatedDataModule
@@ -50,7 +50,7 @@ class FedALT(Algorithm):
 
     def server_init(self, module: LightningModule) -> Tree:
         """What is averaged; refuses a module whose experts have different tensors."""
-        check_copies(module, {"global_expert": "local_expert"})
+        check_copied_parts(module, {"global_expert": "local_expert"})
         return super().server_init(module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:

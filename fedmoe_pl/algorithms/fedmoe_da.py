@@ -118,10 +118,6 @@ class FedMoEDA(Algorithm):
             raise InvalidArgumentError(self, "similarity", "updates", "'proxies'", f"{frozen[0]} is not trained")
         return super().server_init(module)
 
-    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The embedding."""
-        return of_module(server)
-
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
         if not self.shared_init and begins(self, client, "experts."):

@@ -88,10 +88,6 @@ class FedPAC(Algorithm):
         """The classifier in the first epoch, the extractor in the others."""
         return name.startswith(self._classifier) if epoch == 0 else name in self.shared
 
-    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The extractor and the prototypes."""
-        return _without_classifiers(server)
-
     def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the extractor and the classifier; computes the statistics and the targets of the features."""
         super().client_init(client, sent)
@@ -149,7 +145,8 @@ class FedPAC(Algorithm):
         classifiers = {client: subtree(sent, f"{_CLASSIFIERS}{client}.") for client in clients}
         features = torch.stack([sent[f"{_FEATURES}{client}"].double().flatten() for client in clients])
         variances = torch.stack([sent[f"{_VARIANCE}{client}"].double() for client in clients])
-        new = {**_without_classifiers(server), **of_module(sent), **update_class_means(server, sent, _PROTOTYPES)}
+        new = {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
+        new |= {**of_module(sent), **update_class_means(server, sent, _PROTOTYPES)}
         for row, client in enumerate(clients):
             weights = combination_weights(features, variances, row)
             combination = _weighted_mean([*classifiers.values()], weights, classifiers[client])
@@ -184,10 +181,6 @@ def combination_weights(features: Tensor, variances: Tensor, client: int) -> Ten
     weights = simplex_minimum(matrix)
     weights = torch.where(weights > _SMALLEST_WEIGHT, weights, 0.0)
     return weights / weights.sum()
-
-
-def _without_classifiers(server: Tree) -> Tree:
-    return {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
 
 
 def _weighted_mean(trees: list[Tree], weights: Tensor, classifier: Tree) -> Tree:

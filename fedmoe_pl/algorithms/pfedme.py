@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Parts, Weighting, check_copies
+from fedmoe_pl.algorithms.algorithm import Parts, Weighting, check_copied_parts
 from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, learning_rate, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
@@ -79,7 +79,7 @@ class PFedMe(PersonalModel):
 
         Refuses a module without two experts of one architecture, and optimizers other than plain SGD.
         """
-        check_copies(module, PersonalModel.parts.copied)
+        check_copied_parts(module, PersonalModel.parts.copied)
         learning_rate(self, module)
         return super().server_init(module) | copy_of_global_expert(module)
 
