@@ -22,6 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number, reason_of, with_article
 from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.layers import plant
+from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.trees import copy_module
 
 _ADAPTER = "adapter"  # the name under which peft makes adapters
@@ -203,7 +204,7 @@ class Look:
         return self
 
 
-class Expert(nn.Module):
+class AdapterExpert(nn.Module):
     """An expert's adapters and trained layers, as a tree of modules with the paths that they have in the base.
 
     It computes what the base does with this expert alone.
@@ -225,10 +226,10 @@ class AdaptedBase:
         base: the base; its parameters are frozen.
         lora: which layers get adapters.
         num_experts: number of experts, whose adapters are drawn one after the other.
+        prepare: makes what the base is called with of the inputs.
         blocks: names of modules of the base, or their ends, that each expert computes as a whole, so that their
             outputs are mixed; layers outside of them have the first expert only. Empty mixes in every adapted layer.
         has_one_head: whether the experts have the copies of ``modules_to_save`` together, in ``head``.
-        prepare: makes what the base is called with of the inputs; None for the inputs as they are.
 
     Attributes:
         experts: the experts.
@@ -244,9 +245,9 @@ class AdaptedBase:
         base: nn.Module,
         lora: LoRA,
         num_experts: int,
-        blocks: Sequence[str] = (),
-        has_one_head: bool = False,
-        prepare: Callable[[Any], Any] | None = None,
+        prepare: Callable[[Any], Any],
+        blocks: Sequence[str],
+        has_one_head: bool,
     ) -> None:
         self.base = base.requires_grad_(False)
         self.head = nn.Module()
@@ -287,7 +288,7 @@ class AdaptedBase:
             raise InvalidArgumentError("LoRA", "base", type(self.base).__name__, "without checkpointing", reason)
         self._pass = current = _Pass(experts, weigh)
         try:
-            logits = call(self.base, self.prepare(x) if self.prepare else x)
+            logits = call(self.base, self.prepare(x))
         finally:
             self._pass = None
         if not self._check.is_done:
@@ -439,13 +440,10 @@ def mixed(weights: Tensor, outputs: Sequence[Tensor], path: str) -> Tensor:
 
     Weights have the shape (B, ..., experts), or (B, experts) if they are those of whole samples.
     """
-    ones = [1] * (outputs[0].dim() - weights.dim() + 1)
-    shape = (*weights.shape[:-1], *ones)
     if weights.shape[:-1] != outputs[0].shape[: weights.dim() - 1]:
         reason = f"its outputs have shape {tuple(outputs[0].shape)}, the weights {tuple(weights.shape)}"
         raise InvalidArgumentError("LoRA", "target_modules", path, "a layer that keeps the samples apart", reason)
-    terms = [weights[..., index].reshape(shape) * output for index, output in enumerate(outputs)]
-    return sum(terms[1:], terms[0])
+    return mix_outputs(outputs, weights, "logits")
 
 
 _ADAPTERS = (LinearAdapter, EmbeddingAdapter)
@@ -521,8 +519,8 @@ def unlike_weight(path: str, layer: nn.Module) -> str:
     return ""
 
 
-def _tree(adapters: dict[str, nn.Module]) -> Expert:
-    expert = Expert()
+def _tree(adapters: dict[str, nn.Module]) -> AdapterExpert:
+    expert = AdapterExpert()
     for path, adapter in adapters.items():
         plant(expert, path, adapter)
     return expert

@@ -50,6 +50,8 @@ class AdapterMoE(MixtureOfExperts):
         global_expert: the adapters and layers that clients share, by the paths of their layers in the base.
         local_expert: those of the client, drawn independently of the global ones.
         scaling: the scale of all adapters, alpha / r.
+        blocks: names of the modules of the base that each expert computes as a whole; none here.
+        has_one_head: whether the experts have the layers in ``lora.modules_to_save`` together.
 
     Raises:
         MisconfigurationException: if the parts do not fit together, or peft is not installed.
@@ -63,7 +65,9 @@ class AdapterMoE(MixtureOfExperts):
     """
 
     gate: Gate
-    gate_width = 2
+    gate_width: int = 2
+    blocks: Sequence[str] = ()
+    has_one_head: bool = False
 
     def __init__(
         self,
@@ -87,14 +91,10 @@ class AdapterMoE(MixtureOfExperts):
         self.scaling = lora.scaling
         self.base = base
         self._of_features = Look()
-        self._adapted = self.adapt(base, lora)
+        self._adapted = AdaptedBase(base, lora, self.gate_width, self.prepared, self.blocks, self.has_one_head)
         self.name_experts(self._adapted.experts)
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
-
-    def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
-        """The base with its experts."""
-        return AdaptedBase(base, lora, num_experts=2, prepare=self.prepared)
 
     def plain_base(self) -> nn.Module:
         """A copy of the base that computes without experts."""
@@ -211,6 +211,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
     """
 
     mixes_logits = True
+    has_one_head = True
 
     def __init__(
         self,
@@ -224,10 +225,6 @@ class LayerwiseAdapterMoE(AdapterMoE):
         self._layout = Look()
         super().__init__(base, lora, gate, **kwargs)
         self.head = self._adapted.head
-
-    def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
-        """The base with its experts, which have one head."""
-        return AdaptedBase(base, lora, num_experts=2, blocks=self.blocks, has_one_head=True, prepare=self.prepared)
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together, and gives a ``TokenGate`` a router for each layer."""
@@ -350,10 +347,6 @@ class ClusteredAdapterMoE(LayerwiseAdapterMoE):
         check_at_least(self, "max_clusters", max_clusters, 2, MOST_EXPERTS)
         self.max_clusters = self.gate_width = max_clusters
         super().__init__(base, lora, AdaptiveTokenGate() if gate is None else gate, blocks, **kwargs)
-
-    def adapt(self, base: nn.Module, lora: LoRA) -> AdaptedBase:
-        """The base with its experts, which have one head."""
-        return AdaptedBase(base, lora, self.max_clusters, self.blocks, has_one_head=True, prepare=self.prepared)
 
     def name_experts(self, experts: Sequence[nn.Module]) -> None:
         """Makes the experts parts of this module."""
