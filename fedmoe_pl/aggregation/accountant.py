@@ -17,7 +17,7 @@ _FAST_ORDERS = (*range(2, 33), 40, 48, 64, 128)  # some of them, in a tenth of t
 _HIGHEST, _PRECISION = 1e6, 1.001  # of a noise multiplier that is searched for
 
 
-def epsilon(rounds: Iterable[Sequence[float]], delta: float) -> float:
+def epsilon(rounds: Iterable[Sequence[float]], delta: float, orders: tuple[float, ...] = _ORDERS) -> float:
     """The smallest epsilon that is known for (epsilon, delta)-differential privacy.
 
     Two data sets are neighbors if one has one client more than the other. Every client joins each round with the same
@@ -27,6 +27,7 @@ def epsilon(rounds: Iterable[Sequence[float]], delta: float) -> float:
     Args:
         rounds: for every kind of round, the probability, the noise multiplier and the number of such rounds.
         delta: the delta.
+        orders: those of the Renyi divergences; the more, the lower the epsilon.
 
     Raises:
         MisconfigurationException: if Opacus is not installed.
@@ -35,7 +36,17 @@ def epsilon(rounds: Iterable[Sequence[float]], delta: float) -> float:
         >>> epsilon([], 1e-5), epsilon([(0.1, 0.0, 3)], 1e-5)
         (0.0, inf)
     """
-    return _epsilon(rounds, delta, _ORDERS)
+    spent = np.zeros(len(orders))
+    for probability, noise_multiplier, number in rounds:
+        if number and not noise_multiplier:
+            return float("inf")
+        if number:
+            spent += number * _of_one_round(probability, noise_multiplier, orders)
+    if not spent.any():
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimal order is")  # with very little noise; epsilon holds all the same
+        return max(float(_opacus().get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0]), 0.0)
 
 
 def noise_for(target: float, delta: float, probability: float, number: int, before: Sequence[Sequence[float]]) -> float:
@@ -49,31 +60,17 @@ def noise_for(target: float, delta: float, probability: float, number: int, befo
         True
     """
     low, high = 0.0, 1.0
-    while _epsilon([*before, (probability, high, number)], delta, _FAST_ORDERS) > target:
+    while epsilon([*before, (probability, high, number)], delta, _FAST_ORDERS) > target:
         low, high = high, 2 * high
         if high > _HIGHEST:
             return float("inf")
     while high > _PRECISION * low and high > 0.01:
         middle = (low * high) ** 0.5 if low else high / 2
-        if _epsilon([*before, (probability, middle, number)], delta, _FAST_ORDERS) > target:
+        if epsilon([*before, (probability, middle, number)], delta, _FAST_ORDERS) > target:
             low = middle
         else:
             high = middle
     return high
-
-
-def _epsilon(rounds: Iterable[Sequence[float]], delta: float, orders: tuple[float, ...]) -> float:
-    spent = np.zeros(len(orders))
-    for probability, noise_multiplier, number in rounds:
-        if number and not noise_multiplier:
-            return float("inf")
-        if number:
-            spent += number * _of_one_round(probability, noise_multiplier, orders)
-    if not spent.any():
-        return 0.0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Optimal order is")  # with very little noise; epsilon holds all the same
-        return max(float(_opacus().get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0]), 0.0)
 
 
 @lru_cache(maxsize=10_000)  # clients have probabilities of their own

@@ -96,9 +96,8 @@ class KNNPer(Algorithm):
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """The logarithm of the mixed probabilities; the expert's logits if lambda is 0."""
         module = client.module
-        weight = (
-            client.state[_WEIGHT].item() if _WEIGHT in client.state else self._weight(client)
-        )  # it missed the round
+        has_weight = _WEIGHT in client.state  # otherwise, it missed the round
+        weight = client.state[_WEIGHT].item() if has_weight else self._weight(client)
         if not weight or not self._number(client.samples):
             extractor, classifier = split_expert(module, self.expert)
             return lambda x: classifier(call(extractor, x))

@@ -95,9 +95,6 @@ class LabelPrior(Algorithm):
         load_tree(client.module, tensors)
         return {**tensors, **self._corrected(client, self._tau(client))}
 
-    def _tau(self, client: Client) -> float:
-        return self._chosen_tau(client) if self.tau == "auto" else self.tau
-
     def _corrected(self, client: Client, tau: float) -> Tree:
         """The corrected biases (C,) of the client's experts, by name."""
         corrected, labels = {}, client.datamodule.y[client.samples].cpu()
@@ -107,8 +104,10 @@ class LabelPrior(Algorithm):
             corrected[name] = (bias.double() + tau * (counts / counts.sum()).log()).to(bias.dtype)
         return corrected
 
-    def _chosen_tau(self, client: Client) -> float:
-        """The tau with the lowest loss of the module on the client's validation samples."""
+    def _tau(self, client: Client) -> float:
+        """The tau that is given, or that with the lowest loss of the module on the client's validation samples."""
+        if self.tau != "auto":
+            return self.tau
         samples = client.datamodule.validation_samples[client.id]
         if not len(samples):
             return 1.0

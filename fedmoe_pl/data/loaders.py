@@ -10,13 +10,12 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler
 
-from fedmoe_pl.data.map_style import begin_worker, unchanged
+from fedmoe_pl.data.map_style import MOST_SEED, begin_worker, unchanged
 
 DataModule = Any  # a FederatedDataModule, whose module imports this one
-_MOST = 2**62  # seeds of batches are below it
 
 
-class Samples(Dataset):
+class LoadedSamples(Dataset):
     """Some samples of a data module, which a loader reads a batch at a time."""
 
     def __init__(self, datamodule: DataModule, samples: Tensor, training: bool) -> None:
@@ -40,7 +39,7 @@ class Samples(Dataset):
             x, y = x.index_select(0, indices.to(x.device)), y.index_select(0, indices.to(y.device))
             return (self.datamodule.augment(x) if self.training else x), y
         if self.training:
-            return reader.training[indices.tolist(), int(torch.randint(_MOST, ()))]
+            return reader.training[indices.tolist(), int(torch.randint(MOST_SEED, ()))]
         return reader.evaluation[indices.tolist(), 0]  # the same transforms in every epoch
 
 
@@ -65,7 +64,7 @@ class Loader(DataLoader):
 
 def loader(datamodule: DataModule, samples: Tensor, training: bool = False) -> Loader:
     """Batches of some samples; for training, shuffled in every epoch by PyTorch's global generator, and augmented."""
-    dataset, data = Samples(datamodule, samples, training), datamodule.reader and datamodule.reader.data
+    dataset, data = LoadedSamples(datamodule, samples, training), datamodule.reader and datamodule.reader.data
     workers = data.num_workers if data else 0
     return Loader(
         dataset,

@@ -22,7 +22,8 @@ from fedmoe_pl.data.arrays import are_classes, check_labels
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, SampleBatches
 from fedmoe_pl.seeds import seeded
 
-_MOST = 2**62  # seeds of batches are below it
+MOST_SEED = 2**62
+"""Seeds of batches are below it."""
 _TRIED = 2  # samples of the batches that are tried
 _MOST_COMPARED = 20  # samples whose targets are compared with their classes
 _MOST_CHECKED = 16  # samples whose values are compared when a run is continued
@@ -297,7 +298,7 @@ class DatasetBatches(SampleBatches):
         pieces = self.samples[self.order()].split(self.batch_size) if self.length else ()
         seeds = torch.arange(len(pieces))
         if self.training:
-            seeds = torch.randint(_MOST, (len(pieces),), generator=self.generator)
+            seeds = torch.randint(MOST_SEED, (len(pieces),), generator=self.generator)
         if self.share is not None:
             pieces = [piece[self.share.part(len(piece))] for piece in pieces]
             seeds += self.share.rank

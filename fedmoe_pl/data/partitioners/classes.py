@@ -13,7 +13,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice,
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, cut, deal, drawn_until_enough
 
 Pairs = Literal["random", "product"]
-Share = Literal["uniform", "dirichlet"]
+ShareKind = Literal["uniform", "dirichlet"]
 
 
 class MajorityClasses(LabelPartitioner):
@@ -160,11 +160,11 @@ class Pathological(LabelPartitioner):
     def __init__(
         self,
         classes_per_client: int = 2,
-        share: Share = "uniform",
+        share: ShareKind = "uniform",
         concentration: float | None = None,
         minimum_samples: int | None = None,
     ) -> None:
-        check_choice(self, "share", share, get_args(Share))
+        check_choice(self, "share", share, get_args(ShareKind))
         if concentration is not None and share != "dirichlet":
             raise InvalidArgumentError(self, "concentration", concentration, f"left out with the share '{share}'")
         self.classes_per_client = classes_per_client
