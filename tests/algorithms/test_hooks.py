@@ -177,3 +177,12 @@ def test_a_loss_that_is_never_returned_is_warned_of_as_in_lightning(tmp_path):
 def test_a_declaration_under_the_name_that_it_had_before_is_refused(name, attribute):
     with pytest.raises(MisconfigurationException, match=f"^Old.{name} is now a field of `{attribute}`.$"):
         type("Old", (FedAvg,), {name: ("own/",)})
+
+
+def test_what_belongs_to_single_clients_is_not_sent_to_all_by_default():
+    class OfClients(FedAvg):
+        messages = Messages(per_client=("of/",))
+
+    server = {name: torch.zeros(1) for name in ("fc.weight", "of/0", "of/1", "momentum/fc.weight")}
+    assert [*OfClients().server_send(server, 0, {})] == ["fc.weight", "momentum/fc.weight"]
+    assert [*FedAvg().server_send(server, 0, {})] == [*server]
