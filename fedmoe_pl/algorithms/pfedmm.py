@@ -18,20 +18,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
+from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.models import SparseMoE
-from fedmoe_pl.models.inputs import Inputs, call
+from fedmoe_pl.models.inputs import Inputs
 
 
-class PFedMM(ExpectationMaximization):
+class PFedMM(FedEM):
     """Each client's model is a shared backbone and a mixture of M shared heads with weights of its own.
 
     The model is ``SparseMoE(backbone, head, num_experts=M, gate=MixtureWeights(), mixing="probabilities")``. All heads
-    and the backbone are trained by one loss, see :class:`ExpectationMaximization`. Clients that are not in the round
-    keep the weights of their last one. Newcomers estimate only their weights.
+    and the backbone are trained by one loss, see :class:`FedEM`. Clients that are not in the round keep the weights of
+    their last one. Newcomers estimate only their weights.
     """
 
     def embedded(self, module: SparseMoE, x: Inputs) -> Tensor:
         """The backbone's values; its gradients are M times as large."""
-        z = call(module.embedding, x)
+        z = super().embedded(module, x)
         return z + (len(module.experts) - 1) * (z - z.detach())

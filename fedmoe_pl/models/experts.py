@@ -62,15 +62,7 @@ class LeNet5(Expert):
     def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
         super().__init__(locals())
         self.input_shape = (in_channels, 32, 32)
-        self.extractor = nn.Sequential(
-            nn.Conv2d(in_channels, 6, 5),  # (B, 6, 28, 28)
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Conv2d(6, 16, 5),  # (B, 16, 10, 10)
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Flatten(),  # (B, 400)
-        )
+        self.extractor = two_convolutions(in_channels, 6, 16)  # (B, 400)
         self.classifier = nn.Sequential(
             nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes)
         )
@@ -131,13 +123,7 @@ class CNN(Expert):
         self.input_shape = (in_channels, 32, 32)
         channels, hidden = self._WIDTHS[variant]
         self.extractor = nn.Sequential(
-            nn.Conv2d(in_channels, 16, 5),  # (B, 16, 28, 28)
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Conv2d(16, channels, 5),  # (B, channels, 10, 10)
-            nn.MaxPool2d(2),
-            nn.ReLU(),
-            nn.Flatten(),  # (B, channels * 25)
+            *two_convolutions(in_channels, 16, channels),  # (B, channels * 25)
             nn.Linear(channels * 25, hidden),
             nn.ReLU(),
             nn.Linear(hidden, 500),
