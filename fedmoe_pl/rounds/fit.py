@@ -30,7 +30,7 @@ from fedmoe_pl.backends.backend import updated_server
 from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state, with_strides_of
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
-from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
+from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState, with_kind
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.participation import RETRIES, ClientError, client_error, cohort_of, phase_cohort
@@ -272,8 +272,20 @@ def _count_costs(
     counter: FlopCounter | None,
     log: TransferLog,
 ) -> dict[int, Traffic]:
-    """Counts requests and training's operations; returns the traffic to each client."""
-    down = count_sent(phase.algorithm, state, plan, clients, log)
+    """Counts requests and training's operations; returns the traffic to each client.
+
+    Clients that train alone are sent nothing; a result from a checkpoint is sent once.
+    """
+    down: dict[int, Traffic] = {}
+    receive = phase.algorithm.federated and (state.server_learns or not state.round)
+    requests = plan.requests(state.server, clients, state.clients, state.round) if receive else {}
+    with one_thread():
+        for client, request in requests.items():
+            answer = phase.algorithm.server_send(state.server, client, request)
+            state.add_traffic("up", Traffic.of(request))
+            down[client] = Traffic.of(answer)
+            log.add("requests", client, request)
+            log.add("down", client, answer)
     for client in clients if added else ():
         down[client] = down.get(client, Traffic()) + Traffic.of(added)
         log.add("down", client, added)
@@ -294,27 +306,6 @@ def _count_down(
         if client not in absent:
             state.add_traffic("down", traffic)
     log.transfers += [each for each in tried.transfers if each.direction != "down" or each.client not in absent]
-
-
-def count_sent(
-    algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog
-) -> dict[int, Traffic]:
-    """Counts requests and returns the traffic to each client; logs both.
-
-    Clients that train alone are sent nothing; a result from a checkpoint is sent once.
-    """
-    down: dict[int, Traffic] = {}
-    if not algorithm.federated or (not state.server_learns and state.round > 0):
-        return down
-    requests = plan.requests(state.server, clients, state.clients, state.round)
-    with one_thread():
-        for client, request in requests.items():
-            answer = algorithm.server_send(state.server, client, request)
-            state.add_traffic("up", Traffic.of(request))
-            down[client] = Traffic.of(answer)
-            log.add("requests", client, request)
-            log.add("down", client, answer)
-    return down
 
 
 def _train_clients(
@@ -402,9 +393,7 @@ def count_round(run: Run, phase: Phase) -> None:
         kind = [aggregation.probability(cohort), aggregation.noise_multiplier]
     elif not math.isnan(state.epsilon):  # earlier rounds were private, under another configuration
         state.epsilon = math.inf
-    *before, last = state.counted_rounds.get(phase.name) or [[*kind, 0]]
-    same = last[:2] == kind
-    rounds = [*before, [*kind, last[2] + 1]] if same else [*before, last, [*kind, 1]]
+    rounds = with_kind(state.counted_rounds.get(phase.name), kind, 1)
     state.counted_rounds = {**state.counted_rounds, phase.name: rounds}
     update_epsilon(phase, state)
 

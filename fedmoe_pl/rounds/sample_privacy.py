@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation.accountant import noise_for
 from fedmoe_pl.backends import LocalTraining, client_of
-from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
+from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState, with_kind
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import poisson_sampling
 from fedmoe_pl.phases.phase import Phase
@@ -110,9 +110,7 @@ def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, client
     if phase.sample_privacy is not None:
         for client in clients:
             *kind, number = steps_of_round(training, client)
-            *before, last = counted.get(str(client)) or [[*kind, 0]]
-            same = last[:2] == kind
-            counted[str(client)] = [*before, [*kind, last[2] + number]] if same else [*before, last, [*kind, number]]
+            counted[str(client)] = with_kind(counted.get(str(client)), kind, number)
     else:
         counted[EVERYONE] = [[*NOT_PRIVATE, 1]]
     state.counted_steps = {**state.counted_steps, phase.name: counted}
