@@ -76,22 +76,11 @@ def store_of(run: Run) -> Store:
 
 @dataclass(eq=False, kw_only=True)
 class Settings:
-    """The settings that a run takes from its federation.
+    """The settings that a run takes from its federation, where they are described.
 
     Attributes:
-        phases: the phases, in order.
         starts: what each phase starts from, by phase name (``starts.find_starts``).
-        trainer: arguments of all clients' Trainers.
-        backend: how clients are trained.
-        callbacks: the federation's callbacks.
-        seed: the seed of all random numbers.
-        evaluate_every_n_rounds: evaluate after every n rounds; with 0, only at the end of a phase.
-        evaluation_cohort_size: how many clients are evaluated; None for all.
-        enable_checkpointing: whether to write checkpoints.
-        hparams: the resolved configuration of the command line; empty without a command line.
         folder: the run's folder, ``default_root_dir/name/version_N``; it may not exist yet.
-        failures: what happens when clients fail.
-        metrics: the metrics that are evaluated besides accuracy, by name.
         evaluate: evaluates the clients' models; by default, in this process and its workers (``evaluate_points``).
         make_store: makes the store of what clients keep.
     """

@@ -91,7 +91,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         check_needs(phase, module, run.datamodule, trainer)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics, epochs_of_all(trainer))
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
-        _check_gate(run, trained, phase, module)
+        _check_weighed(run, trained, phase, module)
         _warn_of_lost(run, trained, phase, module)
         cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
         _check_cohort(run, phase, cohort)
@@ -264,7 +264,7 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
     return weighed
 
 
-def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
+def _check_weighed(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
     """Refuses a gate that weighs an expert which neither the phase nor the phases that it starts from have trained.
 
     If all of the expert's parameters are frozen, it only warns, because the user may have trained them. It also warns

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -64,9 +63,9 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     The CPU appears once per process; with ``devices: auto``, once per core that this process may use. Where processes
     cannot be forked, there is one device.
     """
-    key, known = "trainer" if owner == "Trainer" else "train.trainer", inspect.signature(Trainer).parameters
-    for name in (name for name in arguments if name not in known):
-        similar = difflib.get_close_matches(name, known, n=1)
+    key = "trainer" if owner == "Trainer" else "train.trainer"
+    for name in (name for name in arguments if name not in TRAINER_DEFAULTS):
+        similar = difflib.get_close_matches(name, TRAINER_DEFAULTS, n=1)
         because = f"it is not an argument of Trainer{f' ({similar[0]} is)' if similar else ''}"
         raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "left out", because)
     _check_values(arguments, owner, key)
