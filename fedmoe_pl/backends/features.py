@@ -56,6 +56,10 @@ class FeatureCache:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
         self._too_large: set[int] = set()  # architectures whose frozen parts have outputs too large to keep
 
+    def __reduce__(self) -> tuple[type[FeatureCache], tuple[()]]:
+        """Pickles without the features, which each process computes for its own clients."""
+        return FeatureCache, ()
+
     def find(
         self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
     ) -> Features | None:

@@ -200,16 +200,12 @@ class WorkersPlan(Plan):
         self.backend = backend
         self.plan = plan
         self.may_start = True
-
-    @cached_property
-    def paces(self) -> list[float]:
-        """Seconds per training sample of each chunk trained in this process."""
-        return []
+        self.paces = list[float]()  # seconds per training sample of each chunk trained in this process
 
     def begin(self, training: LocalTraining) -> Self:
         """Begins the other plan as well."""
         begun = super().begin(training)
-        begun.plan = self.plan.begin(training)
+        begun.plan, begun.paces = self.plan.begin(training), []
         return begun
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
