@@ -48,7 +48,7 @@ def torch_settings() -> list[Callable[[], None]]:
         partial(torch.set_default_dtype, torch.get_default_dtype()),
         partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warn_only),
         *(partial(set_backend, f"cudnn.{name}", getattr(torch.backends.cudnn, name)) for name in _CUDNN),
-        *(partial(each.set, each.value) for each in precisions()),
+        *precisions(),
     ]
 
 
