@@ -41,6 +41,7 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.run import Run
 
 _AVERAGES = (StochasticWeightAveraging, WeightAveraging)  # callbacks that average parameters over several steps
 _PROCESSES_PER_CORE = 8
@@ -170,10 +171,9 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
     return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
 
 
-def check_batches(
-    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
-) -> None:
+def check_batches(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
+    datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     if trainer.get("fast_dev_run") or overrides(phase.algorithm, "client_batches"):
         return  # Lightning or the algorithm chooses the batches
     limits = [trainer.get(name) for name in ("limit_train_batches", "limit_val_batches")]
@@ -225,10 +225,9 @@ def _fewest_batches(
     return number, f"client {datamodule.client_names[client]}"
 
 
-def check_monitored(
-    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
-) -> None:
+def check_monitored(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses early stopping and schedulers that follow a metric which the clients' training does not log."""
+    datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     callbacks = listed(trainer, "callbacks")
     for callback in (each for each in callbacks if isinstance(each, LearningRateFinder | BatchSizeFinder)):
         because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"
