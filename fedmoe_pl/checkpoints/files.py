@@ -266,7 +266,8 @@ class TensorFiles:
         used = Counter[int]()
         for place, key in {place: key for key, place in places.items()}.items():
             used[place.file] += named[key].nbytes
-        wasted = {file for file, size in used.items() if file not in staying and self._is_wasted(file, size)}
+        sizes = {file: self._path(file).stat().st_size for file in used if file not in staying}
+        wasted = {file for file, size in sizes.items() if size > 2 * used[file] + _TOLERATED}
         self._forget(lambda place: place.file in wasted)
         number, new = max(map(int, (path.stem for path in self._paths())), default=0) + 1, Tree()
         for key, tensor in named.items():
@@ -312,9 +313,6 @@ class TensorFiles:
 
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("*.safetensors") if path.stem.isdigit()]
-
-    def _is_wasted(self, number: int, used: int) -> bool:
-        return self._path(number).stat().st_size > 2 * used + _TOLERATED
 
     def _place(self, tensor: Tensor) -> Place | None:
         if id(tensor) in self._same:

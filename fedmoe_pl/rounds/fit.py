@@ -172,8 +172,6 @@ class Trained:
 
     update: Update | None
     """The combined update of the clients that answered; None if none did, which an aggregation may allow."""
-    clients: list[int]
-    """The clients that answered."""
     failed: list[int]
     """The clients that failed or dropped out."""
     client_states: Mapping[int, Tree]
@@ -213,7 +211,7 @@ def train_round(
         expected = clients if poisson else drawn  # redrawing a Poisson cohort would make clients' dropout dependent
         if len(answered) >= (needed if secure else min(needed, len(expected))):
             client_states = run.store.updated(phase.name, state.clients, written)
-            return Trained(combined, answered, [*dropped, *failed], client_states, asked)
+            return Trained(combined, [*dropped, *failed], client_states, asked)
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
         is_of_code = len(failed) > 1 and len(failed) == len(clients) and _fail_alike([*failed.values()])

@@ -227,7 +227,15 @@ def _plan_phases(run: Run) -> None:
 @contextmanager
 def _new_folder(run: Run, runs: Path) -> Iterator[None]:
     """Makes the run's folder in ``runs`` and locks it in this context."""
-    run.folder = _make_folder(runs)
+    while True:
+        run.folder = runs / f"version_{max(run_versions(runs), default=-1) + 1}"
+        try:
+            run.folder.mkdir(parents=True)
+            break
+        except FileExistsError:  # another run began at the same time
+            continue
+        except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
+            raise cannot_be_made(run.folder, error) from error
     if run.enable_checkpointing:
         (run.folder / FILE).parent.mkdir()
     with locked(run.folder / FILE):
@@ -257,18 +265,6 @@ def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[L
     if is_resumed:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
-
-
-def _make_folder(runs: Path) -> Path:
-    while True:
-        folder = runs / f"version_{max(run_versions(runs), default=-1) + 1}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:  # another run began at the same time
-            continue
-        except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
-            raise cannot_be_made(folder, error) from error
-        return folder
 
 
 def _write_configuration(run: Run) -> None:
