@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -107,14 +107,12 @@ class Saved:
     """The state from which a run continues; the defaults start a new run.
 
     Attributes:
-        initial: the tensors of the initial models, by the keys of ``Run.models``.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
-        writer: writes the next checkpoints.
+        writer: writes the next checkpoints; None until the first one.
         only_client: in a deployed federation, the one client on this machine; None if all clients are here.
     """
 
-    initial: Mapping[str, Tree] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     writer: CheckpointWriter | None = None
@@ -122,7 +120,7 @@ class Saved:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run(Settings):
+class Run(Settings, Saved):
     """One run of a federation: its settings and its state.
 
     Attributes:
@@ -137,12 +135,8 @@ class Run(Settings):
         store: holds the tensors that clients keep between rounds.
         given_results: results from checkpoints, by phase name; each is removed when its phase begins.
         plans: how the clients of each phase are trained, by phase name; each is removed when its phase begins.
-        states: the state of each phase that has begun, by name.
-        rows: the rows of ``rounds.csv``.
-        writer: writes the checkpoints; None until the first one.
-        noise_multipliers: by phase and client, if noise follows from a target (``sample_privacy.set_noise``).
+        noise_multipliers: by phase and client, if noise follows from a target (``privacy.set_noise``).
         logged: with ``trainer.logger``, the means that each client of the last round logged, one dict per epoch.
-        only_client: in a deployed federation, the one client on this machine; None if all clients are here.
         other_test_set: a note to print below results on a test set other than the run's own; empty for its own.
     """
 
@@ -157,12 +151,8 @@ class Run(Settings):
     store: Store = field(default_factory=MemoryStore)
     given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
-    states: dict[str, PhaseState] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    writer: CheckpointWriter | None = None
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
     logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
-    only_client: int | None = None
     other_test_set: str = ""
 
     @cached_property
