@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -40,6 +41,7 @@ from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run
+from fedmoe_pl.trees import Tree
 
 _SKIP = ClientFailures()
 _REPORTS = Reports()
@@ -239,7 +241,7 @@ class Federation:
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
         settings = replace(self.settings, phases=phases, folder=runs, evaluation_cohort_size=None)
-        run = self._make_run(model, datamodule, settings, Saved(initial=initial), read_result_for_new_clients)
+        run = self._make_run(model, datamodule, settings, None, initial, read_result_for_new_clients)
         return self._run_phases(run, runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -400,15 +402,9 @@ class Federation:
         test_set = None if allowed is not None else identity.pop("test_set")
         content = load_run(checkpoint, self.phases, identity)
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
-        saved = Saved(
-            initial=content["models"],
-            states=content["phases"],
-            rows=content["rows"],
-            writer=content["writer"],
-            only_client=own_client,
-        )
+        saved = Saved(states=content["phases"], rows=content["rows"], writer=content["writer"], only_client=own_client)
         settings = replace(settings or self.settings, folder=checkpoint.parent.parent)
-        run = self._make_run(model, datamodule, settings, saved)
+        run = self._make_run(model, datamodule, settings, saved, content["models"])
         if test_set not in (None, content["test_set"]):
             run.other_test_set = name_of_test_set(datamodule, test_set)
         if allowed is None:
@@ -422,6 +418,7 @@ class Federation:
         datamodule: FederatedDataModule,
         settings: Settings | None = None,
         saved: Saved | None = None,
+        initial: Mapping[str, Tree] | None = None,
         read_result: ReadResult = read_result,
     ) -> Run:
         """Makes a run and all its checks."""
@@ -430,7 +427,7 @@ class Federation:
         set_up(datamodule, settings.phases, self.seed)
         log_partition(datamodule)
         described = configuration(self, model, datamodule), recorded(self, model, datamodule)
-        self._run = make_run(model, datamodule, settings, saved or Saved(), read_result, *described)
+        self._run = make_run(model, datamodule, settings, saved or Saved(), initial or {}, read_result, *described)
         return self._run
 
     def _run_phases(

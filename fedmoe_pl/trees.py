@@ -296,6 +296,11 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes of a tensor; -1 if it was made in inference mode, where PyTorch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
     """A deep copy of a module, except for LightningCLI's optimizer factories, which the copy shares.
 

@@ -6,7 +6,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from typing_extensions import Self
@@ -76,11 +75,6 @@ class Plan(ABC):
         plan = copy.copy(self)
         plan.training = training
         return plan
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out cached properties, such as features, when the plan is copied or pickled."""
-        kind, values = type(self), vars(self).items()
-        return {name: value for name, value in values if not isinstance(getattr(kind, name, None), cached_property)}
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Divides a cohort into groups that are trained and folded together; by default, each client is a group.
@@ -223,13 +217,12 @@ def group_updates(
     groups = [*groups]
     for copies in {training.of(client).copies for group in groups for client in group}:  # even if a client failed
         copies.check(training.algorithm)
-    results = [_group_update(training, {client: updates[client] for client in group}) for group in groups]
-    for result in results:
-        result.logged.update({client: logged[client] for client in result.clients if logged and client in logged})
-    return results
+    return [_group_update(training, {client: updates[client] for client in group}, logged or {}) for group in groups]
 
 
-def _group_update(training: LocalTraining, updates: Mapping[int, Update | Failure]) -> GroupUpdate:
+def _group_update(
+    training: LocalTraining, updates: Mapping[int, Update | Failure], logged: Mapping[int, list[dict[str, float]]]
+) -> GroupUpdate:
     failed = {client: failure for client, failure in updates.items() if isinstance(failure, Failure)}
     answered = {client: update for client, update in updates.items() if isinstance(update, Update)}
     kept = {client: update.state for client, update in answered.items()}
@@ -238,4 +231,4 @@ def _group_update(training: LocalTraining, updates: Mapping[int, Update | Failur
     masked = training.secure_aggregation is not None
     transfers = [each for client, update in recorded.items() for each in updates_sent(client, update.sent, masked)]
     folded = fold(training.combining, [*answered.values()]) if answered else None
-    return GroupUpdate(folded, kept, sent, transfers, failed)
+    return GroupUpdate(folded, kept, sent, transfers, failed, {each: logged[each] for each in kept if each in logged})

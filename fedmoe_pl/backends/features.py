@@ -55,6 +55,10 @@ class FeatureCache:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
         self._too_large: set[int] = set()  # architectures whose frozen parts have outputs too large to keep
 
+    def __reduce__(self) -> tuple[type[FeatureCache], tuple[()]]:
+        """Pickles without the features, which each process computes for its own clients."""
+        return FeatureCache, ()
+
     def find(
         self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
     ) -> Features | None:
@@ -237,12 +241,9 @@ def looked_up(module: nn.Module, names: Sequence[str], lookup: Rows) -> Iterator
     """In this context, each named submodule ignores its input and returns the tensor under its name in ``lookup``."""
     with ExitStack() as replaced:
         for name in names:
-            replaced.enter_context(replaced_forward(module.get_submodule(name), partial(_look_up, lookup, name)))
+            look_up = lambda *inputs, name=name: lookup[name]  # noqa: E731
+            replaced.enter_context(replaced_forward(module.get_submodule(name), look_up))
         yield
-
-
-def _look_up(lookup: Rows, name: str, *inputs: Tensor) -> Tensor:
-    return lookup[name]
 
 
 def no_input(x: Tensor, shape: Sequence[int]) -> Tensor:

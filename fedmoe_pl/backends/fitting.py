@@ -71,7 +71,7 @@ def fit(
         try:
             trainer.fit(module, batches, validation)
         except (MisconfigurationException, RuntimeError) as error:
-            if _validates(training) or not _waits_for_metric(trainer):
+            if training.validates or not _waits_for_metric(trainer):
                 raise
             reason = reason_of(error).partition(". ")[0]
             raise MisconfigurationException(
@@ -91,11 +91,6 @@ def _waits_for_metric(trainer: Trainer) -> bool:
     schedulers = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
     waiting = [each.monitor for each in (*schedulers, *trainer.early_stopping_callbacks) if each.strict]
     return trainer.is_last_batch and any(name not in trainer.callback_metrics for name in waiting)
-
-
-def _validates(training: LocalTraining) -> bool:
-    """Whether clients validate."""
-    return bool(training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices))
 
 
 def listed(trainer: Mapping[str, Any], name: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
-from fedmoe_pl.backends.fitting import discard, fit
+from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, discard, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
@@ -89,10 +88,9 @@ def is_overridden(module: LightningModule, name: str, base: type[LightningModule
 
 def needs_every_batch(training: LocalTraining) -> str | None:
     """The reason why each client's Trainer must see its batches; None if a bare loop may train it."""
-    defaults = inspect.signature(Trainer).parameters
     for name, value in training.trainer.items():
         is_all = name == "limit_train_batches" and isinstance(value, float) and value == 1  # an integer 1 is one batch
-        if not (is_all or name in _ANY_VALUE or value in _SOME_VALUES.get(name, (defaults[name].default,))):
+        if not (is_all or name in _ANY_VALUE or value in _SOME_VALUES.get(name, (TRAINER_DEFAULTS[name],))):
             return f"trainer.{name} is set"
     if training.trainer.get("callbacks"):
         return "each client needs its own copy of trainer.callbacks"
@@ -160,9 +158,9 @@ class Learner(ABC):
     def epoch(self) -> Iterable[Any]:
         """The batches of the next epoch; called after ``Freezing`` has frozen what it does not train."""
 
-    @abstractmethod
     def configure_optimizers(self) -> Any:
         """What the module's ``configure_optimizers`` returns, for the tensors that are actually trained."""
+        return self.module.configure_optimizers()
 
     @abstractmethod
     def loss(self, batch: Any) -> Any:

@@ -54,6 +54,8 @@ class PrivateClient(Learner):
         self.training, self.module, self.constants = training, client.module, constants
         self.batches, self.lookup, self.step = batches, lookup, step
         self.clipping = [training.trainer.get(f"gradient_clip_{name}") for name in ("val", "algorithm")]
+        assert training.sample_privacy is not None
+        self.max_norm = training.sample_privacy.max_grad_norm
         self.noise_multiplier = training.noise_multiplier(client.id)
         self.generator = noise_of_client(training, client)
         self.expected = min(drawn.batch_size, len(drawn.samples))
@@ -84,14 +86,13 @@ class PrivateClient(Learner):
             phase, privacy = f"Phase '{self.training.phase_name}'", self.training.sample_privacy
             raise InvalidArgumentError(phase, "sample_privacy", privacy, "left out", _AGAIN)
         self.last = batch
-        max_norm = self.training.sample_privacy.max_grad_norm  # pyright: ignore[reportOptionalMemberAccess]
-        return clipped_gradients(self.training, self.module, self.constants, self.names, batch, self.lookup, max_norm)
+        arguments = self.training, self.module, self.constants, self.names, batch, self.lookup, self.max_norm
+        return clipped_gradients(*arguments)
 
     def backward(self, loss: Tree, optimizer: torch.optim.Optimizer) -> None:
         """Sets the gradients with noise, then clips them as the trainer's arguments say."""
-        parameters, privacy = dict(self.module.named_parameters()), self.training.sample_privacy
-        assert privacy is not None
-        noisy = noisy_mean(loss, self.expected, privacy.max_grad_norm, self.noise_multiplier, self.generator)
+        parameters = dict(self.module.named_parameters())
+        noisy = noisy_mean(loss, self.expected, self.max_norm, self.noise_multiplier, self.generator)
         for name, gradient in noisy.items():
             parameters[name].grad = with_strides_of(parameters[name], gradient)
         if self.clipping[0] is not None:
@@ -151,8 +152,7 @@ def _gradients(
 @in_full_precision()
 def check_private(training: LocalTraining) -> None:
     """Refuses what DP-SGD cannot train, by comparing a step's gradients with and without separating the samples."""
-    validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
-    because = needs_every_batch(training) or ("clients validate in their training" if validates else "")
+    because = needs_every_batch(training) or ("clients validate in their training" if training.validates else "")
     if training.datamodule.reader is not None:
         because = "samples are read one by one and not from a tensor in memory"
     if not because and isinstance(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,33 +16,19 @@ _OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 _NOISE = 100  # the largest error of a sum, in multiples of the rounding error of its largest value
 
 
-@dataclass(frozen=True)
-class Precision:
-    """A process-wide setting that lets a GPU round the factors of products to 11 bits (TF32) or 8.
+def precisions(exact: bool = False) -> list[Callable[[], None]]:
+    """The settings that let a GPU round the factors of products to 11 bits (TF32) or 8, as calls that apply them.
 
-    Attributes:
-        set: sets it.
-        value: its current value.
-        exact: its value if nothing is rounded.
+    They are as they are now in this process or, if ``exact``, such that nothing is rounded.
     """
-
-    set: Callable[[Any], None]
-    value: Any
-    exact: Any
-
-
-def precisions() -> list[Precision]:
-    """The settings of this process that round factors."""
     try:
         with _silent():
             products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        return [
-            Precision(_set_products, products, "highest"),
-            Precision(partial(set_backend, "cudnn.allow_tf32"), convolutions, False),
-        ]
+        products = partial(_set_products, "highest" if exact else products)
+        return [products, partial(set_backend, "cudnn.allow_tf32", convolutions and not exact)]
     except RuntimeError:  # raised if the user has set the ``fp32_precision`` attributes that replace them
         paths = [f"{operation}.fp32_precision" for operation in _OPERATIONS]
-        return [Precision(partial(set_backend, path), attrgetter(path)(torch.backends), "ieee") for path in paths]
+        return [partial(set_backend, path, "ieee" if exact else attrgetter(path)(torch.backends)) for path in paths]
 
 
 def set_backend(path: str, value: Any) -> None:
@@ -71,12 +56,12 @@ def in_full_precision() -> Iterator[None]:
     """In this context, no factors are rounded in the whole process."""
     before = precisions()
     try:
-        for each in before:
-            each.set(each.exact)
+        for set_exact in precisions(exact=True):
+            set_exact()
         yield
     finally:
-        for each in before:
-            each.set(each.value)
+        for restore in before:
+            restore()
 
 
 def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) -> bool:

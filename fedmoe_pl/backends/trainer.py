@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,14 +74,9 @@ class TrainerPlan(Plan):
         super().__init__(training, description)
         if training.sample_privacy is not None:
             check_private(training)
-        validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
-        self.shares_trainer = not validates and needs_every_batch(training) is None
+        self.shares_trainer = not training.validates and needs_every_batch(training) is None
+        self.features = FeatureCache()
         self.logged: dict[int, list[dict[str, float]]] = {}
-
-    @cached_property
-    def features(self) -> FeatureCache:
-        """The outputs of frozen parts."""
-        return FeatureCache()
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """One client per group; in a large cohort, at most 64 groups of neighbours."""
@@ -111,10 +106,14 @@ class TrainerPlan(Plan):
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """Trains one client after another."""
-        clients = [client for group in groups for client in group]
         updates: dict[int, Update | Failure] = {}
         self.logged = {}
-        train = partial(self._train_all, updates, server, kept, round, clients)
+
+        def train(step: OneStep | None) -> None:
+            for client_id in (client for group in groups for client in group):
+                train_one = partial(self._train_client, server, kept, round, step, client_id)
+                updates[client_id] = guarded(train_one, self.training.client_timeout)
+
         with one_thread():
             if self.shares_trainer:
                 in_one_step(self.training, train)
@@ -124,20 +123,6 @@ class TrainerPlan(Plan):
             if not self.shares_trainer:
                 train(None)
         return group_updates(self.training, groups, updates, self.logged)
-
-    def _train_all(
-        self,
-        updates: dict[int, Update | Failure],
-        server: Tree,
-        kept: Mapping[int, Tree],
-        round: int,
-        clients: Sequence[int],
-        step: OneStep | None,
-    ) -> None:
-        """Trains the clients, and puts their updates into ``updates``."""
-        for client_id in clients:
-            train = partial(self._train_client, server, kept, round, step, client_id)
-            updates[client_id] = guarded(train, self.training.client_timeout)
 
     def _train_client(
         self, server: Tree, kept: Mapping[int, Tree], round: int, step: OneStep | None, client_id: int
@@ -328,9 +313,6 @@ class _ClientAlone(Learner):
 
     def epoch(self) -> Any:
         return self.batches
-
-    def configure_optimizers(self) -> Any:
-        return self.module.configure_optimizers()
 
     def loss(self, batch: Any) -> Tensor | None:
         loss = self.training.algorithm.client_loss(self.module, batch, self.constants)

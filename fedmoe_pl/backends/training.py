@@ -124,6 +124,11 @@ class LocalTraining:
         return self.trainer["max_epochs"]
 
     @property
+    def validates(self) -> bool:
+        """Whether clients validate in their training."""
+        return bool(self.trainer["limit_val_batches"] and len(self.datamodule.validation_samples.indices))
+
+    @property
     def private_seed(self) -> int:
         """The seed of batches, noise and dropout: the secret one, if the server must not be able to compute these."""
         return self.seed if self.secret_seed is None else self.secret_seed

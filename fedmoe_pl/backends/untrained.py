@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models.layers import computes_more, evaluating, replaced_forward, treats_samples_apart
-from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits
+from fedmoe_pl.trees import Tree, borrow, copy_module, is_borrowed, is_interchangeable, same_bits, version_of
 
 
 class DeviceCopies:
@@ -169,7 +169,7 @@ class SharedParts:
     def looked_up(self, module: LightningModule, state: Tree) -> Iterator[None]:
         """In this context, outputs are looked up while the module, with ``state`` loaded, is called batch by batch."""
         same = {name for name, tensor in state.items() if self._is_last(name, tensor)}
-        self._tensors = {name: (weakref.ref(tensor), _version(tensor)) for name, tensor in state.items()}
+        self._tensors = {name: (weakref.ref(tensor), version_of(tensor)) for name, tensor in state.items()}
         parts = _parts_of(module, same, state.keys() - same) if same and treats_samples_apart(module) else {}
         self._calls = {name: self._calls.get(name, []) for name in parts}
         self._inside = False
@@ -181,7 +181,7 @@ class SharedParts:
 
     def _is_last(self, name: str, tensor: Tensor) -> bool:
         last = self._tensors.get(name)
-        return last is not None and last[0]() is tensor and last[1] == _version(tensor)
+        return last is not None and last[0]() is tensor and last[1] == version_of(tensor)
 
     def _call(
         self,
@@ -211,10 +211,6 @@ class SharedParts:
 
     def _bytes(self) -> int:
         return sum(tensor.nbytes for calls in self._calls.values() for call in calls for tensor in call)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _parts_of(module: nn.Module, same: Set[str], others: Set[str]) -> dict[str, nn.Module]:

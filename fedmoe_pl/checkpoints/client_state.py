@@ -18,10 +18,9 @@ from fedmoe_pl.checkpoints.files import (
     names_in,
     read_tensors,
     replacing,
-    same_bits,
     write_tensors,
 )
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, same_bits
 
 EXCHANGED = 10**9
 """Added to the round in the names of files that are written after an exchange."""

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, TRAINER_DEFAULTS
 from fedmoe_pl.data import FederatedDataModule
 
 RECORD = "record.json"
@@ -73,8 +73,7 @@ def configuration(federation: Any, model: LightningModule, datamodule: Federated
 def recorded(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, Any]:
     """The settings that a report compares, under the command line's keys, also for runs from Python."""
     of_federation = _arguments(federation)
-    defaults = {name: parameter.default for name, parameter in parameters_of(Trainer).items()}
-    trainer = defaults | LEAN_TRAINER | of_federation.pop("trainer")
+    trainer = TRAINER_DEFAULTS | LEAN_TRAINER | of_federation.pop("trainer")
     groups = {"model": _described(model), "data": _described(datamodule), "trainer": trainer}
     tree = {**groups, "federation": {name: value for name, value in of_federation.items() if name != "seed"}}
     return {"seed_everything": federation.seed, **relevant(_brief(tree), of_two_runs=True)}

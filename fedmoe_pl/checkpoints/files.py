@@ -23,7 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from fedmoe_pl.trees import Tree, bits_of, same_bits
+from fedmoe_pl.trees import Tree, bits_of, same_bits, version_of
 
 _SEAL = re.compile(rb'"crc32":"([0-9a-f]{8})"')
 _BLANK = {"crc32": "00000000"}
@@ -266,7 +266,8 @@ class TensorFiles:
         used = Counter[int]()
         for place, key in {place: key for key, place in places.items()}.items():
             used[place.file] += named[key].nbytes
-        wasted = {file for file, size in used.items() if file not in staying and self._is_wasted(file, size)}
+        sizes = {file: self._path(file).stat().st_size for file in used if file not in staying}
+        wasted = {file for file, size in sizes.items() if size > 2 * used[file] + _TOLERATED}
         self._forget(lambda place: place.file in wasted)
         number, new = max(map(int, (path.stem for path in self._paths())), default=0) + 1, Tree()
         for key, tensor in named.items():
@@ -275,7 +276,7 @@ class TensorFiles:
             place = self._place(tensor)
             if place is None:
                 place, new[key] = Place(number, key), tensor
-                self._known[_alike(tensor)].append((tensor, _version(tensor), place))
+                self._known[_alike(tensor)].append((tensor, version_of(tensor), place))
             places[key] = place
         if new:
             with replacing(self._path(number)) as temporary:
@@ -298,7 +299,7 @@ class TensorFiles:
             self._read[place.file] = self._read_file(place.file)
         tensor = self._read[place.file][place.name]
         if self._place(tensor) is None:
-            self._known[_alike(tensor)].append((tensor, _version(tensor), place))
+            self._known[_alike(tensor)].append((tensor, version_of(tensor), place))
         return tensor
 
     def _read_file(self, number: int) -> Tree:
@@ -313,17 +314,14 @@ class TensorFiles:
     def _paths(self) -> list[Path]:
         return [path for path in self.folder.glob("*.safetensors") if path.stem.isdigit()]
 
-    def _is_wasted(self, number: int, used: int) -> bool:
-        return self._path(number).stat().st_size > 2 * used + _TOLERATED
-
     def _place(self, tensor: Tensor) -> Place | None:
         if id(tensor) in self._same:
             other, version, place = self._same[id(tensor)]
-            if other() is tensor and version == _version(tensor):
+            if other() is tensor and version == version_of(tensor):
                 return place
         for other, version, place in self._known[_alike(tensor)]:
-            if version == _version(other) and same_bits(other, tensor):
-                self._same[id(tensor)] = ref(tensor), _version(tensor), place
+            if version == version_of(other) and same_bits(other, tensor):
+                self._same[id(tensor)] = ref(tensor), version_of(tensor), place
                 return place
         return None
 
@@ -350,11 +348,6 @@ def replaced(content: Any, change: Callable[[str, Tensor], Any], key: str = "") 
 def _alike(tensor: Tensor) -> tuple[object, ...]:
     """A key that tensors with the same bits have in common."""
     return tensor.dtype, tensor.shape, bits_of(tensor.detach().reshape(-1)[:_COMPARED]).numpy().tobytes()
-
-
-def _version(tensor: Tensor) -> int:
-    """The number of in-place changes of a tensor; -1 if it was made in inference mode, where PyTorch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def acquired(path: Path, timeout: float = 0) -> BaseFileLock:

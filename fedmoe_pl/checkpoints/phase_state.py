@@ -23,6 +23,14 @@ def no_traffic() -> dict[str, int]:
     return {f"{quantity}_{way}": 0 for way in WAYS for quantity in Traffic._fields}
 
 
+def with_kind(counted: list[list[float]] | None, kind: list[float], number: float) -> list[list[float]]:
+    """The rounds or steps counted so far, and a number of them of one kind; neighbours of a kind are one entry."""
+    *before, last = counted or [[*kind, 0]]
+    if last[:2] == kind:
+        return [*before, [*kind, last[2] + number]]
+    return [*before, last, [*kind, number]]
+
+
 @dataclass
 class PhaseState:
     """The state of a phase; its tensors are never changed in place, so that states may share them.

@@ -17,8 +17,8 @@ from fedmoe_pl.checkpoints.files import read_json, replacing, write_json
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE
 from fedmoe_pl.deployment.messages import BadMessageError, Message
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.privacy import check_target, in_rounds, steps_of_round
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.sample_privacy import check_target, in_rounds, steps_of_round
 from fedmoe_pl.trees import with_prefix
 
 _SECRET, _ROUNDS = "secret", "private_rounds.json"

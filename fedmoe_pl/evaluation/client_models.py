@@ -250,14 +250,10 @@ def _models(
     for client in clients:
         state = kept.get(client, {}) if algorithm.messages.request else {}
         tensors = of_module(received(algorithm, server, client, state))
-        if sharing and not _same_tensors(tensors, shared):
+        if sharing and not (tensors.keys() == shared.keys() and all(tensors[name] is shared[name] for name in shared)):
             yield shared, sharing
             sharing = []
         shared = tensors
         sharing.append(client)
     if sharing:
         yield shared, sharing
-
-
-def _same_tensors(a: Tree, b: Tree) -> bool:
-    return a is b or (a.keys() == b.keys() and all(a[name] is b[name] for name in a))

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import (
@@ -30,15 +29,15 @@ from fedmoe_pl.backends.backend import updated_server
 from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state, with_strides_of
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
-from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.participation import RETRIES, ClientError, client_error, cohort_of, phase_cohort
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients, freeze_shared, share_memory
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
+from fedmoe_pl.rounds.privacy import count_round, count_steps, log_epsilons, update_epsilons
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.sample_privacy import count_steps, log_sample_epsilon, update_sample_epsilon
 from fedmoe_pl.seeds import generator_of
 from fedmoe_pl.trees import Tree, of_module
 
@@ -58,8 +57,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     """Runs the remaining rounds of a phase and determines its result."""
     module = run.module(phase)
     state = run.state_of(phase, module)
-    update_epsilon(phase, state)  # a result from a checkpoint, or a changed delta, needs a new value
-    update_sample_epsilon(phase, state)
+    update_epsilons(phase, state)  # a result from a checkpoint, or a changed delta, needs a new value
     training = run.local_training(phase, module, state.initial)
     evaluations: list[Evaluation] = []
     plan: Plan | None = None
@@ -88,8 +86,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         run.loggers.close(phase.method(evaluation_point))
     run.save(finished=phase.name)
     run.store.remove_rest(phase.name, state.clients)
-    log_epsilon(phase, state)
-    log_sample_epsilon(run, phase, state, training)
+    log_epsilons(run, phase, state, training)
     training.elsewhere.clear()
 
 
@@ -109,6 +106,7 @@ def run_round(
         final = algorithm.server_final(state.server, is_last=state.round == phase.rounds)
         state.server = state.server if final is None else final
         _exchange(run, phase, plan, trained.failed, round, log)
+    update_epsilons(phase, state)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
     # with a selection, the evaluation decides this
@@ -172,8 +170,6 @@ class Trained:
 
     update: Update | None
     """The combined update of the clients that answered; None if none did, which an aggregation may allow."""
-    clients: list[int]
-    """The clients that answered."""
     failed: list[int]
     """The clients that failed or dropped out."""
     client_states: Mapping[int, Tree]
@@ -213,7 +209,7 @@ def train_round(
         expected = clients if poisson else drawn  # redrawing a Poisson cohort would make clients' dropout dependent
         if len(answered) >= (needed if secure else min(needed, len(expected))):
             client_states = run.store.updated(phase.name, state.clients, written)
-            return Trained(combined, answered, [*dropped, *failed], client_states, asked)
+            return Trained(combined, [*dropped, *failed], client_states, asked)
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
         is_of_code = len(failed) > 1 and len(failed) == len(clients) and _fail_alike([*failed.values()])
@@ -272,8 +268,20 @@ def _count_costs(
     counter: FlopCounter | None,
     log: TransferLog,
 ) -> dict[int, Traffic]:
-    """Counts requests and training's operations; returns the traffic to each client."""
-    down = count_sent(phase.algorithm, state, plan, clients, log)
+    """Counts requests and training's operations; returns the traffic to each client.
+
+    Clients that train alone are sent nothing; a result from a checkpoint is sent once.
+    """
+    down: dict[int, Traffic] = {}
+    receive = phase.algorithm.federated and (state.server_learns or not state.round)
+    requests = plan.requests(state.server, clients, state.clients, state.round) if receive else {}
+    with one_thread():
+        for client, request in requests.items():
+            answer = phase.algorithm.server_send(state.server, client, request)
+            state.add_traffic("up", Traffic.of(request))
+            down[client] = Traffic.of(answer)
+            log.add("requests", client, request)
+            log.add("down", client, answer)
     for client in clients if added else ():
         down[client] = down.get(client, Traffic()) + Traffic.of(added)
         log.add("down", client, added)
@@ -294,27 +302,6 @@ def _count_down(
         if client not in absent:
             state.add_traffic("down", traffic)
     log.transfers += [each for each in tried.transfers if each.direction != "down" or each.client not in absent]
-
-
-def count_sent(
-    algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog
-) -> dict[int, Traffic]:
-    """Counts requests and returns the traffic to each client; logs both.
-
-    Clients that train alone are sent nothing; a result from a checkpoint is sent once.
-    """
-    down: dict[int, Traffic] = {}
-    if not algorithm.federated or (not state.server_learns and state.round > 0):
-        return down
-    requests = plan.requests(state.server, clients, state.clients, state.round)
-    with one_thread():
-        for client, request in requests.items():
-            answer = algorithm.server_send(state.server, client, request)
-            state.add_traffic("up", Traffic.of(request))
-            down[client] = Traffic.of(answer)
-            log.add("requests", client, request)
-            log.add("down", client, answer)
-    return down
 
 
 def _train_clients(
@@ -391,37 +378,3 @@ def server_parameters(module: LightningModule, server: Tree) -> list[str]:
     """Names of the module's floating-point parameters that the server holds; all names of one shared by two parts."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, parameter in named if name in server and parameter.is_floating_point()]
-
-
-def count_round(run: Run, phase: Phase) -> None:
-    """Adds a round to those that count for the epsilon of a federated phase, and recomputes it."""
-    state, aggregation = run.states[phase.name], phase.aggregation
-    kind = NOT_PRIVATE
-    if isinstance(aggregation, DifferentialPrivacy):
-        cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
-        kind = [aggregation.probability(cohort), aggregation.noise_multiplier]
-    elif not math.isnan(state.epsilon):  # earlier rounds were private, under another configuration
-        state.epsilon = math.inf
-    *before, last = state.counted_rounds.get(phase.name) or [[*kind, 0]]
-    same = last[:2] == kind
-    rounds = [*before, [*kind, last[2] + 1]] if same else [*before, last, [*kind, 1]]
-    state.counted_rounds = {**state.counted_rounds, phase.name: rounds}
-    update_epsilon(phase, state)
-
-
-def update_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Computes the epsilon of all rounds for the phase's delta; leaves it as it is in a phase without privacy."""
-    if isinstance(phase.aggregation, DifferentialPrivacy):
-        rounds = [kind for of_phase in state.counted_rounds.values() for kind in of_phase]
-        state.epsilon, state.delta = phase.aggregation.epsilon(rounds), phase.aggregation.delta
-
-
-def log_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Logs the epsilon and delta of a phase with differential privacy."""
-    if math.isnan(state.epsilon):
-        return
-    what = f"(epsilon, delta)-differential privacy for each client with epsilon {state.epsilon:.3g} and delta "
-    what += f"{state.delta:.3g}"
-    if math.isinf(state.epsilon):
-        what = "no differential privacy (epsilon is infinite), because rounds without noise are in it"
-    rank_zero_info(f"{phase}: the server's model has {what}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -76,22 +76,11 @@ def store_of(run: Run) -> Store:
 
 @dataclass(eq=False, kw_only=True)
 class Settings:
-    """The settings that a run takes from its federation.
+    """The settings that a run takes from its federation, where they are described.
 
     Attributes:
-        phases: the phases, in order.
         starts: what each phase starts from, by phase name (``starts.find_starts``).
-        trainer: arguments of all clients' Trainers.
-        backend: how clients are trained.
-        callbacks: the federation's callbacks.
-        seed: the seed of all random numbers.
-        evaluate_every_n_rounds: evaluate after every n rounds; with 0, only at the end of a phase.
-        evaluation_cohort_size: how many clients are evaluated; None for all.
-        enable_checkpointing: whether to write checkpoints.
-        hparams: the resolved configuration of the command line; empty without a command line.
         folder: the run's folder, ``default_root_dir/name/version_N``; it may not exist yet.
-        failures: what happens when clients fail.
-        metrics: the metrics that are evaluated besides accuracy, by name.
         evaluate: evaluates the clients' models; by default, in this process and its workers (``evaluate_points``).
         make_store: makes the store of what clients keep.
     """
@@ -118,14 +107,12 @@ class Saved:
     """The state from which a run continues; the defaults start a new run.
 
     Attributes:
-        initial: the tensors of the initial models, by the keys of ``Run.models``.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
-        writer: writes the next checkpoints.
+        writer: writes the next checkpoints; None until the first one.
         only_client: in a deployed federation, the one client on this machine; None if all clients are here.
     """
 
-    initial: Mapping[str, Tree] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     writer: CheckpointWriter | None = None
@@ -133,7 +120,7 @@ class Saved:
 
 
 @dataclass(eq=False, kw_only=True)
-class Run(Settings):
+class Run(Settings, Saved):
     """One run of a federation: its settings and its state.
 
     Attributes:
@@ -148,12 +135,8 @@ class Run(Settings):
         store: holds the tensors that clients keep between rounds.
         given_results: results from checkpoints, by phase name; each is removed when its phase begins.
         plans: how the clients of each phase are trained, by phase name; each is removed when its phase begins.
-        states: the state of each phase that has begun, by name.
-        rows: the rows of ``rounds.csv``.
-        writer: writes the checkpoints; None until the first one.
-        noise_multipliers: by phase and client, if noise follows from a target (``sample_privacy.set_noise``).
+        noise_multipliers: by phase and client, if noise follows from a target (``privacy.set_noise``).
         logged: with ``trainer.logger``, the means that each client of the last round logged, one dict per epoch.
-        only_client: in a deployed federation, the one client on this machine; None if all clients are here.
         other_test_set: a note to print below results on a test set other than the run's own; empty for its own.
     """
 
@@ -168,12 +151,8 @@ class Run(Settings):
     store: Store = field(default_factory=MemoryStore)
     given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
-    states: dict[str, PhaseState] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    writer: CheckpointWriter | None = None
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
     logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
-    only_client: int | None = None
     other_test_set: str = ""
 
     @cached_property

@@ -88,21 +88,21 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         _check_dropout(run, phase, by_name)
-        check_needs(phase, module, run.datamodule, trainer)
+        check_needs(run, phase, module)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics, epochs_of_all(trainer))
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
-        _check_gate(run, trained, phase, module)
+        _check_weighed(run, trained, phase, module)
         _warn_of_lost(run, trained, phase, module)
         cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
         _check_cohort(run, phase, cohort)
-        check_aggregation(phase, module, cohort, run.phases_before(phase), trained[phase.name])
+        check_aggregation(run, phase, module, cohort, trained[phase.name])
         check_secure_aggregation(run, phase, module, cohort)
-        check_sample_privacy(phase, module, run.datamodule, trainer, run.phases_before(phase))
+        check_sample_privacy(run, phase, module)
         if trained[phase.name] and phase.ckpt_path is None:
             check_has_optimizer(phase, module)
             check_kept_optimizers(phase, module, run.states.get(phase.name))
-            check_batches(phase, module, trainer, run.datamodule, run.seed)
-            check_monitored(phase, module, trainer, run.datamodule, run.seed)
+            check_batches(run, phase, module)
+            check_monitored(run, phase, module)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module, run.identity)
         state = run.states.get(phase.name)
@@ -140,10 +140,9 @@ def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"a cohort of at least {needed}", because)
 
 
-def check_needs(
-    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, trainer: Mapping[str, Any]
-) -> None:
+def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses a phase that lacks something that its algorithm needs (``Algorithm.needs``)."""
+    datamodule, trainer = run.datamodule, phase.client_trainer(run.trainer)
     owner, size, algorithm = str(phase), phase.clients_per_round, phase.algorithm
     number = datamodule.num_clients if takes_all(size) else cohort_size(datamodule.num_clients, size)
     is_mixture = isinstance(module, MixtureOfExperts)  # a mixture also finds targets in a dict
@@ -264,7 +263,7 @@ def trained_names(phase: Phase, module: LightningModule, max_epochs: int) -> set
     return weighed
 
 
-def _check_gate(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
+def _check_weighed(run: Run, trained: dict[str, set[str]], phase: Phase, module: LightningModule) -> None:
     """Refuses a gate that weighs an expert which neither the phase nor the phases that it starts from have trained.
 
     If all of the expert's parameters are frozen, it only warns, because the user may have trained them. It also warns
@@ -342,7 +341,7 @@ def _weighed(module: LightningModule) -> list[str]:
 
 
 def check_aggregation(
-    phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase], trained: Collection[str]
+    run: Run, phase: Phase, module: LightningModule, cohort: Cohort, trained: Collection[str]
 ) -> None:
     """Refuses an aggregation that does not fit the algorithm or that refuses the phase, and privacy that would leak."""
     aggregation, algorithm, name = phase.aggregation, phase.algorithm, type(phase.algorithm).__name__
@@ -364,7 +363,7 @@ def check_aggregation(
             because = f"it adds noise to all that is shared, but nobody trains '{idle[0]}'; do not share that"
         else:
             aggregation.check(shared, {name for name, _ in module.named_parameters(remove_duplicate=False)}, cohort)
-    for other in earlier if is_private else ():
+    for other in run.phases_before(phase) if is_private else ():
         if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy):
             allowed = f"given in '{other.name}', from which the phase starts, too"
             because = "its model tells about clients' data"
@@ -415,13 +414,7 @@ def _receives_all(algorithm: Algorithm, server: Tree, cohort: Cohort) -> bool:
     return all(name in sent and same_memory(sent[name], tensor) for name, tensor in shared.items())
 
 
-def check_sample_privacy(
-    phase: Phase,
-    module: LightningModule,
-    datamodule: FederatedDataModule,
-    trainer: Mapping[str, Any],
-    earlier: Sequence[Phase],
-) -> None:
+def check_sample_privacy(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses DP-SGD where epsilon would not hold; the backend refuses what it cannot train.
 
     A phase with DP-SGD must not start from one without, even if only clients kept what the earlier phase trained: one
@@ -439,15 +432,15 @@ def check_sample_privacy(
         because = "a SimilarityGate keeps features of samples as they are"
     elif phase.monitor is not None:
         because = "a select by clients' data is not in epsilon"
-    elif is_distributed(trainer):
+    elif is_distributed(run.trainer):
         because = "trainer.strategy divides the batches of clients"
     if because and phase.ckpt_path is None:
         raise InvalidArgumentError(*refused, because)
-    sizes = algorithm.opt_out.opted_in_of_all(datamodule.train_samples, 0).sizes
+    sizes = algorithm.opt_out.opted_in_of_all(run.datamodule.train_samples, 0).sizes
     if phase.ckpt_path is None and privacy.delta * (most := int(sizes.max())) >= 1:
         because = f"a client has {most} samples, and delta allows publishing each with this probability"
         raise InvalidArgumentError(str(phase), "sample_privacy.delta", privacy.delta, f"below {1 / most:.3g}", because)
-    for other in earlier:
+    for other in run.phases_before(phase):
         if other.sample_privacy is None:
             allowed = f"given in '{other.name}', from which the phase starts, too"
             because = "what it trained tells about clients' samples, and changes all gradients of this phase"

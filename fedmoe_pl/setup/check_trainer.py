@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import inspect
 import math
 import os
 from collections.abc import Mapping
@@ -41,6 +40,7 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.run import Run
 
 _AVERAGES = (StochasticWeightAveraging, WeightAveraging)  # callbacks that average parameters over several steps
 _PROCESSES_PER_CORE = 8
@@ -63,9 +63,9 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
     The CPU appears once per process; with ``devices: auto``, once per core that this process may use. Where processes
     cannot be forked, there is one device.
     """
-    key, known = "trainer" if owner == "Trainer" else "train.trainer", inspect.signature(Trainer).parameters
-    for name in (name for name in arguments if name not in known):
-        similar = difflib.get_close_matches(name, known, n=1)
+    key = "trainer" if owner == "Trainer" else "train.trainer"
+    for name in (name for name in arguments if name not in TRAINER_DEFAULTS):
+        similar = difflib.get_close_matches(name, TRAINER_DEFAULTS, n=1)
         because = f"it is not an argument of Trainer{f' ({similar[0]} is)' if similar else ''}"
         raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "left out", because)
     _check_values(arguments, owner, key)
@@ -170,10 +170,9 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
     return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
 
 
-def check_batches(
-    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
-) -> None:
+def check_batches(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
+    datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     if trainer.get("fast_dev_run") or phase.algorithm.client_batches:
         return  # Lightning or the algorithm chooses the batches
     limits = [trainer.get(name) for name in ("limit_train_batches", "limit_val_batches")]
@@ -225,10 +224,9 @@ def _fewest_batches(
     return number, f"client {datamodule.client_names[client]}"
 
 
-def check_monitored(
-    phase: Phase, module: LightningModule, trainer: Mapping[str, Any], datamodule: FederatedDataModule, seed: int
-) -> None:
+def check_monitored(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses early stopping and schedulers that follow a metric which the clients' training does not log."""
+    datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     callbacks = listed(trainer, "callbacks")
     for callback in (each for each in callbacks if isinstance(each, LearningRateFinder | BatchSizeFinder)):
         because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"

@@ -39,8 +39,8 @@ from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, share_memory, sized
+from fedmoe_pl.rounds.privacy import set_noise
 from fedmoe_pl.rounds.run import Run, Saved, Settings
-from fedmoe_pl.rounds.sample_privacy import set_noise
 from fedmoe_pl.seeds import named_seed, seeded
 from fedmoe_pl.setup.check_module import check_tensors, warn_of_eval_mode
 from fedmoe_pl.setup.check_run import check_run
@@ -53,29 +53,31 @@ def make_run(
     datamodule: FederatedDataModule,
     settings: Settings,
     saved: Saved,
+    initial: Mapping[str, Tree],
     read_result: ReadResult,
     configuration: dict[str, str],
     record: dict[str, Any],
 ) -> Run:
-    """Makes a run and checks all of it before any training; ``configuration`` and ``record`` are those of ``Run``."""
+    """Makes a run and checks all of it before any training.
+
+    ``initial`` are saved tensors of the initial models, by the keys of ``Run.models``; ``configuration`` and ``record``
+    are those of ``Run``.
+    """
     devices = check_trainer(settings.trainer)
     backend = _with_workers(settings.backend, settings.trainer, devices)
     if not isinstance(backend, PoolBackend):
         end_fork()
     run = Run(
         **vars(replace(settings, backend=backend)),
+        **vars(saved),
         devices=devices,
-        models=_models(model, settings.phases, datamodule, settings.seed, saved.initial),
+        models=_models(model, settings.phases, datamodule, settings.seed, initial),
         datamodule=datamodule,
         # workers put the samples on their devices themselves
         training_data=datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, devices[0]),
         identity=identify(settings.seed, datamodule),
         configuration=configuration,
         record=record,
-        states=saved.states,
-        rows=saved.rows,
-        writer=saved.writer,
-        only_client=saved.only_client,
     )
     check_run(run, read_result)
     set_noise(run)
@@ -227,7 +229,15 @@ def _plan_phases(run: Run) -> None:
 @contextmanager
 def _new_folder(run: Run, runs: Path) -> Iterator[None]:
     """Makes the run's folder in ``runs`` and locks it in this context."""
-    run.folder = _make_folder(runs)
+    while True:
+        run.folder = runs / f"version_{max(run_versions(runs), default=-1) + 1}"
+        try:
+            run.folder.mkdir(parents=True)
+            break
+        except FileExistsError:  # another run began at the same time
+            continue
+        except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
+            raise cannot_be_made(run.folder, error) from error
     if run.enable_checkpointing:
         (run.folder / FILE).parent.mkdir()
     with locked(run.folder / FILE):
@@ -257,18 +267,6 @@ def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[L
     if is_resumed:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
-
-
-def _make_folder(runs: Path) -> Path:
-    while True:
-        folder = runs / f"version_{max(run_versions(runs), default=-1) + 1}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:  # another run began at the same time
-            continue
-        except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
-            raise cannot_be_made(folder, error) from error
-        return folder
 
 
 def _write_configuration(run: Run) -> None:

@@ -37,7 +37,7 @@ def test_settings_that_older_functions_refuse_to_read_are_no_problem():
         with in_full_precision():
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-        assert [each.value for each in pickle.loads(pickle.dumps(precisions()))] == ["tf32", "ieee", "tf32"]
+        assert [each.args[-1] for each in pickle.loads(pickle.dumps(precisions()))] == ["tf32", "ieee", "tf32"]
     finally:
         torch.backends.cudnn.conv.fp32_precision = convolutions
         torch.set_float32_matmul_precision("highest")

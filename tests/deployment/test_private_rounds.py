@@ -35,7 +35,7 @@ from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
+from fedmoe_pl.rounds.privacy import epsilon_of_clients
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 SIZES = (13, 8, 11)

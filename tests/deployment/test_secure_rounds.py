@@ -42,7 +42,7 @@ from fedmoe_pl.deployment.secure import masked_plan as of_server
 from fedmoe_pl.deployment.secure import protocol
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import ClientError
-from fedmoe_pl.rounds.sample_privacy import epsilon_of_clients
+from fedmoe_pl.rounds.privacy import epsilon_of_clients
 
 OF_TRAINER = {"backend": TrainerBackend()}
 CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "confirm", "unmask")

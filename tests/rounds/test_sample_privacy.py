@@ -25,7 +25,7 @@ from fedmoe_pl.backends.local_client import _private_generator, client_of
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.phases.participation import phase_cohort
-from fedmoe_pl.rounds import sample_privacy
+from fedmoe_pl.rounds import privacy
 from fedmoe_pl.rounds.run import Run
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
@@ -106,7 +106,7 @@ def test_a_target_gives_each_client_the_noise_that_reaches_it_with_the_phases_be
 def test_the_noise_for_a_target_is_sought_for_all_steps_of_a_client_with_those_before(monkeypatch):
     """The search for it takes long, and has tests of its own."""
     sought = []
-    monkeypatch.setattr(sample_privacy, "noise_for", lambda *steps: sought.append(steps) or float(len(sought)))
+    monkeypatch.setattr(privacy, "noise_for", lambda *steps: sought.append(steps) or float(len(sought)))
     target = private(None, target_epsilon=5.0)
     first, *others = phases = [phase("first", private(), 1), phase("alone", target), phase("after", target)]
     training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
@@ -114,7 +114,7 @@ def test_the_noise_for_a_target_is_sought_for_all_steps_of_a_client_with_those_b
     run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={}, states={})
     run.module, run.local_training = lambda phase: training.module, lambda *_: training
     run.phases_before = lambda phase: before[phase.name]
-    sample_privacy.set_noise(cast(Run, run))
+    privacy.set_noise(cast(Run, run))
     for client, n in enumerate(SIZES):
         rate, number = 4 / n, 3 * max(round(n / 4), 1)
         for each in others:
@@ -167,9 +167,9 @@ def test_rounds_without_privacy_before_or_after_private_ones_make_epsilon_infini
 def test_after_steps_without_noise_nobody_has_a_finite_epsilon_also_if_no_client_has_trained_since(clients):
     state = PhaseState({}, {}, counted_steps={"before": {EVERYONE: [[*NOT_PRIVATE, 1]]}})
     state.counted_steps["it"] = {client: [[0.5, 2.0, 3]] for client in clients}
-    sample_privacy.update_sample_epsilon(phase(privacy=private()), state)
+    privacy.update_epsilons(phase(privacy=private()), state)
     assert state.sample_epsilon == math.inf
-    assert sample_privacy.epsilon_of_clients(phase(privacy=private()), state) == dict.fromkeys(clients, math.inf)
+    assert privacy.epsilon_of_clients(phase(privacy=private()), state) == dict.fromkeys(clients, math.inf)
 
 
 @pytest.mark.slow

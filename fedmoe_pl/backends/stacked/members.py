@@ -79,7 +79,7 @@ def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
 
 
 @dataclass
-class Share:
+class StackedShare:
     """One batch for each of several clients, given by their positions in the stack.
 
     Every tensor has shape (clients, batch, ...). ``rows`` are the looked-up outputs of frozen parts, by part.
@@ -90,14 +90,14 @@ class Share:
     y: Tensor
     rows: Tree
 
-    def of(self, position: int) -> Share:
+    def of(self, position: int) -> StackedShare:
         """The part of the share that belongs to the client at this position in it."""
         return self.apply(lambda tensor: tensor[position : position + 1])
 
-    def apply(self, change: Callable[[Tensor], Tensor]) -> Share:
+    def apply(self, change: Callable[[Tensor], Tensor]) -> StackedShare:
         """The share with a function applied to each of its tensors."""
         rows = {name: change(table) for name, table in self.rows.items()}
-        return Share(self.clients, change(self.x), change(self.y), rows)
+        return StackedShare(self.clients, change(self.x), change(self.y), rows)
 
 
 class StackedData:
@@ -130,7 +130,7 @@ class StackedData:
         for name in features.parts.names if features else ():
             self._tables[name] = torch.cat([member.features.rows[name] for member in members if member.features])
 
-    def share(self, clients: slice | Tensor, places: Tensor, sizes: Tensor) -> Share:
+    def share(self, clients: slice | Tensor, places: Tensor, sizes: Tensor) -> StackedShare:
         """Gathers one batch of each of some clients; samples beyond a client's size get no label."""
         device, shape = self.training.device, places.shape
         flat = places.reshape(-1)
@@ -144,21 +144,21 @@ class StackedData:
         }
         all_x = self.training.datamodule.x
         if not self._reads_input:
-            return Share(clients, no_input(all_x, shape).to(device), y, rows)
+            return StackedShare(clients, no_input(all_x, shape).to(device), y, rows)
         x = all_x.index_select(0, self.indices[flat]).to(device)
-        return Share(clients, x.view(*shape, *x.shape[1:]), y, rows)
+        return StackedShare(clients, x.view(*shape, *x.shape[1:]), y, rows)
 
-    def first_share(self, clients: slice, size: int = TRIED_SAMPLES) -> Share:
+    def first_share(self, clients: slice, size: int = TRIED_SAMPLES) -> StackedShare:
         """The first few samples of some clients, equally many of each, neither shuffled nor augmented."""
         first, size = self.first[clients], min(int(self.sizes[clients, 0].min()), size)
         places = first[:, None] + torch.arange(size)
         return self.share(clients, places.to(self.indices.device), torch.full_like(first, size))
 
-    def epoch(self, pads: bool) -> Iterator[list[Share]]:
+    def epoch(self, pads: bool) -> Iterator[list[StackedShare]]:
         """The steps of one epoch: each is one share of all clients that still have batches, or one per batch size."""
         return self._augmented_epoch(pads) if self.members[0].batches.augment is not None else self._plain_epoch(pads)
 
-    def _plain_epoch(self, pads: bool) -> Iterator[list[Share]]:
+    def _plain_epoch(self, pads: bool) -> Iterator[list[StackedShare]]:
         # short batches are padded with the client's first sample
         places = self.first[:, None].repeat(1, self.steps[0] * self.batch_size)
         for member, first, row in zip(self.members, self.first, places, strict=True):
@@ -170,14 +170,14 @@ class StackedData:
                 for clients, size in self._cut(step, pads)
             ]
 
-    def _augmented_epoch(self, pads: bool) -> Iterator[list[Share]]:
+    def _augmented_epoch(self, pads: bool) -> Iterator[list[StackedShare]]:
         """Batches that each member augments with its own generator."""
         iterators = [iter(member.batches) for member in self.members]
         for step in range(self.steps[0]):
             batches = [next(batches) for batches, size in zip(iterators, self.sizes[:, step], strict=True) if size]
             yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step, pads)]
 
-    def poisson_epoch(self) -> Iterator[tuple[Share, Tensor]]:
+    def poisson_epoch(self) -> Iterator[tuple[StackedShare, Tensor]]:
         """The steps of one epoch of Poisson batches: a share of the clients that still have batches, and a mask.
 
         The mask, of shape (clients, batch), is True for samples and False for padding.
@@ -190,7 +190,7 @@ class StackedData:
             if is_augmented:
                 x, y = zip(*map(next, augmented[:active]), strict=True)
                 sizes, size = _sizes(y)
-                share = Share(slice(0, active), _padded(x, size), _padded(y, size), {})
+                share = StackedShare(slice(0, active), _padded(x, size), _padded(y, size), {})
             else:
                 drawn = [next(places) for places in plain[:active]]
                 sizes, size = _sizes(drawn)
@@ -219,9 +219,9 @@ def _padded(tensors: Sequence[Tensor], size: int) -> Tensor:
     return torch.stack([torch.cat((each, each.new_zeros(size - len(each), *each.shape[1:]))) for each in tensors])
 
 
-def _stacked_share(batches: list[tuple[Tensor, Tensor]], clients: slice | Tensor, size: int) -> Share:
+def _stacked_share(batches: list[tuple[Tensor, Tensor]], clients: slice | Tensor, size: int) -> StackedShare:
     """The batches of some clients as one share; short ones are padded with samples without a label."""
     chosen = batches[clients] if isinstance(clients, slice) else [batches[client] for client in clients]
     xs = [x if len(x) == size else torch.cat((x, x[:1].expand(size - len(x), *x.shape[1:]))) for x, _ in chosen]
     ys = nn.utils.rnn.pad_sequence([y for _, y in chosen], batch_first=True, padding_value=NO_LABEL)
-    return Share(clients, torch.stack(xs), ys, {})
+    return StackedShare(clients, torch.stack(xs), ys, {})

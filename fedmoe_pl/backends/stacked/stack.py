@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -23,7 +23,7 @@ from fedmoe_pl.backends.loop import Learner, Loop, Loss, OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.backends.rounding import equal_to_rounding
-from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, Share, StackedData
+from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, StackedData, StackedShare
 from fedmoe_pl.backends.stacked.rule import code_of_user
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import treats_samples_apart, trying
@@ -63,7 +63,7 @@ class Stack(Learner):
             (run, {name: nn.Parameter(self.stacked[name][run]) for name in self.trained})
             for run in _runs_of_equal_steps(self.data.steps)
         ]
-        self._leaves: list[tuple[Share, Tree]] = []
+        self._leaves: list[tuple[StackedShare, Tree]] = []
 
     def train(self, step: OneStep) -> None:
         """Trains all epochs."""
@@ -176,13 +176,13 @@ class Stack(Learner):
         """In this context, the outputs of frozen parts are looked up."""
         return looked_up(self.module, self._parts, self._lookup)
 
-    def _tensors(self, share: Share, names: Sequence[str]) -> tuple[Tree, Tree, list[Any]]:
+    def _tensors(self, share: StackedShare, names: Sequence[str]) -> tuple[Tree, Tree, list[Any]]:
         """A share's tensors to differentiate by, its other tensors, and the constants of the clients' losses."""
         trained = {name: self.stacked[name][share.clients].detach() for name in names}
         others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
         return trained, others, [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
 
-    def losses(self, share: Share, names: Sequence[str]) -> tuple[Tensor, Tree]:
+    def losses(self, share: StackedShare, names: Sequence[str]) -> tuple[Tensor, Tree]:
         """The loss of every client of a share, shape (clients,), and the tensors to differentiate it by."""
         trained, others, constants = self._tensors(share, names)
         trained = {name: tensor.requires_grad_() for name, tensor in trained.items()}
@@ -203,12 +203,12 @@ class Stack(Learner):
             self.stacked[name][share.clients] = tensor.detach()
         return losses, trained
 
-    def gradients(self, share: Share) -> Tree:
+    def gradients(self, share: StackedShare) -> Tree:
         """The gradients of every client of a share, shape (clients, ...)."""
         losses, trained = self.losses(share, self.names)
         return dict(zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
 
-    def gradients_alone(self, member: Member, share: Share) -> Mapping[str, Tensor | None]:
+    def gradients_alone(self, member: Member, share: StackedShare) -> Mapping[str, Tensor | None]:
         """One client's gradients, computed in its own module; None where the loss does not depend on a parameter."""
         parameters = member.client.module.named_parameters()
         names = [name for name, parameter in parameters if parameter.requires_grad and name in self.stepped]
@@ -256,15 +256,13 @@ def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
 
 def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
     """Slices of neighbours with equal numbers of steps per epoch."""
-    start = 0
-    for client in range(1, len(steps) + 1):
-        if client == len(steps) or steps[client] != steps[start]:
-            yield slice(start, client)
-            start = client
+    for _, run in groupby(range(len(steps)), steps.__getitem__):
+        clients = [*run]
+        yield slice(clients[0], clients[-1] + 1)
 
 
 def plain_gradients(
-    training: LocalTraining, module: LightningModule, member: Member, share: Share, names: Sequence[str]
+    training: LocalTraining, module: LightningModule, member: Member, share: StackedShare, names: Sequence[str]
 ) -> dict[str, Tensor | None]:
     """The gradients of the loss of one client's share."""
     load_tree(module, member.state)
@@ -334,13 +332,13 @@ class PrivateStack(Stack):
         super().__init__(training, module, members, round)
         assert training.sample_privacy is not None
         self.max_norm = training.sample_privacy.max_grad_norm
-        self._noisy_means = [self._noisy_mean(member) for member in self.members]
+        self._noise = [self._noise_of(member) for member in self.members]
 
     def _shares(self) -> Iterator[Any]:
         """For each step of an epoch: a share of all clients that still have batches, and the mask of its samples."""
         return self.data.poisson_epoch()
 
-    def loss(self, batch: tuple[Share, Tensor]) -> Tree:
+    def loss(self, batch: tuple[StackedShare, Tensor]) -> Tree:
         """The sums of each client's clipped gradients, shape (clients, ...)."""
         share, counts = batch  # shape (clients, batch), False for padding
         trained, others, constants = self._tensors(share, self.names)
@@ -363,11 +361,11 @@ class PrivateStack(Stack):
                 add_clipped(sums, of_part, counts[:, part], self.max_norm)
         return sums
 
-    def gradients(self, share: Share) -> Tree:
+    def gradients(self, share: StackedShare) -> Tree:
         """The sums of each client's clipped gradients, shape (clients, ...)."""
         return self.loss((share, share.y.new_ones(share.y.shape[:2], dtype=torch.bool)))
 
-    def gradients_alone(self, member: Member, share: Share) -> Tree:
+    def gradients_alone(self, member: Member, share: StackedShare) -> Tree:
         """The sums of one client's clipped gradients, computed in its own module."""
         module, constants = member.client.module, on_device(member.constants, share.y.device)
         lookup, batch = {name: rows[0] for name, rows in share.rows.items()}, (share.x[0], share.y[0])
@@ -379,20 +377,14 @@ class PrivateStack(Stack):
         """Sets the noisy gradients of clients that have a batch; the rest get None."""
         active = len(next(iter(loss.values()), ()))
         noisy = [
-            noisy_mean({name: sums[client] for name, sums in loss.items()})
-            for client, noisy_mean in enumerate(self._noisy_means[:active])
+            noisy_mean({name: sums[client] for name, sums in loss.items()}, *noise)
+            for client, noise in enumerate(self._noise[:active])
         ]
         gradients = {name: torch.stack([of_client[name] for of_client in noisy]) for name in loss}
         self._set_gradients(gradients, active, optimizer)
 
-    def _noisy_mean(self, member: Member) -> partial[Tree]:
-        batches, client = member.batches, member.client
-        expected = min(batches.batch_size, len(batches.samples))
-        noise_multiplier, generator = self.training.noise_multiplier(client.id), noise_of_client(self.training, client)
-        return partial(
-            noisy_mean,
-            expected=expected,
-            max_norm=self.max_norm,
-            noise_multiplier=noise_multiplier,
-            generator=generator,
-        )
+    def _noise_of(self, member: Member) -> tuple[int, float, float, Generator]:
+        """The arguments of ``noisy_mean`` for a client, after its sums."""
+        expected, client = min(member.batches.batch_size, len(member.batches.samples)), member.client
+        noise_multiplier = self.training.noise_multiplier(client.id)
+        return expected, self.max_norm, noise_multiplier, noise_of_client(self.training, client)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -56,11 +56,7 @@ class StackedPlan(Plan):
     def __init__(self, training: LocalTraining, description: str, clients_per_stack: int) -> None:
         super().__init__(training, description)
         self.clients_per_stack = clients_per_stack
-
-    @cached_property
-    def features(self) -> FeatureCache:
-        """The outputs of frozen parts."""
-        return FeatureCache()
+        self.features = FeatureCache()
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Groups of similar size, each with clients of one architecture and with similar numbers of samples."""

@@ -25,7 +25,7 @@ from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.private_client import check_private
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
-from fedmoe_pl.backends.stacked.members import Member, Share, begin_member, stackable_groups
+from fedmoe_pl.backends.stacked.members import Member, StackedShare, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.rule import changes_steps
 from fedmoe_pl.backends.stacked.stack import Stack, make_stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
@@ -164,7 +164,7 @@ def _reads_trainer(trainer: NoTrainer) -> NotStackable:
     return NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
 
 
-def _compare(stack: Stack, share: Share, alone: list[dict[str, Any]]) -> None:
+def _compare(stack: Stack, share: StackedShare, alone: list[dict[str, Any]]) -> None:
     """Compares a step of the stack with the steps that its members made alone."""
     stacked = {"gradient": stack.gradients(share), "buffer": stack.stacked}
     for position, of_client in enumerate(alone):
@@ -176,7 +176,7 @@ def _compare(stack: Stack, share: Share, alone: list[dict[str, Any]]) -> None:
                     raise NotStackable(f"stacking changes the {what} of '{name}'")
 
 
-def _step_alone(stack: Stack, member: Member, share: Share, operations: _Operations) -> dict[str, Any]:
+def _step_alone(stack: Stack, member: Member, share: StackedShare, operations: _Operations) -> dict[str, Any]:
     """The gradients of a client's step in its own module, and the buffers after it; refuses any other change."""
     module = member.client.module
     before = _contents(module)

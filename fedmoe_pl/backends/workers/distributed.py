@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -111,6 +110,7 @@ class _Team(RemoteWorker):
     def _start(self) -> None:
         # has no name, so that it is deleted however this process ends
         self.store = tempfile.TemporaryFile()
+        self.waiting = ThreadPoolExecutor(1)
         store = f"/proc/{os.getpid()}/fd/{self.store.fileno()}"
         for rank, device in enumerate(self.devices):
             environment = {**_LOOPBACK, _STORE: store, "LOCAL_RANK": str(rank)}
@@ -120,7 +120,7 @@ class _Team(RemoteWorker):
         if not self.processes:
             self._start()
         self.futures = [process.submit(phase, server, groups) for process in self.processes]
-        return _first_failure_or_all(self.futures)
+        return self.waiting.submit(wait, self.futures, return_when=FIRST_EXCEPTION)
 
     def result(self, future: Future[Any]) -> bytes:
         wait(self.futures, _GRACE)
@@ -143,23 +143,9 @@ class _Team(RemoteWorker):
     def end(self) -> None:
         for process in self.processes:
             process.end()
+        self.waiting.shutdown()
         self.processes, self.plan, self.server = [], None, None
         self.store.close()
-
-
-def _first_failure_or_all(futures: Sequence[Future[Any]]) -> Future[None]:
-    """A future that is done as soon as one of the given futures has an exception or all of them are done."""
-    together, lock = Future[None](), Lock()
-
-    def note(future: Future[Any]) -> None:
-        with lock:
-            failed = future.cancelled() or future.exception() is not None
-            if (failed or all(each.done() for each in futures)) and not together.done():
-                together.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(note)
-    return together
 
 
 class _FailedError(Exception):

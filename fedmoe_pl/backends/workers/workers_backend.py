@@ -48,7 +48,7 @@ def torch_settings() -> list[Callable[[], None]]:
         partial(torch.set_default_dtype, torch.get_default_dtype()),
         partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warn_only),
         *(partial(set_backend, f"cudnn.{name}", getattr(torch.backends.cudnn, name)) for name in _CUDNN),
-        *(partial(each.set, each.value) for each in precisions()),
+        *precisions(),
     ]
 
 
@@ -200,16 +200,12 @@ class WorkersPlan(Plan):
         self.backend = backend
         self.plan = plan
         self.may_start = True
-
-    @cached_property
-    def paces(self) -> list[float]:
-        """Seconds per training sample of each chunk trained in this process."""
-        return []
+        self.paces = list[float]()  # seconds per training sample of each chunk trained in this process
 
     def begin(self, training: LocalTraining) -> Self:
         """Begins the other plan as well."""
         begun = super().begin(training)
-        begun.plan = self.plan.begin(training)
+        begun.plan, begun.paces = self.plan.begin(training), []
         return begun
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The epsilon that DP-SGD costs each client, and the noise that keeps it below a target."""
+"""The epsilons of clients and of their samples after each round, and the noise that keeps those below a target."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.accountant import noise_for
 from fedmoe_pl.backends import LocalTraining, client_of
-from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
+from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState, with_kind
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import poisson_sampling
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
@@ -101,6 +103,19 @@ def steps_of_round(training: LocalTraining, client: int) -> list[float]:
     return [probability, training.noise_multiplier(client), steps * training.max_epochs]
 
 
+def count_round(run: Run, phase: Phase) -> None:
+    """Adds a round to those that count for the epsilon of a federated phase."""
+    state, aggregation = run.states[phase.name], phase.aggregation
+    kind = NOT_PRIVATE
+    if isinstance(aggregation, DifferentialPrivacy):
+        cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
+        kind = [aggregation.probability(cohort), aggregation.noise_multiplier]
+    elif not math.isnan(state.epsilon):  # earlier rounds were private, under another configuration
+        state.epsilon = math.inf
+    rounds = with_kind(state.counted_rounds.get(phase.name), kind, 1)
+    state.counted_rounds = {**state.counted_rounds, phase.name: rounds}
+
+
 def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, clients: Collection[int]) -> None:
     """Adds a round's steps of the clients that were asked to train, whether they answered or not.
 
@@ -110,17 +125,20 @@ def count_steps(phase: Phase, state: PhaseState, training: LocalTraining, client
     if phase.sample_privacy is not None:
         for client in clients:
             *kind, number = steps_of_round(training, client)
-            *before, last = counted.get(str(client)) or [[*kind, 0]]
-            same = last[:2] == kind
-            counted[str(client)] = [*before, [*kind, last[2] + number]] if same else [*before, last, [*kind, number]]
+            counted[str(client)] = with_kind(counted.get(str(client)), kind, number)
     else:
         counted[EVERYONE] = [[*NOT_PRIVATE, 1]]
     state.counted_steps = {**state.counted_steps, phase.name: counted}
-    update_sample_epsilon(phase, state)
 
 
-def update_sample_epsilon(phase: Phase, state: PhaseState) -> None:
-    """Computes the largest epsilon of any client for the phase's delta; infinite after any rounds without noise."""
+def update_epsilons(phase: Phase, state: PhaseState) -> None:
+    """Computes the epsilons of all rounds and steps for the phase's deltas, where it has privacy of this kind.
+
+    That of samples is the largest of any client, and infinite after any rounds without noise.
+    """
+    if isinstance(phase.aggregation, DifferentialPrivacy):
+        rounds = [kind for of_phase in state.counted_rounds.values() for kind in of_phase]
+        state.epsilon, state.delta = phase.aggregation.epsilon(rounds), phase.aggregation.delta
     if phase.sample_privacy is not None:
         is_open = any(EVERYONE in of_phase for of_phase in state.counted_steps.values())
         epsilons = [*epsilon_of_clients(phase, state).values(), *([math.inf] if is_open else [])]
@@ -150,8 +168,14 @@ def _steps_of(of_phases: Iterable[Mapping[str, Steps]], client: str) -> Steps:
     return [kind for of_phase in of_phases for name in (client, EVERYONE) for kind in of_phase.get(name, [])]
 
 
-def log_sample_epsilon(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> None:
-    """Logs which parts of the model are protected, and at what epsilon; in a phase without DP-SGD, which are not."""
+def log_epsilons(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> None:
+    """Logs the epsilons of a phase, and which parts of the model DP-SGD protects; in a phase without it, which not."""
+    if not math.isnan(state.epsilon):
+        what = f"(epsilon, delta)-differential privacy for each client with epsilon {state.epsilon:.3g} and delta "
+        what += f"{state.delta:.3g}"
+        if math.isinf(state.epsilon):
+            what = "no differential privacy (epsilon is infinite), because rounds without noise are in it"
+        rank_zero_info(f"{phase}: the server's model has {what}.")
     parts = _parts(training)
     if phase.sample_privacy is None:
         follows = any(other.sample_privacy is not None for other in run.phases_before(phase))
