@@ -31,8 +31,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS, load_federation
 from fedmoe_pl.checkpoints.client_state import RemoteStates
 from fedmoe_pl.data import NpzFile
-from fedmoe_pl.deployment.connection import free_port
-from fedmoe_pl.deployment.extra import module_of_flower
+from fedmoe_pl.deployment.connection import free_port, module_of_flower
 from fedmoe_pl.deployment.participant import read_own
 from fedmoe_pl.models import LocalOnly, SmallMLP
 

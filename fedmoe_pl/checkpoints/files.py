@@ -127,6 +127,12 @@ def _check_ordinary(path: Path) -> None:
         raise DamagedFileError(f"'{path}' is no ordinary file.")
 
 
+def write_file(path: Path, content: str | bytes) -> None:
+    """Writes bytes, or a text in UTF-8."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes plain values as JSON, with a checksum of the whole file; floats keep all digits; NaN is allowed."""
     _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode())

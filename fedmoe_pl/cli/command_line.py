@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse import ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
@@ -122,11 +123,11 @@ class FederationCLI(LightningCLI):
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Makes a parser without abbreviations, in whose files a list replaces the whole list."""
-        parser = super().init_parser(**kwargs)
-        parser.__class__ = UnabbreviatedParser
-        for action in parser._actions:
-            if type(action) is ActionConfigFile:
-                action.__class__ = ConfigFile
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
+        parser = UnabbreviatedParser(**kwargs)
+        parser.add_argument(
+            "-c", "--config", action=ConfigFile, help="Path to a configuration file in json or yaml format."
+        )
         return parser
 
     def _add_arguments(self, parser: LightningArgumentParser) -> None:

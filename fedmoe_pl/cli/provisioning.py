@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 
 from fedmoe_pl.catalogue import parser_of
 from fedmoe_pl.checks import MOST_COUNTED, check_at_least
-from fedmoe_pl.deployment.extra import module_of_flower
+from fedmoe_pl.deployment.connection import module_of_flower
 from fedmoe_pl.deployment.serve_and_join import private
 
 

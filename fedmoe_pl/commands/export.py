@@ -1,4 +1,4 @@
-"""Exports clients' models: for use without this package, checked on real samples, or as checkpoints of Lightning."""
+"""Exports clients' models: for use without this package, checked on real samples, as adapters, or for Lightning."""
 
 from __future__ import annotations
 
@@ -15,21 +15,35 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning import __version__
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.parsing import clean_namespace
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import chooses_model
-from fedmoe_pl.checkpoints.files import replacing
-from fedmoe_pl.checks import InvalidArgumentError, check_choice
-from fedmoe_pl.commands.export_adapters import TOLERANCE, relative_difference, write_adapters, write_merged
+from fedmoe_pl.checkpoints.files import replacing, replacing_files, write_file
+from fedmoe_pl.checks import InvalidArgumentError, check_choice, with_article
 from fedmoe_pl.data import FederatedDataModule, TimeSeriesDataModule
 from fedmoe_pl.evaluation.client_models import has_own_model
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights, own_batch
+from fedmoe_pl.models import AdapterMoE
+from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
+from fedmoe_pl.models.inputs import call, inputs_of
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.trees import same_values, subtree
+
+Format = Literal["onnx", "torch_export", "lightning", "peft", "merged"]
+SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt", "peft": "", "merged": ""}
+ABOUT = "data.json"
+"""What a file for use without this package says of its data under this name, as JSON; see :func:`export_clients`."""
+_OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
+_SAMPLES, _SAMPLES_OF_ADAPTERS = 256, 64  # that the exported model is checked on
+_TOLERANCE = 1e-3  # relative and absolute, of outputs
+
+Function = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Path]:
@@ -61,16 +75,6 @@ def lightning_checkpoint(module: LightningModule) -> dict[str, Any]:
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(module, "_hparams_name", None)
     module.on_save_checkpoint(checkpoint)
     return checkpoint
-
-
-Format = Literal["onnx", "torch_export", "lightning", "peft", "merged"]
-SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2", "lightning": ".ckpt", "peft": "", "merged": ""}
-ABOUT = "data.json"
-"""What a file for use without this package says of its data under this name, as JSON; see :func:`export_clients`."""
-_OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
-_SAMPLES = 256  # that the exported model is checked on
-
-Function = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def export_clients(
@@ -129,7 +133,7 @@ def export_clients(
     if format == "lightning":
         return "\n".join(f"{method}: {path}" for path in write_lightning(run, method, paths))
     if format in ("peft", "merged"):
-        write = write_adapters if format == "peft" else write_merged
+        write = _write_adapters if format == "peft" else _write_merged
         return "\n".join(line for each, path in paths.items() for line in write(run, method, each, path))
     return "\n".join(_export(run, method, each, format, path) for each, path in paths.items())
 
@@ -138,11 +142,10 @@ def _export(run: Run, method: str, client: int, format: Format, path: Path) -> s
     module = ScoresAndWeights(run.client_module(method, client)).eval()
     x = own_batch(run.datamodule, client, _SAMPLES)[1][0].cpu()
     content, difference = _exported(module, x, method, format, json.dumps(_about(run.datamodule, client)))
-    if not difference <= TOLERANCE:
+    if not difference <= _TOLERANCE:
         because = f"its outputs differ by {difference:.1e} from the module's"
         raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
+    write_file(path, content)
     name = run.datamodule.client_names[client]
     return (
         f"Client {name} of {method}: {path} ({len(content):,} bytes; {' and '.join(module.names)} for x)\n"
@@ -167,7 +170,9 @@ def _exported(module: ScoresAndWeights, x: Tensor, method: str, format: str, abo
     try:
         # which samples an expert receives depends on the data, which an exporter cannot follow
         with dense_experts(), _silent():
-            content, exported = (_onnx if format == "onnx" else _torch_export)(module, _example(x), about)
+            # the file keeps the example, and an exporter takes a batch of one for a constant
+            example = x.new_zeros(2, *x.shape[1:])
+            content, exported = (_onnx if format == "onnx" else _torch_export)(module, example, about)
         return content, max(_difference(module, exported, batch) for batch in (x, x[:1]))
     except Exception as error:  # whatever torch's exporters raise
         allowed = f"one whose model {format} can export ({_reason(error)})"
@@ -226,11 +231,6 @@ def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Funct
     return content, run
 
 
-def _example(x: Tensor) -> Tensor:
-    """Two samples of nothing but zeros: the file keeps them, and an exporter takes a batch of one for a constant."""
-    return x.new_zeros(2, *x.shape[1:])
-
-
 def _any_size() -> dict[str, dict[int, Any]]:
     return {"x": {0: torch.export.Dim("batch")}}
 
@@ -238,4 +238,82 @@ def _any_size() -> dict[str, dict[int, Any]]:
 def _difference(module: ScoresAndWeights, exported: Function, x: Tensor) -> float:
     """The largest difference of scores and weights."""
     with torch.no_grad():
-        return max(relative_difference(ours, theirs) for ours, theirs in zip(module(x), exported(x), strict=True))
+        return max(_relative_difference(ours, theirs) for ours, theirs in zip(module(x), exported(x), strict=True))
+
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two outputs, as a share of ours where that is above 1; infinite for nan."""
+    return float(((theirs - ours).abs() / ours.abs().clamp(min=1)).max().nan_to_num(nan=float("inf")))
+
+
+def _write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
+    """Writes each of a client's experts as a folder of peft, with the layers that are trained as a whole.
+
+    They are ``global_expert``, ``local_expert`` and, where a single adapter can compute what the mixture does,
+    ``mixture``. Yields what was written.
+    """
+    module = _adapter_moe(run, method, client)
+    _check_base(run, method, module)
+    parts = {part: adapter_of(module, part) for part in module.weighed_parts}
+    if (adapter := adapter_of_mixture(module)) is not None:
+        parts["mixture"] = adapter
+    x = _inputs(run, client, module)
+    for part, adapter in parts.items():
+        model = peft_model(module.plain_base(), adapter)
+        expected = module if part == "mixture" else module.get_submodule(part)
+        compared = _compared(module, expected, model, x)
+        with replacing_files(folder / part) as temporary:
+            # the base's embedding is no part of an adapter, also where it has one
+            model.save_pretrained(str(temporary), save_embedding_layers=False)
+        yield f"Client {run.datamodule.client_names[client]} of {method}: {folder / part} ({compared})"
+
+
+def _write_merged(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
+    """Writes a copy of the base with a client's mixture in its weights, and yields what was written."""
+    module = _adapter_moe(run, method, client)
+    if (adapter := adapter_of_mixture(module)) is None:
+        allowed = "one whose gate uses one expert, or mixes inside of layers with constant weights"
+        because = "no weights of the base compute this mixture; the format peft has its experts"
+        raise InvalidArgumentError("Federation", "method", method, allowed, because)
+    base = merged(module.plain_base(), adapter)
+    compared = _compared(module, module, base, _inputs(run, client, module))
+    with replacing_files(folder) as temporary:
+        save_base(base, temporary)
+    yield f"Client {run.datamodule.client_names[client]} of {method}: {folder} ({compared})"
+
+
+def _adapter_moe(run: Run, method: str, client: int) -> AdapterMoE:
+    """A client's module; refuses one without adapters."""
+    module: Any = run.client_module(method, client)
+    if not isinstance(module, AdapterMoE):
+        because = f"only this model has adapters, and that of '{method}' is {with_article(type(module).__name__)}"
+        raise InvalidArgumentError("Federation", "method", method, "one whose model is an AdapterMoE", because)
+    return module
+
+
+def _check_base(run: Run, method: str, module: AdapterMoE) -> None:
+    """Refuses adapters of a base that is no longer the one that others have."""
+    base = subtree(run.initial_model(run.phase_and_point(method, 0)[0]).state_dict(), "base.")
+    changed = (name for name, tensor in module.base.state_dict().items() if not same_values(base[name], tensor))
+    if (name := next(changed, None)) is not None:
+        because = f"it has changed {name}, so that the adapters are not those of your base; the format merged has it"
+        raise InvalidArgumentError("Federation", "method", method, "one that leaves the base as it is", because)
+
+
+def _inputs(run: Run, client: int, module: AdapterMoE) -> Any:
+    """Inputs of a client's test samples or, if it has none, of its training samples."""
+    batch = own_batch(run.datamodule, client, _SAMPLES_OF_ADAPTERS)[1]
+    return move_data_to_device(inputs_of(batch, module.target_key), torch.device("cpu"))
+
+
+def _compared(module: AdapterMoE, expected: nn.Module, model: nn.Module, x: Any) -> str:
+    """How far a model's outputs are from those of the module, or of its expert, in words; refuses too much of it."""
+    with torch.no_grad():
+        ours, theirs = expected(x), call(model, module.prepared(x))
+    if expected is module:
+        theirs = module.scores_of(theirs)
+    largest = _relative_difference(ours, theirs)
+    if not largest <= _TOLERANCE:
+        because = f"its outputs differ by {largest:.1e} from the module's"
+        raise InvalidArgumentError("LoRA", "lora", module.lora, "one that peft computes in the same way", because)
+    return f"outputs differ by at most {largest:.1e} from the module's"

@@ -46,16 +46,10 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
 
 def problem_of_weight(weight: float, training: LocalTraining, client: int) -> str:
     """Why a client's update cannot have this weight; empty if it has it. Other arguments as above."""
-    expected = _weight_of(training, client)
-    return "" if weight == expected else f"its weight is {weight}, but must be {expected}, as its samples say"
-
-
-def _weight_of(training: LocalTraining, client: int) -> float:
-    """What a client's update weighs, by the number of samples that it has described; arguments as above."""
-    if training.aggregation is not None and training.aggregation.is_uniform:
-        return 1
+    is_uniform = training.aggregation is not None and training.aggregation.is_uniform
     samples = training.datamodule.train_samples[client]
-    return weight_of(training.algorithm, client, samples, training.seed)
+    expected = 1 if is_uniform else weight_of(training.algorithm, client, samples, training.seed)
+    return "" if weight == expected else f"its weight is {weight}, but must be {expected}, as its samples say"
 
 
 def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
@@ -75,29 +69,22 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
 
 def evaluation_of(answer: Message, training: LocalTraining, client: int) -> ClientEvaluation | Failure:
     """A client's evaluation; arguments as in :func:`update_of`."""
-    values, weights, names = answer.values, answer.tensors.get("gate_weights"), _metric_names(training, client)
-    if values["metrics"].keys() != {*names}:
-        return Failure(f"its metrics must be {', '.join(names) or 'none'}")
+    values, weights, without = answer.values, answer.tensors.get("gate_weights"), without_values(training, client)
+    if values["metrics"].keys() != without.metrics.keys():
+        return Failure(f"its metrics must be {', '.join(without.metrics) or 'none'}")
     if weights is not None and not _are_weights(weights, training.of(client).module):
         return Failure("its gate_weights are none of its model's gate")
     of_client = {name: values[name] for name in (*METRICS, "validation_loss", "has_global_expert")}
-    of_client |= {"metrics": {name: values["metrics"][name] for name in names}, "gate_weights": weights}
-    data = training.datamodule
-    return ClientEvaluation(client, len(data.train_samples[client]), n_test=len(data.test_samples[client]), **of_client)
+    metrics = {name: values["metrics"][name] for name in without.metrics}
+    return replace(without, **of_client, metrics=metrics, gate_weights=weights)
 
 
 def without_values(training: LocalTraining, client: int) -> ClientEvaluation:
     """The evaluation of a client that sent none; arguments as in :func:`update_of`."""
-    metrics = dict.fromkeys(_metric_names(training, client), nan)
     data = training.datamodule
+    metrics = names_of(training.metrics, measures_loss(training.of(client).module, data))
     sizes = {"n_train": len(data.train_samples[client]), "n_test": len(data.test_samples[client])}
-    accuracies = dict.fromkeys(METRICS, nan)
-    return ClientEvaluation(client, **sizes, **accuracies, metrics=metrics)
-
-
-def _metric_names(training: LocalTraining, client: int) -> list[str]:
-    """Names of the metrics that a client evaluates beside accuracies."""
-    return names_of(training.metrics, measures_loss(training.of(client).module, training.datamodule))
+    return ClientEvaluation(client, **sizes, **dict.fromkeys(METRICS, nan), metrics=dict.fromkeys(metrics, nan))
 
 
 def _are_weights(weights: Tensor, module: LightningModule) -> bool:

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from textwrap import fill
 from typing import Any, cast
 
@@ -44,15 +43,14 @@ class DryPlan(Plan):
 
     Every parameter that would be trained thus changes, and clients keep and send it. Noise has full rank: what an
     algorithm compresses is never larger after real training.
+
+    Attributes:
+        weights: each client's weight in its last update, and the number of samples that it would train on.
     """
 
     def __init__(self, training: LocalTraining) -> None:
         super().__init__(training, "nothing is trained")
-
-    @cached_property
-    def weights(self) -> dict[int, tuple[float, int]]:
-        """Each client's weight in its last update, and the number of samples that it would train on."""
-        return {}
+        self.weights: dict[int, tuple[float, int]] = {}
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int

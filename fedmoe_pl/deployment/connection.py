@@ -1,7 +1,8 @@
-"""How server and clients reach each other: addresses and certificates."""
+"""How server and clients reach each other: Flower, addresses and certificates."""
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 import socket
 import ssl
@@ -13,6 +14,17 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
+
+
+def module_of_flower(command: str, name: str) -> Any:
+    """A module of this part that uses Flower, or what comes with it; imported only where it is used."""
+    try:
+        return importlib.import_module(f"fedmoe_pl.deployment.{name}")
+    except ImportError as error:
+        raise MisconfigurationException(
+            f"{command}: Flower is missing ({error}); install it into an environment of its own with Python 3.11 or "
+            'newer: pip install ".[flower]" in the repository.'
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,10 @@ class Security:
             return None
         return self.ca, self.certificate, self.key
 
-    @property
-    def root(self) -> bytes | None:
-        """The authority's certificate."""
-        return None if self.ca is None else self.ca.read_bytes()
-
     def connection(self, address: str) -> dict[str, Any]:
         """Arguments of Flower's HTTP clients."""
-        return {"server_address": address, "insecure": self.ca is None, "root_certificates": self.root}
+        root = None if self.ca is None else self.ca.read_bytes()
+        return {"server_address": address, "insecure": root is None, "root_certificates": root}
 
 
 def _found(

@@ -1,17 +1,10 @@
-"""What server and clients have in common over Flower: messages in its grid, and its processes as children of ours."""
+"""Messages between server and clients in Flower's grid."""
 
 from __future__ import annotations
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Flower is not installed where types are checked: it cannot be together with other extras.
-import ctypes
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
@@ -24,13 +17,6 @@ TYPE = "train.fedmoe_pl"
 """Flower's name for all messages between server and clients."""
 _RECORD, _CONTENT, _STYPE = "message", "content", "fedmoe_pl"
 _LARGE = 2**20  # bytes
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
-# no telemetry, no look for updates, no installation of packages
-_QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
 
 
 def packed(message: Message) -> RecordDict:
@@ -86,28 +72,3 @@ def _answer(reply: FlowerMessage) -> Message | str:
         return unpacked(reply.content)
     except BadMessageError as error:
         return Message(UNREADABLE, {"reason": str(error)})
-
-
-@contextmanager
-def child(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a process of Flower, which ends with this context."""
-    environment = {**os.environ, **_QUIET, "FLWR_HOME": str(home / "flower"), "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent
-        )
-        try:
-            yield process
-        finally:
-            process.terminate()
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _end_with_parent() -> None:
-    """Has the kernel end this process with its parent, however that ends: a SuperNode would keep its place."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 
 _AUTHORITY, _DAYS_OF_AUTHORITY = "authority of a federation", 3650
@@ -57,12 +57,12 @@ def provision(
     authority, server = folder / "authority", folder / "server"
     signer, ca = _private_key(authority / "ca.key"), authority / "ca.pem"
     if not ca.is_file():
-        _write(ca, _certificate(_AUTHORITY, signer.public_key(), signer, _DAYS_OF_AUTHORITY))
-    _write(server / "ca.pem", ca.read_bytes())
+        write_file(ca, _certificate(_AUTHORITY, signer.public_key(), signer, _DAYS_OF_AUTHORITY))
+    write_file(server / "ca.pem", ca.read_bytes())
     key = _private_key(server / "server.key").public_key()
     path, wanted = server / "server.pem", [*(names or ())]
     if not path.is_file():
-        _write(path, _certificate([*wanted, *_LOCAL][0], key, signer, days, [*_LOCAL, *wanted]))
+        write_file(path, _certificate([*wanted, *_LOCAL][0], key, signer, days, [*_LOCAL, *wanted]))
     certificate = x509.load_pem_x509_certificate(path.read_bytes())
     alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     has = [str(each.value) for each in alternatives]
@@ -78,9 +78,9 @@ def provision(
             excluded.append(client)
             continue
         if not public.is_file():
-            _write(public, provision_client(own, client).read_bytes())
-        _write(own / "ca.pem", ca.read_bytes())
-    _write(provided, str(max(before, num_clients)).encode())
+            write_file(public, provision_client(own, client).read_bytes())
+        write_file(own / "ca.pem", ca.read_bytes())
+    write_file(provided, str(max(before, num_clients)).encode())
     return has, certificate.not_valid_after_utc, excluded
 
 
@@ -88,14 +88,14 @@ def provision_client(folder: Path, client: int) -> Path:
     """Makes a client's private key, unless it is there, and its public half; returns the latter's file."""
     path = folder / f"client_{client}.pub"
     public = _private_key(path.with_suffix(""), PrivateFormat.OpenSSH, load_ssh_private_key).public_key()
-    _write(path, public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    write_file(path, public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
     return path
 
 
 def _private_key(path: Path, form: PrivateFormat = PrivateFormat.PKCS8, load: Any = load_pem_private_key) -> Any:
     """The private key in a file, which is made if it is missing."""
     if not path.is_file():
-        _write(path, ec.generate_private_key(ec.SECP384R1()).private_bytes(Encoding.PEM, form, NoEncryption()))
+        write_file(path, ec.generate_private_key(ec.SECP384R1()).private_bytes(Encoding.PEM, form, NoEncryption()))
     return load(path.read_bytes(), None)
 
 
@@ -141,11 +141,6 @@ def _general_name(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         return x509.DNSName(name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
 
 
 def public_keys(folder: Path, num_clients: int) -> dict[int, bytes]:

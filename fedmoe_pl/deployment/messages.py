@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedmoe_pl.deployment.schema import ANSWER_TO, DTYPES, FAILURES, HEADER, problem_of_values
-from fedmoe_pl.trees import Tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, bits_of, subtree, with_prefix
 
 FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
 """Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first; it is none of the
@@ -49,10 +48,8 @@ class Message:
         ]
         header = {"kind": self.kind, "values": self.values, "tensors": listed}
         text = json.dumps(header, ensure_ascii=False).encode(errors="replace")
-        flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in self.tensors.values())
-        return b"".join(
-            (len(text).to_bytes(_SIZE, "little"), text, *(each.view(torch.uint8).numpy().data for each in flat))
-        )
+        values = (bits_of(tensor).numpy().data for tensor in self.tensors.values())
+        return b"".join((len(text).to_bytes(_SIZE, "little"), text, *values))
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Message:
@@ -141,8 +138,5 @@ def is_same(a: Message, b: Message) -> bool:
 
 def do_agree(a: Message, b: Message) -> bool:
     """Whether the tensors that both messages have are equal."""
-    return all(_are_same(a.tensors[name], b.tensors[name]) for name in a.tensors.keys() & b.tensors.keys())
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.dtype == b.dtype and torch.equal(a, b))
+    pairs = [(a.tensors[name], b.tensors[name]) for name in a.tensors.keys() & b.tensors.keys()]
+    return all(one is other or (one.dtype == other.dtype and torch.equal(one, other)) for one, other in pairs)

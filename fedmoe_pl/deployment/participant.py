@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -22,13 +21,13 @@ from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.local_client import after_exchange, given_to_others
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, CheckpointWriter, load_federation
 from fedmoe_pl.checkpoints.client_state import File, Names, RemoteStates, read_tree, selected, write_tree
-from fedmoe_pl.checkpoints.files import DamagedFileError, replacing
+from fedmoe_pl.checkpoints.files import DamagedFileError, write_file
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.answers import without_values
+from fedmoe_pl.deployment.connection import module_of_flower
 from fedmoe_pl.deployment.descriptions import check_same, described, own_data
-from fedmoe_pl.deployment.extra import module_of_flower
 from fedmoe_pl.deployment.messages import (
     FAILED,
     LEAVES,
@@ -40,7 +39,7 @@ from fedmoe_pl.deployment.messages import (
     answer_each,
     one_line,
 )
-from fedmoe_pl.deployment.private_rounds import PrivateRounds
+from fedmoe_pl.deployment.private_rounds import PrivateRounds, with_checksum, without_checksum
 from fedmoe_pl.deployment.remote_clients import files_of
 from fedmoe_pl.deployment.reports import Reported, digest_of
 from fedmoe_pl.evaluation.client_models import evaluate_clients
@@ -170,9 +169,6 @@ def _usable(run: Run, phase: Phase) -> list[tuple[str, Names | None]]:
     return [(phase.name, None), *((of_phase, names) for of_phase, _, names in files_of(started.clients, 0))]
 
 
-_SIZE = 4  # bytes of a checksum
-
-
 class Participant:
     """Answers the server's messages with the client half of the phases' algorithms.
 
@@ -274,9 +270,7 @@ class Participant:
 
     def _remember(self, key: str, message: Message) -> None:
         """Writes the message that led into a run or a phase, for a process that takes this one's place."""
-        content = message.to_bytes()
-        with replacing(self.folder / f"{key}.message") as temporary:
-            temporary.write_bytes(_checksum(content) + content)
+        write_file(self.folder / f"{key}.message", with_checksum(message.to_bytes()))
 
     def _recall(self, key: str, values: dict[str, Any]) -> None:
         """Goes into the run or the phase of the last such message, if it is the one that is asked for.
@@ -284,11 +278,7 @@ class Participant:
         If its file is damaged, the server sends it again.
         """
         path = self.folder / f"{key}.message"
-        if not path.is_file():
-            return
-        content = path.read_bytes()
-        checksum, content = content[:_SIZE], content[_SIZE:]
-        if checksum != _checksum(content):
+        if not path.is_file() or (content := without_checksum(path.read_bytes())) is None:
             return
         with suppress(BadMessageError):
             message = Message.from_bytes(content)
@@ -329,9 +319,9 @@ class Participant:
     def _begin(self, message: Message) -> Message:
         """Plans a phase with the tensors that it starts from."""
         name = message.values["phase"]
-        if name not in [phase.name for phase in self.run.phases]:
+        phase = next((phase for phase in self.run.phases if phase.name == name), None)
+        if phase is None:
             raise BadMessageError(f"the run has no phase {name!r}")
-        phase = _phase(self.run, name)
         module = self.run.module(phase)
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         training = self.run.local_training(phase, module, {**initial, **message.tensors})
@@ -387,10 +377,10 @@ class Participant:
         values = {"weight": group.update.weight, "keeps": self._own.write(message, group.clients[self.client])}
         if secure is None:
             return Message("update", values, group.update.sent)
-        kind = module_of_flower("join", "secure.masked_client").MaskedUpdate
+        kind = module_of_flower("join", "secure.masked_round").MaskedUpdate
         num_clients = self.run.datamodule.num_clients
-        cohort = cohort_of(_phase(self.run, self._phase), num_clients, self.run.seed).size
-        self._masked = kind.of(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
+        cohort = cohort_of(self._own.phase, num_clients, self.run.seed).size
+        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
         return Message("trained", values, self._masked.keys)
 
     def _take_step(self, message: Message) -> Message:
@@ -425,7 +415,7 @@ class Participant:
 
     def _evaluated(self, point: EvaluationPoint) -> Phase:
         """The phase; refuses one that is not evaluated at this point."""
-        phase = _phase(self.run, self._phase)
+        phase = self._own.phase
         if not (phase.evaluate and point in phase.evaluation_points):
             raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
         return phase
@@ -466,7 +456,7 @@ class Participant:
 
     def _spent(self) -> dict[str, Any]:
         """Says what the phase has cost each sample, by this client's own count; empty without ``sample_privacy``."""
-        privacy, phase = self._plan.training.sample_privacy, _phase(self.run, self._phase)
+        privacy, phase = self._plan.training.sample_privacy, self._own.phase
         if privacy is None:
             return {}
         steps = self._private.steps([phase.name, *(before.name for before in self.run.phases_before(phase))])
@@ -501,10 +491,6 @@ def _kind_of(error: Exception) -> str:
     return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
 
 
-def _checksum(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(_SIZE, "little")
-
-
 def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
     """A copy of an algorithm whose ``server`` is what its ``server_send`` returned on the server's machine."""
     receiving = copy.copy(algorithm)
@@ -515,7 +501,3 @@ def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
 
     receiving.server_send = server_send
     return receiving
-
-
-def _phase(run: Run, name: str) -> Phase:
-    return next(phase for phase in run.phases if phase.name == name)

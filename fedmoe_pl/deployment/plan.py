@@ -21,7 +21,7 @@ from fedmoe_pl.backends import (
 )
 from fedmoe_pl.backends.backend import fold, group_updates, updated_server
 from fedmoe_pl.deployment.answers import cannot_be_used, out_of_proportion, problem_of, update_of
-from fedmoe_pl.deployment.extra import module_of_flower
+from fedmoe_pl.deployment.connection import module_of_flower
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients, NoAnswer, files_of
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
@@ -39,7 +39,7 @@ class ClientsBackend(Backend):
     def plan(self, training: LocalTraining) -> ClientsPlan:
         """Decides nothing but whether updates are masked: each client plans for itself."""
         if training.secure_aggregation is not None:
-            return module_of_flower("serve", "secure.masked_plan").MaskedPlan(training, self.clients)
+            return module_of_flower("serve", "secure.masked_round").MaskedPlan(training, self.clients)
         return ClientsPlan(training, self.clients)
 
 

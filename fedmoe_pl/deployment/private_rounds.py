@@ -105,8 +105,7 @@ class PrivateRounds:
         secret = secrets.token_bytes(_BYTES)
         with replacing(path) as temporary:
             temporary.touch(mode=0o600)
-            content = secret + self.run_name.encode()
-            temporary.write_bytes(content + _checksum(content))
+            temporary.write_bytes(with_checksum(secret + self.run_name.encode()))
         return secret
 
     def _rounds_of(self, run_name: str) -> Path:
@@ -124,8 +123,7 @@ def _read(path: Path) -> dict[str, dict[str, list]]:
 
 def _read_secret(path: Path) -> tuple[bytes, str]:
     """The secret, and the name of its run."""
-    content, checksum = (data := path.read_bytes())[:-_OF_CHECKSUM], data[-_OF_CHECKSUM:]
-    if checksum != _checksum(content):
+    if (content := without_checksum(path.read_bytes())) is None:
         raise MisconfigurationException(
             f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it"
         )
@@ -141,5 +139,12 @@ def _digest(run: Run, training: LocalTraining, message: Message, client: int) ->
     return sha256(content).hexdigest()
 
 
-def _checksum(content: bytes) -> bytes:
-    return zlib.crc32(content).to_bytes(_OF_CHECKSUM, "little")
+def with_checksum(content: bytes) -> bytes:
+    """What a file has of a content that is no JSON."""
+    return content + zlib.crc32(content).to_bytes(_OF_CHECKSUM, "little")
+
+
+def without_checksum(data: bytes) -> bytes | None:
+    """The content of such a file; None if it is damaged."""
+    content, checksum = data[:-_OF_CHECKSUM], data[-_OF_CHECKSUM:]
+    return content if zlib.crc32(content) == int.from_bytes(checksum, "little") else None

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
@@ -20,7 +18,7 @@ from fedmoe_pl.deployment.messages import BadMessageError
 from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation
 from fedmoe_pl.evaluation.metrics import names_of
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, bits_of
 
 _OF_SHARES = "reweighted_test"  # a few of its values give the client's number of samples of each class
 _GATE = "gate_weights"
@@ -171,10 +169,6 @@ def digest_of(*trees: Tree) -> str:
     for tree in trees:
         for name in sorted(tree):
             digest.update(f"{name} {tree[name].dtype} {[*tree[name].shape]}\n".encode())
-            digest.update(_bytes(tree[name]))
+            digest.update(bits_of(tree[name]).numpy().data)
         digest.update(b"\0")
     return digest.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

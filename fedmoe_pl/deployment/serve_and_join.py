@@ -17,8 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedmoe_pl.checkpoints.files import cannot_be_made, exclusive, unwritable
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.connection import Security, check_is_free
-from fedmoe_pl.deployment.extra import module_of_flower
+from fedmoe_pl.deployment.connection import Security, check_is_free, module_of_flower
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
@@ -42,11 +41,11 @@ def run_server(
     """Runs the server of a deployed federation; arguments as in ``Federation.serve``."""
     check_at_least("serve", "num_clients", num_clients, 1)
     check_phases(federation.phases)
-    flower_server = module_of_flower("serve", "flower_server")
+    flower = module_of_flower("serve", "flower_processes")
     security = Security.of_server(address, keys, insecure)
     check_is_free(address)
     folder = federation.runs / "flower"
-    superlink = flower_server.superlink(folder, address, security, num_clients)
+    superlink = flower.superlink(folder, address, security, num_clients)
     with plain_warnings("serve"), own_folder(folder), superlink as transport:
         say_thresholds(federation.phases, num_clients, federation.seed)
         rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
@@ -85,14 +84,14 @@ def run_client(
 ) -> None:
     """Runs a client of a deployed federation; arguments as in ``Federation.join``."""
     check_at_least("join", "client", client, 0)
-    flower_client = module_of_flower("join", "flower_client")
+    flower = module_of_flower("join", "flower_processes")
     security = Security.of_client(address, keys, insecure, client)
     folder = federation.runs / f"client_{client}"
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
     with plain_warnings("join"), private(folder), own_folder(folder / "flower"):
         try:
-            flower_client.answer_messages(participant.answer, folder / "flower", address, security)
+            flower.answer_messages(participant.answer, folder / "flower", address, security)
         finally:
             participant.close()
     if participant.leaves:

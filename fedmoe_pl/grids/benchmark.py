@@ -23,7 +23,7 @@ from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.settings import conditions, left_out_notes, settings_of
-from fedmoe_pl.report.tables import Choices, Condition, Published, condition_of, difference
+from fedmoe_pl.report.tables import Choices, Condition, PaperNumber, condition_of, difference
 from fedmoe_pl.rounds.interruption import Interruption
 
 
@@ -51,7 +51,7 @@ def _csv_rows(condition: Condition) -> Iterator[dict[str, object]]:
         where |= {key: value_name(value) for key, value in cell["values"].items() if key not in (SEED, PARTITION_SEED)}
         for metric in condition.metrics:
             spread = method.over_seeds(f"{metric}_mean")
-            paper = (method.published(metric) or [Published("", math.nan, None)])[0]
+            paper = (method.published(metric) or [PaperNumber("", math.nan, None)])[0]
             to = None if baseline is None or method is baseline else difference(method, baseline, metric)
             if math.isnan(spread.mean):
                 continue

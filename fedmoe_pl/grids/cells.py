@@ -83,17 +83,13 @@ def configuration_of(grid: Grid, where: Mapping[str, Any], configured: Configure
     variant = grid.variants.get(where.get(VARIANT, ""), Variant())
     values = {key: value for key, value in where.items() if key != VARIANT}
     changes = {**grid.overrides, **variant.overrides, **values}
-    of_phases = {key: value for key, value in changes.items() if key.startswith(_PHASES)}
     files = [word for path in (*grid.configs, *variant.configs) for word in ("--config", path.absolute)]
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
-    federation, *_ = configured([*files, *(f"--{key}={texts[key]}" for key in changes if key not in of_phases)], False)
+    ordered = sorted(changes, key=lambda key: key.startswith(_PHASES))  # they change what the others give
+    federation, *_ = configured([*files, *(f"--{key}={texts[key]}" for key in ordered)], False)
     configuration = copy.deepcopy(federation.hparams)
-    for key, value in of_phases.items():
-        _change_phase(configuration["federation"]["phases"], key, value)
     if grid.methods is None:
         return configuration
-    if of_phases:  # which may change what a phase starts from
-        federation, *_ = configured(["--config", json.dumps(configuration)], False)
     names = [phase.name for phase in federation.phases]
     for name in grid.methods:
         if name not in names:
@@ -153,22 +149,6 @@ def _name(grid: Grid, where: Mapping[str, Any]) -> str:
         value_name(value) if key == VARIANT else f"{words.get(key, key)}={value_name(value)}"
         for key, value in where.items()
     )
-
-
-def _change_phase(phases: list[dict[str, Any]], key: str, value: Any) -> None:
-    """Changes a key of a phase, such as ``federation.phases.FedAvg.rounds``; a name may have dots."""
-    rest = key.removeprefix(_PHASES)
-    names = [phase["name"] for phase in phases]
-    found = [phase for phase in phases if rest.startswith(f"{phase['name']}.")]
-    if not found:
-        raise MisconfigurationException(f"{key} is not a key of a phase; the phases are {', '.join(names)}.")
-    node = max(found, key=lambda phase: len(phase["name"]))
-    *above, last = rest.removeprefix(f"{node['name']}.").split(".")
-    for name in above:
-        if not isinstance(node.get(name), dict):
-            node[name] = {}
-        node = node[name]
-    node[last] = copy.deepcopy(value)
 
 
 def finished_run(cell: Cell) -> Path | None:

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.checkpoints.checkpoint import run_versions
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.grids.cells import Cell, Configured, configuration_of, finished_run, named_cell
 from fedmoe_pl.grids.grid import VARIANT, Grid, Variant
 from fedmoe_pl.grids.space import value_of
@@ -195,8 +195,7 @@ class Trials:
             yaml.safe_load(path.read_text()) for path in (folder / "run.yaml", folder / _name(best) / "config.yaml")
         )
         trained["federation"] |= {name: run["federation"][name] for name in _OF_PLACE}
-        with replacing(folder / "best.yaml") as temporary:
-            temporary.write_text(yaml.safe_dump(trained, sort_keys=False))
+        write_file(folder / "best.yaml", yaml.safe_dump(trained, sort_keys=False))
 
 
 def _name(trial: FrozenTrial | Trial) -> str:

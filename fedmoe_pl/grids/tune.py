@@ -18,7 +18,7 @@ from optuna.pruners import BasePruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import METRICS
@@ -142,7 +142,6 @@ def _keep(path: Path, content: dict[str, Any], is_new: bool) -> None:
     """Writes what the trials are of; refuses a folder with trials of something else."""
     text = yaml.safe_dump(content, sort_keys=False)
     if is_new:
-        with replacing(path) as temporary:
-            temporary.write_text(text)
+        write_file(path, text)
     elif not path.is_file() or yaml.safe_load(path.read_text()) != yaml.safe_load(text):
         raise InvalidArgumentError("tune", "folder", str(path.parent), "another one", f"its {path.name} differs")

@@ -138,7 +138,7 @@ class RunLoggers:
             columns = {f"{_RESULT}/{name}": name for name in accuracies}
             _add_summaries(writers, _hparams_summaries(hparams, columns, of_all), None)
         for logger, _ in self._loggers_of(method):
-            if compares_runs(logger):
+            if _compares_runs(logger):
                 logger.log_hyperparams({**hparams})
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
@@ -163,9 +163,10 @@ class RunLoggers:
         for place, logger in enumerate(self._others):
             if method is None:
                 yield logger, ""
-            elif compares_runs(logger):
+            elif _compares_runs(logger):
                 if (place, method) not in self._runs:
-                    self._runs[place, method] = begin_run(logger, method)
+                    begin: Any = _of_mlflow if isinstance(logger, MLFlowLogger) else _of_wandb
+                    self._runs[place, method] = begin(logger, method)
                 yield self._runs[place, method], ""
             else:
                 yield logger, f"{method_tag(method)}/"
@@ -184,7 +185,7 @@ class RunLoggers:
                 self._writers.pop((folder, name)).close()
         for place, name in [*self._runs]:
             if name == method:
-                end_run(self._runs.pop((place, name)), status)
+                _end_run(self._runs.pop((place, name)), status)
         self._completed.pop(method, None)
 
     def finalize(self, status: str = "success") -> None:
@@ -269,17 +270,12 @@ def _takes_images(logger: Logger) -> bool:
     return isinstance(logger, MLFlowLogger) or callable(getattr(logger, "log_image", None))
 
 
-def compares_runs(logger: Logger) -> TypeIs[MLFlowLogger | WandbLogger]:
+def _compares_runs(logger: Logger) -> TypeIs[MLFlowLogger | WandbLogger]:
     """Whether a method gets a run of its own."""
     return isinstance(logger, MLFlowLogger | WandbLogger)
 
 
-def begin_run(logger: MLFlowLogger | WandbLogger, method: str) -> MLFlowLogger | WandbLogger:
-    """A logger of the method's run, which belongs to the logger's; the same run again where there is one already."""
-    return _of_mlflow(logger, method) if isinstance(logger, MLFlowLogger) else _of_wandb(logger, method)
-
-
-def end_run(logger: MLFlowLogger | WandbLogger, status: str) -> None:
+def _end_run(logger: MLFlowLogger | WandbLogger, status: str) -> None:
     """Ends a method's run; Lightning leaves those of Weights & Biases open until the process ends."""
     logger.finalize(status)
     if isinstance(logger, WandbLogger):
@@ -287,7 +283,7 @@ def end_run(logger: MLFlowLogger | WandbLogger, status: str) -> None:
 
 
 def _of_mlflow(logger: MLFlowLogger, method: str) -> MLFlowLogger:
-    """Below the logger's run, with its tags."""
+    """A logger of the method's run below the logger's, with its tags; the same again where there is one already."""
     from mlflow.utils.mlflow_tags import (  # pyright: ignore[reportMissingImports]  optional
         MLFLOW_PARENT_RUN_ID,
         MLFLOW_RUN_NAME,
@@ -305,7 +301,7 @@ def _of_mlflow(logger: MLFlowLogger, method: str) -> MLFlowLogger:
 
 
 def _of_wandb(logger: WandbLogger, method: str) -> WandbLogger:
-    """In a group with the name of the logger's run, unless that has a group."""
+    """The same, in a group with the name of the logger's run, unless that has a group."""
     import wandb  # pyright: ignore[reportMissingImports]  optional
 
     of_all = logger.experiment

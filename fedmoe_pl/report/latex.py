@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, value_text
-from fedmoe_pl.report.statistics import SIGNIFICANCE, Spread
+from fedmoe_pl.report.statistics import SIGNIFICANCE, OverSeeds
 from fedmoe_pl.report.tables import Condition, Method, difference, meaning, one_line, words
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
@@ -79,7 +79,7 @@ def _best(texts: Sequence[str], lower_is_better: bool) -> str:
     return (min if lower_is_better else max)(shown, key=float, default="")
 
 
-def _number(metric: str, spread: Spread, is_best: bool) -> str:
+def _number(metric: str, spread: OverSeeds, is_best: bool) -> str:
     if math.isnan(spread.mean):
         return "--"
     text = value_text(metric, spread.mean)

@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from fedmoe_pl.callbacks.figures import styles
 from fedmoe_pl.catalogue import parser_of
-from fedmoe_pl.checkpoints.files import replacing
+from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.report.latex import latex
@@ -72,7 +72,7 @@ def report(arguments: Sequence[str]) -> list[Path]:
             "folder": pictures.name,
             "trials": tuned,
         }
-        _write(files[0], page(sections, of_methods, facts | {"notes": _notes(runs, left_out)}))
+        write_file(files[0], page(sections, of_methods, facts | {"notes": _notes(runs, left_out)}))
         pictures.mkdir(parents=True, exist_ok=True)
         for drawn in (drawn for section in sections for block in section.blocks for drawn in block.pictures):
             (pictures / f"{drawn.name}.pdf").write_bytes(drawn.pdf)
@@ -82,10 +82,10 @@ def report(arguments: Sequence[str]) -> list[Path]:
     if options.section:
         before = files[-1].read_text(encoding="utf-8") if files[-1].is_file() else ""
         text = with_section(before, options.section, text)
-    _write(files[-1], text)
+    write_file(files[-1], text)
     if options.latex:
         files.append(Path(options.latex))
-        _write(files[-1], "\n".join(map(latex, grouped)))
+        write_file(files[-1], "\n".join(map(latex, grouped)))
     print(f"Report: {', '.join(map(str, files))}")
     return files
 
@@ -133,8 +133,3 @@ def _machine() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else name}, {os.cpu_count()} cores"
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

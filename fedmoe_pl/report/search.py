@@ -18,8 +18,8 @@ TRIALS = "trials.csv"
 _FIRST = ("trial", "state", "best", "round")  # the columns before the metric
 
 
-class Trials(NamedTuple):
-    """The trials of a search."""
+class SearchTable(NamedTuple):
+    """The table of a search: its trials, and which one is best."""
 
     title: str
     table: Table
@@ -31,7 +31,7 @@ class Trials(NamedTuple):
         return f"Ordered as they were run. All that follows is of the best one, {self.best}." if self.best else ""
 
 
-def divided(folders: Iterable[Path]) -> tuple[list[Trials], list[Path]]:
+def divided(folders: Iterable[Path]) -> tuple[list[SearchTable], list[Path]]:
     """The trials of those folders that have some, and the folders, of which the best trial's takes the place."""
     found, runs = [], []
     for folder in folders:
@@ -42,7 +42,7 @@ def divided(folders: Iterable[Path]) -> tuple[list[Trials], list[Path]]:
     return found, runs
 
 
-def _trials(folder: Path) -> Trials:
+def _trials(folder: Path) -> SearchTable:
     with reading(folder / TRIALS):
         rows = read_texts(folder / TRIALS, _FIRST)
         if not rows or len(rows[0]) == len(_FIRST):
@@ -61,7 +61,7 @@ def _trials(folder: Path) -> Trials:
             for row in rows
         ]
     header = ["trial", "state", "round", metric.replace("_", " "), *names]
-    return Trials(f"{len(rows)} trials of {folder.name.removesuffix('_tune')}", Table(header, cells), best)
+    return SearchTable(f"{len(rows)} trials of {folder.name.removesuffix('_tune')}", Table(header, cells), best)
 
 
 def brief_number(value: Any) -> str:

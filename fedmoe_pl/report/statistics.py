@@ -13,7 +13,7 @@ SIGNIFICANCE = 0.05
 _DIGITS = 6  # to which differences are compared: 0.7 - 0.6 and 0.6 - 0.5 differ in rounding only
 
 
-class Spread(NamedTuple):
+class OverSeeds(NamedTuple):
     """Mean and sample standard deviation of a value over seeds; the latter is nan for a single seed."""
 
     mean: float
@@ -29,9 +29,9 @@ class Difference(NamedTuple):
     is_more_than_noise: bool  # the test finds a difference, of the same sign in every seed of at least two
 
 
-def over_seeds(values: Sequence[float]) -> Spread:
+def over_seeds(values: Sequence[float]) -> OverSeeds:
     """Mean and sample standard deviation of a value over seeds."""
-    return Spread(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan)
+    return OverSeeds(float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan)
 
 
 def paired_difference(method: Sequence[Mapping[int, float]], baseline: Sequence[Mapping[int, float]]) -> Difference:

@@ -12,7 +12,7 @@ from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, description, on_test_samples, value_text
 from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels, settings_of
-from fedmoe_pl.report.statistics import SIGNIFICANCE, Difference, Spread, over_seeds, paired_difference
+from fedmoe_pl.report.statistics import SIGNIFICANCE, Difference, OverSeeds, over_seeds, paired_difference
 
 _INDEPENDENCE = (
     "Clients of one seed share a global model, a partition and the order of training, so only seeds are independent: a "
@@ -72,7 +72,7 @@ class Column(NamedTuple):
     cells: list[str]
 
 
-class Published(NamedTuple):
+class PaperNumber(NamedTuple):
     """A paper's number, in percent, with its standard deviation if the paper has one."""
 
     table: str
@@ -94,7 +94,7 @@ class Method:
         """The row of ``summary.csv`` of each run; of an unfinished one the last row of ``rounds.csv``."""
         return [(run.summary or run.rounds)[-1] for run in self.runs]
 
-    def over_seeds(self, column: str) -> Spread:
+    def over_seeds(self, column: str) -> OverSeeds:
         """Mean and deviation over seeds of a column of the results."""
         return over_seeds([row.get(column, math.nan) for row in self.results])
 
@@ -110,11 +110,11 @@ class Method:
         text = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
         return text if self.is_finished else f"{text} so far"
 
-    def published(self, metric: str) -> list[Published]:
+    def published(self, metric: str) -> list[PaperNumber]:
         """The paper's numbers of a metric, from the runs' grid."""
         entries = [entry for entry in self.runs[0].cell.get("paper") or [] if entry["metric"] == metric]
         numbers = [(entry["table"], entry["cells"].get(self.name)) for entry in entries]
-        return [Published(table, *cell) for table, cell in numbers if cell is not None]
+        return [PaperNumber(table, *cell) for table, cell in numbers if cell is not None]
 
 
 class Choices(NamedTuple):
@@ -278,12 +278,12 @@ def words(metric: str) -> str:
     return metric.replace("_", " ")
 
 
-def over_seeds_text(metric: str, spread: Spread) -> str:
+def over_seeds_text(metric: str, spread: OverSeeds) -> str:
     """A metric, an accuracy in percent, with its deviation over seeds if there are several."""
     return value_text(metric, spread.mean) + ("" if math.isnan(spread.std) else f" ± {value_text(metric, spread.std)}")
 
 
-def published_text(cells: Sequence[Published]) -> str:
+def published_text(cells: Sequence[PaperNumber]) -> str:
     """A paper's number; a dash if it has none."""
     return " / ".join(f"{c.mean:.2f}" + ("" if c.std is None else f" ± {c.std:.2f}") for c in cells) or "-"
 

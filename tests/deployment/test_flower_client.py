@@ -75,14 +75,14 @@ def without_tls(connection):
 
 @pytest.mark.parametrize("has_ca", [True, False])
 def test_a_proxy_that_accepts_and_closes_is_a_server_that_is_down(keys, has_ca):
-    from fedmoe_pl.deployment.flower_client import Server
+    from fedmoe_pl.deployment.flower_processes import Server
 
     with listening(lambda connection: None) as address:
         assert not Server(address, Security(ca=keys / "server/ca.pem" if has_ca else None))._reaches()
 
 
 def test_a_server_without_tls_and_a_client_without_a_certificate_are_told_so(keys):
-    from fedmoe_pl.deployment.flower_client import Server
+    from fedmoe_pl.deployment.flower_processes import Server
 
     with (
         with_tls(keys) as address,
@@ -97,8 +97,8 @@ def test_a_server_without_tls_and_a_client_without_a_certificate_are_told_so(key
 
 
 def test_a_client_names_what_is_wrong_with_the_servers_certificate(keys, tmp_path):
-    from fedmoe_pl.deployment.flower_client import Server
     from fedmoe_pl.deployment.flower_keys import provision
+    from fedmoe_pl.deployment.flower_processes import Server
 
     provision(tmp_path / "others", 1, ["localhost"], 1)
     sentence = r"^join: the server at .* has no valid certificate signed by '.*' \([^_]*\)\.$"
@@ -134,13 +134,13 @@ def test_a_supernode_that_lost_its_server_is_replaced_and_one_that_was_refused_i
 
 @pytest.mark.parametrize("line", ["SSL/TLS handshake error detected.", "Failed to send message 01c2: gone"])
 def test_a_supernode_whose_process_goes_on_after_it_has_given_up_is_left(line, tmp_path):
-    from fedmoe_pl.deployment.flower_client import _Answering
     from fedmoe_pl.deployment.flower_inside import Tasks
+    from fedmoe_pl.deployment.flower_processes import answer_tasks
 
     log = tmp_path / "supernode.log"
     log.write_text(f"\x1b[92mINFO \x1b[0m:      SuperNode ID: 7\n\x1b[91mERROR \x1b[0m:     {line}\n")
     lives, server = SimpleNamespace(poll=lambda: None), SimpleNamespace(look=lambda: True)
-    _Answering(pytest.fail).answer_tasks(lives, Tasks(f"127.0.0.1:{free_port()}", log), server)  # returns
+    assert not answer_tasks(pytest.fail, lives, Tasks(f"127.0.0.1:{free_port()}", log), server)
 
 
 def dated(ahead):
@@ -164,7 +164,7 @@ def dated(ahead):
 )
 @pytest.mark.parametrize("key", [None, "client_0"])
 def test_a_client_compares_its_clock_with_the_servers_and_says_the_difference(ahead, said, key, caplog):
-    from fedmoe_pl.deployment.flower_client import Server
+    from fedmoe_pl.deployment.flower_processes import Server
 
     limits = ", and Flower takes signatures at most 5 s ahead and 305 s behind" if key and said else ""
     with listening(dated(ahead)) as address, caplog.at_level(logging.INFO, logger="lightning.pytorch"):
@@ -177,17 +177,17 @@ def test_a_client_compares_its_clock_with_the_servers_and_says_the_difference(ah
 
 
 def test_a_client_that_is_refused_says_that_its_clock_may_be_the_reason(tmp_path, monkeypatch):
-    from fedmoe_pl.deployment import flower_client
+    from fedmoe_pl.deployment import flower_processes
 
     @contextmanager
     def refused(command, log, home):
         log.write_text("")
         yield SimpleNamespace(poll=lambda: 1)
 
-    monkeypatch.setattr(flower_client, "child", refused)
+    monkeypatch.setattr(flower_processes, "child", refused)
     reason = r"does not take this client: it says nothing \(log: .*\); this machine's clock is \d+ s ahead of the"
     with listening(dated(60)) as address, pytest.raises(MisconfigurationException, match=reason):
-        flower_client.answer_messages(pytest.fail, tmp_path, address, Security())
+        flower_processes.answer_messages(pytest.fail, tmp_path, address, Security())
 
 
 def test_requests_are_tried_again_only_while_the_superlink_lives():
@@ -228,7 +228,7 @@ def status_error(status):
 def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeypatch):
     import httpx
 
-    from fedmoe_pl.deployment import flower_server
+    from fedmoe_pl.deployment import flower_processes
 
     @contextmanager
     def grid_of_run(connection, secret, lives):
@@ -237,9 +237,9 @@ def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeyp
 
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
     for own, replacement in (("superlink_command", lambda *_: sleeper), ("_wait_for_link", lambda *_: None)):
-        monkeypatch.setattr(flower_server, own, replacement)
-    monkeypatch.setattr(flower_server, "grid_of_run", grid_of_run)
-    children, of_flower = [], flower_server.child
+        monkeypatch.setattr(flower_processes, own, replacement)
+    monkeypatch.setattr(flower_processes, "grid_of_run", grid_of_run)
+    children, of_flower = [], flower_processes.child
 
     @contextmanager
     def noted(*arguments):
@@ -247,11 +247,11 @@ def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeyp
             children.append(process)
             yield process
 
-    monkeypatch.setattr(flower_server, "child", noted)
+    monkeypatch.setattr(flower_processes, "child", noted)
     sentence = rf"^serve: Flower's SuperLink, .*, has ended \({name}\); start serve again with --ckpt_path last .*\.$"
     with (
         pytest.raises(MisconfigurationException, match=sentence),
-        flower_server.superlink(tmp_path, f"127.0.0.1:{free_port()}", Security(), 1) as transport,
+        flower_processes.superlink(tmp_path, f"127.0.0.1:{free_port()}", Security(), 1) as transport,
     ):
         getattr(children[0], how)()
         children[0].wait()

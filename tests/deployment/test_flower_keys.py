@@ -18,7 +18,7 @@ from fedmoe_pl.deployment import Message, flower_keys
 from fedmoe_pl.deployment import transport as transports
 from fedmoe_pl.deployment.connection import Security, check_certificate, free_port
 from fedmoe_pl.deployment.flower_keys import public_keys
-from fedmoe_pl.deployment.flower_server import superlink
+from fedmoe_pl.deployment.flower_processes import superlink
 
 
 def contents(folder):
@@ -149,7 +149,7 @@ def test_wrong_arguments_are_refused(arguments, reason):
 ANSWERING = """
 import sys
 from pathlib import Path
-from fedmoe_pl.deployment import Message, flower_client
+from fedmoe_pl.deployment import Message, flower_processes
 from fedmoe_pl.deployment.connection import Security
 
 def answer(message):
@@ -160,9 +160,9 @@ def answer(message):
     return Message("description", values)
 
 folder, address, key, client = sys.argv[1:]
-flower_client._REFUSED_FOR = 0
+flower_processes._REFUSED_FOR = 0
 own = Path(folder) / "keys" / key
-flower_client.answer_messages(answer, Path(folder) / "of" / key, address, Security(ca=own / "ca.pem", key=own / key))
+flower_processes.answer_messages(answer, Path(folder) / "of" / key, address, Security(ca=own / "ca.pem", key=own / key))
 """
 
 

@@ -12,7 +12,7 @@ from fedmoe_pl import Reports
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment import Participant
-from fedmoe_pl.deployment.secure.masked_client import CODES, KEYS, SHARES
+from fedmoe_pl.deployment.secure.masked_round import CODES, KEYS, SHARES
 from fedmoe_pl.evaluation.evaluation import METRICS as METRICS_OF_CLIENTS
 
 REFUSED = ("PMMoE",)

@@ -37,9 +37,7 @@ from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import FAILED, SEVERAL
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients
-from fedmoe_pl.deployment.secure import masked_client as of_client
-from fedmoe_pl.deployment.secure import masked_plan as of_server
-from fedmoe_pl.deployment.secure import protocol
+from fedmoe_pl.deployment.secure import masked_round, protocol
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import ClientError
 from fedmoe_pl.rounds.privacy import epsilon_of_clients
@@ -69,13 +67,13 @@ def own_logs(caplog):
 def trained(monkeypatch):
     """What each client has trained last, as integers, by client."""
     found = {}
-    of = of_client.MaskedUpdate.of
+    init = masked_round.MaskedUpdate.__init__
 
-    def note(client, threshold, message, sent, *sizes):
+    def note(update, client, threshold, message, sent, *sizes):
         found[client] = {name: tensor.clone() for name, tensor in sent.items()}
-        return of(client, threshold, message, sent, *sizes)
+        init(update, client, threshold, message, sent, *sizes)
 
-    monkeypatch.setattr(of_client.MaskedUpdate, "of", note)
+    monkeypatch.setattr(masked_round.MaskedUpdate, "__init__", note)
     return found
 
 
@@ -202,7 +200,7 @@ def test_a_round_that_is_tried_again_has_the_same_noise_below_other_masks(tmp_pa
     for other in others:
         assert_same(other, first)
     assert len(transport.all[4]._private.steps(["FedAvg"])) == 1
-    keys = [answer.tensors[of_client.KEYS] for answer in transport.answers if answer.kind == "trained"]
+    keys = [answer.tensors[masked_round.KEYS] for answer in transport.answers if answer.kind == "trained"]
     assert len({tuple(each.flatten().tolist()) for each in keys}) == len(keys) == 5 + 3 * 3
 
 
@@ -297,7 +295,7 @@ def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, 
             super().__init__(*arguments)
             halves.append(self)
 
-    monkeypatch.setattr(of_server, "ServerHalf", Noted)
+    monkeypatch.setattr(masked_round, "ServerHalf", Noted)
 
     def look(*roots):
         for client, tree in trained.items():
@@ -343,7 +341,7 @@ class Trained:
         message = replace(message, values={**message.values, "run": self.name})
         if message.kind == "train masked":
             sent = {name: tensor.clone() for name, tensor in self.sent[client].items()}
-            self.updates[client] = of_client.MaskedUpdate.of(client, 3, message, sent, 4, 4)
+            self.updates[client] = masked_round.MaskedUpdate(client, 3, message, sent, 4, 4)
             values = {"weight": self.weights[client], "keeps": 10 + client}
             return Message("trained", values, self.updates[client].keys)
         gone = message.kind == "mask" and client in self.gone
@@ -359,7 +357,7 @@ def test_a_sum_has_the_weight_the_traffic_and_the_files_of_those_whose_updates_a
         client: {name: torch.full(tensor.shape, 10**client) for name, tensor in server.items()} for client in range(4)
     }
     clients = Trained(sent, sizes, gone={0})
-    (group,) = of_server.MaskedPlan(training, cast(Clients, clients)).train(server, range(4), {}, round=0)
+    (group,) = masked_round.MaskedPlan(training, cast(Clients, clients)).train(server, range(4), {}, round=0)
     assert group.update is not None and group.update.weight == 8 + 11 + 6
     assert_same(group.update.sent, {name: torch.full(tensor.shape, 1110) for name, tensor in server.items()})
     number = sum(tensor.numel() for tensor in server.values())
@@ -372,14 +370,14 @@ def test_tensors_that_are_not_those_of_most_clients_are_left_out_whoever_is_firs
     usual, odd = {"a": torch.zeros(2)}, {"a": torch.zeros(3)}
     for place in range(3):
         masked, failed = {client: odd if client == place else usual for client in range(3)}, {}
-        assert [*of_server._same_layout(masked, failed)] == [client for client in range(3) if client != place]
+        assert [*masked_round._same_layout(masked, failed)] == [client for client in range(3) if client != place]
         assert [*failed] == [place]
 
 
 @pytest.mark.parametrize("other", [{"run": "another"}, {"phase": "another"}, {"round": 1}])
 def test_a_message_about_another_round_is_refused(other):
     values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
-    update = of_client.MaskedUpdate.of(
+    update = masked_round.MaskedUpdate(
         0, 1, Message("train masked", values), {"a": torch.zeros(2, dtype=torch.int64)}, 1, 1
     )
     with pytest.raises(protocol.MaskingError, match="it has trained in another round"):
@@ -390,11 +388,11 @@ def test_a_message_about_another_round_is_refused(other):
 def test_a_client_that_was_asked_for_its_tensors_no_longer_has_them_whatever_it_was_sent():
     values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
     sent = {"a": torch.arange(8)}
-    update = of_client.MaskedUpdate.of(0, 2, Message("train masked", values), {"a": sent["a"].clone()}, 3, 3)
+    update = masked_round.MaskedUpdate(0, 2, Message("train masked", values), {"a": sent["a"].clone()}, 3, 3)
     content = [sent["a"].numpy().tobytes()]
     assert held(content, update) == content
     with pytest.raises(protocol.MaskingError, match="in order"):
-        update.answer(Message("mask", values, {of_client.SHARES: of_client.as_rows([], protocol.ENCRYPTED)}))
+        update.answer(Message("mask", values, {masked_round.SHARES: masked_round.as_rows([], protocol.ENCRYPTED)}))
     assert not held(content, update)
 
 

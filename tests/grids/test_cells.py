@@ -8,7 +8,7 @@ from helpers.grids import pretended_configured, write_grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.cli.command_line import configured
-from fedmoe_pl.grids.cells import make_cells
+from fedmoe_pl.grids.cells import configuration_of, make_cells
 from fedmoe_pl.grids.grid import published_for, read_grid
 
 ALPHA = "data.init_args.partitioner.init_args.alpha"
@@ -70,6 +70,13 @@ def test_a_phase_is_changed_by_its_name(tmp_path):
     local, fedavg, fine_tuned = cell.configuration["federation"]["phases"]
     assert local["train"]["max_epochs"] is None and fine_tuned["train"]["max_epochs"] == 3
     assert fedavg["algorithm"]["init_args"] == {"shared": "global_expert.*", "trainable": "*", "weighting": "uniform"}
+
+
+@pytest.mark.slow
+def test_a_class_of_a_phase_is_as_a_run_writes_it_so_that_the_run_is_found(tmp_path):
+    grid = read_grid(write_grid(tmp_path, overrides={"federation.phases.Local.gate": "GlobalOnly"}))
+    local, *_ = configuration_of(grid, {}, configured)["federation"]["phases"]
+    assert local["gate"] == {"class_path": "fedmoe_pl.models.GlobalOnly"}
 
 
 def test_methods_keep_the_phases_that_they_start_from(tmp_path):

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from fedmoe_pl.report.statistics import Spread, over_seeds, paired_difference
+from fedmoe_pl.report.statistics import OverSeeds, over_seeds, paired_difference
 
 
 def exact_p(differences: list[float]) -> float:
@@ -65,5 +65,5 @@ def test_equal_methods_and_missing_clients():
 
 
 def test_the_deviation_over_seeds_is_that_of_a_sample():
-    assert over_seeds([0.1, 0.2, 0.3]) == Spread(pytest.approx(0.2), pytest.approx(0.1))
+    assert over_seeds([0.1, 0.2, 0.3]) == OverSeeds(pytest.approx(0.2), pytest.approx(0.1))
     assert math.isnan(over_seeds([0.5]).std)

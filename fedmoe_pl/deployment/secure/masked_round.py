@@ -1,13 +1,15 @@
-"""A phase with secure aggregation whose clients train on their own machines."""
+"""A round with secure aggregation: an update leaves its client masked, or not at all, and the server learns the sum."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, GroupUpdate
@@ -16,12 +18,12 @@ from fedmoe_pl.deployment.answers import cannot_be_used, problem_of_weight, upda
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
 from fedmoe_pl.deployment.remote_clients import AtClient
-from fedmoe_pl.deployment.secure.masked_client import CODES, COMMITMENT, KEYS, SHARES, as_rows, context_of, rows_of
 from fedmoe_pl.deployment.secure.protocol import (
     CODE,
     ENCRYPTED,
     KEY,
     SHARE,
+    ClientHalf,
     MaskingError,
     PublicKeys,
     ServerHalf,
@@ -29,7 +31,80 @@ from fedmoe_pl.deployment.secure.protocol import (
 )
 from fedmoe_pl.trees import Tree
 
+KEYS, SHARES, COMMITMENT, CODES = "keys", "shares", "commitment", "codes"
+"""Names of tensors of bytes: a client's or all clients' public keys, shares, a commitment, codes about survivors."""
 Found = TypeVar("Found")
+
+
+def context_of(values: Mapping[str, Any]) -> str:
+    """Names the round that a message with these values is about."""
+    return f"{values['run']} {values['round']} {values['phase']}"
+
+
+def as_rows(rows: Sequence[bytes], length: int) -> Tensor:
+    """Texts of bytes as a tensor of shape (n, length)."""
+    return torch.from_numpy(np.frombuffer(bytearray(b"".join(rows)), np.uint8).reshape(len(rows), length))
+
+
+def rows_of(message: Message, name: str, number: int, length: int) -> list[bytes]:
+    """The rows of such a tensor of a message, the only one of this name; refuses one of another shape."""
+    tensor = message.tensors.get(name)
+    if tensor is None or tensor.dtype != torch.uint8 or tensor.shape != (number, length):
+        raise MaskingError(f"its {name} have not {number} times {length} bytes")
+    return [row.numpy().tobytes() for row in tensor]
+
+
+class MaskedUpdate:
+    """What a client has trained in a round, as a message says: it answers the server's messages about it, each once.
+
+    Only this object has the update's tensors, integers; other arguments as in ``ClientHalf``.
+    """
+
+    def __init__(
+        self, client: int, threshold: int, message: Message, sent: Tree, cohort: int, num_clients: int
+    ) -> None:
+        self._half = ClientHalf(client, threshold, context_of(message.values), cohort, num_clients)
+        self._sent = sent
+        self._clients: list[int] = []  # those that have sent shares
+
+    @property
+    def keys(self) -> Tree:
+        """The client's public keys of this round, which it sends in place of what it has trained."""
+        return {KEYS: as_rows(self._half.keys, KEY)}
+
+    def answer(self, message: Message) -> Message:
+        """The answer to the message about the next step."""
+        steps: dict[str, Callable[[Message, list[int]], Message]]
+        steps = {"share": self._share, "mask": self._mask, "confirm": self._confirm, "unmask": self._unmask}
+        clients = message.values["clients"]
+        if context_of(message.values) != self._half.context:
+            raise MaskingError("it has trained in another round")
+        if clients != sorted({*clients}):
+            raise MaskingError("its clients are not in order")
+        return steps[message.kind](message, clients)
+
+    def _share(self, message: Message, clients: list[int]) -> Message:
+        rows = rows_of(message, KEYS, 2 * len(clients), KEY)
+        keys = {client: PublicKeys(*rows[2 * i : 2 * i + 2]) for i, client in enumerate(clients)}
+        encrypted, commitment = self._half.share(keys)
+        shares = as_rows([encrypted[other] for other in clients if other in encrypted], ENCRYPTED)
+        return Message("shared", tensors={SHARES: shares, COMMITMENT: as_rows([commitment], KEY)})
+
+    def _mask(self, message: Message, clients: list[int]) -> Message:
+        others = [client for client in clients if client != self._half.client]
+        rows = rows_of(message, SHARES, len(others), ENCRYPTED)
+        sent, self._sent, self._clients = self._sent, {}, clients
+        return Message("masked", tensors=self._half.mask(dict(zip(others, rows, strict=True)), sent))
+
+    def _confirm(self, message: Message, clients: list[int]) -> Message:
+        codes = self._half.confirm(clients)
+        return Message("confirmed", tensors={CODES: as_rows([*codes.values()], CODE)})
+
+    def _unmask(self, message: Message, clients: list[int]) -> Message:
+        others = [client for client in clients if client != self._half.client]
+        codes = rows_of(message, CODES, len(others), CODE)
+        shares: Mapping[int, bytes] = self._half.unmask(dict(zip(others, codes, strict=True)))
+        return Message("unmasked", tensors={SHARES: as_rows([shares[each] for each in self._clients], SHARE)})
 
 
 class MaskedPlan(ClientsPlan):
@@ -66,7 +141,8 @@ class MaskedPlan(ClientsPlan):
         """The sum of the updates of those clients that do not fail, and what these keep; notes why others fail."""
         secure = self.training.secure_aggregation
         assert secure is not None and secure.threshold is not None
-        half = ServerHalf(secure.threshold, context_of(self.clients.name, self.training.phase_name, round))
+        values = {"run": self.clients.name, "phase": self.training.phase_name, "round": round}
+        half = ServerHalf(secure.threshold, context_of(values))
         trained = _found(answers, self._trained_by, failed)
         keys = half.keys({client: keys for client, (keys, _, _) in trained.items()})
 

@@ -1,13 +1,21 @@
-"""A client's side of Flower: its SuperNode as a child process, and this process as what answers its messages."""
+"""Flower's processes as children of ours: the server's SuperLink, and a client's SuperNode.
+
+Our own process takes the place of the ServerApp of a run in the one, or of what answers the messages of the other.
+"""
 
 from __future__ import annotations
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Flower is not installed where types are checked: it cannot be together with other extras.
+import ctypes
+import os
+import secrets
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
@@ -16,25 +24,125 @@ from flwr.app import RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.deployment.connection import Security, free_port, has_tls, problem_of_tls, tls_context
-from fedmoe_pl.deployment.flower import child, packed, unpacked
+from fedmoe_pl.deployment.connection import (
+    Security,
+    free_port,
+    has_tls,
+    local_address,
+    problem_of_tls,
+    split_address,
+    tls_context,
+)
+from fedmoe_pl.deployment.flower import FlowerTransport, packed, unpacked
 from fedmoe_pl.deployment.flower_inside import (
     FLEET,
+    HEALTH,
     MOST_AHEAD,
     MOST_BEHIND,
     STILL_CONNECTED,
     LostMessageError,
     Tasks,
+    grid_of_run,
     has_lost_server,
     reason_in,
+    register,
+    superlink_command,
     supernode_command,
 )
+from fedmoe_pl.deployment.flower_keys import public_keys
 from fedmoe_pl.deployment.messages import FAILED, LEAVES, BadMessageError, Message, one_line
 from fedmoe_pl.deployment.transport import LOOK
 
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+# no telemetry, no look for updates, no installation of packages
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+_LINK_STARTS_WITHIN = 120.0
 _REFUSED_FOR = 120.0  # Flower refuses a node for a minute after its process was killed
 _SECONDS_BETWEEN_LOOKS = 10.0  # while there is nothing to answer
 _TELLING = 3.0  # seconds between two clocks; an answer's date has whole seconds, and takes some time
+
+
+@contextmanager
+def child(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a process of Flower, which ends with this context."""
+    environment = {**os.environ, **_QUIET, "FLWR_HOME": str(home / "flower"), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _end_with_parent() -> None:
+    """Has the kernel end this process with its parent, however that ends: a SuperNode would keep its place."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def superlink(folder: Path, address: str, security: Security, num_clients: int) -> Iterator[FlowerTransport]:
+    """Runs a SuperLink as a child process, and reaches the clients through it.
+
+    Its database is a new one: a client's key that is no longer in its folder is not known any more, and no message of
+    a server that was killed is left.
+    """
+    of_clients = {} if security.clients is None else public_keys(security.clients, num_clients)
+    folder.chmod(0o700)
+    for path in folder.glob("state.db*"):
+        path.unlink()
+    secret = folder / "secret"
+    if not secret.is_file():
+        secret.touch(mode=0o600)
+        secret.write_bytes(secrets.token_bytes(32))
+    host, port = split_address(address)
+    command = superlink_command(host, port, folder / "state.db", secret, security.files, security.clients is not None)
+    log = folder / "superlink.log"
+    with child(command, log, folder) as process:
+        connection = security.connection(local_address(address))
+        _wait_for_link(process, connection["server_address"], security, log)
+        try:
+            owners = {register(connection, key): client for client, key in of_clients.items()}
+            with grid_of_run(connection, secret.read_bytes(), lambda: process.poll() is None) as grid:
+                yield FlowerTransport(grid, num_clients, owners)
+        except Exception as error:
+            if isinstance(error, httpx.TransportError) or process.poll() is not None:
+                raise MisconfigurationException(_lost(process, log, error)) from error
+            raise
+
+
+def _lost(process: subprocess.Popen[bytes], log: Path, error: Exception) -> str:
+    """The sentence about a SuperLink that has ended, or does not answer."""
+    what = f"does not answer ({type(error).__name__})"
+    if (code := process.poll()) is not None:
+        what = f"has ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+    return (
+        f"serve: Flower's SuperLink, which carries all messages, {what}; start serve again with --ckpt_path last to go "
+        f"on after the last whole round (log: {log})."
+    )
+
+
+def _wait_for_link(process: subprocess.Popen[bytes], address: str, security: Security, log: Path) -> None:
+    url = f"{'http' if security.ca is None else 'https'}://{address}{HEALTH}"
+    end = time.monotonic() + _LINK_STARTS_WITHIN
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            if httpx.get(url, verify=tls_context(security.ca)).is_success:
+                return
+        time.sleep(LOOK)
+    within = f" within {_LINK_STARTS_WITHIN:.0f} s" if process.poll() is None else ""
+    raise MisconfigurationException(f"serve: Flower's SuperLink does not start at {address}{within}: {reason_in(log)}.")
 
 
 def answer_messages(answer: Callable[[Message], Message], folder: Path, address: str, security: Security) -> None:
@@ -43,13 +151,12 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
     A SuperNode that has lost the server, or a message, is replaced by a new one.
     """
     log, server, refused_since = folder / "supernode.log", Server(address, security), None
-    answering = _Answering(answer)
     while True:
         server.wait()
         port = free_port()
         with child(supernode_command(address, port, security.ca, security.key), log, folder) as process:
-            answering.answer_tasks(process, Tasks(f"127.0.0.1:{port}", log), server)
-        if answering.is_over:
+            is_over = answer_tasks(answer, process, Tasks(f"127.0.0.1:{port}", log), server)
+        if is_over:
             return
         if has_lost_server(log):
             refused_since = None
@@ -76,43 +183,41 @@ def _refusal(address: str, log: Path, *more: str) -> str:
     )
 
 
-class _Answering:
-    """Answers the messages of one SuperNode after the other; ``is_over`` once the server has ended or it has left."""
+def answer_tasks(
+    answer: Callable[[Message], Message], process: subprocess.Popen[bytes], tasks: Tasks, server: Server
+) -> bool:
+    """Answers messages until one is lost, or the SuperNode ends or fails; returns whether the server or client ends."""
+    is_over, next_look = False, 0.0
 
-    def __init__(self, answer: Callable[[Message], Message]) -> None:
-        self.answer = answer
-        self.is_over = False
-
-    def answer_tasks(self, process: subprocess.Popen[bytes], tasks: Tasks, server: Server) -> None:
-        """Answers messages until it is over, one is lost, or the SuperNode ends or fails."""
-        next_look = 0.0
-        while process.poll() is None:
-            if not (token := tasks.next()):
-                if time.monotonic() >= next_look:
-                    server.look()
-                    if tasks.has_failed():
-                        break
-                    next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-                time.sleep(LOOK)
-                continue
-            try:
-                tasks.answer(token, self._answered)
-            except LostMessageError as error:
-                rank_zero_info(f"join: the connection broke while an answer was sent ({error}); connecting again.")
-                break
-            if self.is_over:
-                time.sleep(3)  # for the answer to reach the server
-                break
-
-    def _answered(self, content: RecordDict) -> RecordDict:
+    def answered(content: RecordDict) -> RecordDict:
+        nonlocal is_over
         try:
             message = unpacked(content)
         except BadMessageError as error:
             rank_zero_info(f"join: the server has sent a message that is none: {one_line(str(error))}.")
             return packed(Message(FAILED, {"failure": "refused"}))
-        answer = Message("ended") if message.kind == "end" else self.answer(message)
-        self.is_over = answer.kind in ("ended", LEAVES)
-        return packed(answer)
+        reply = Message("ended") if message.kind == "end" else answer(message)
+        is_over = reply.kind in ("ended", LEAVES)
+        return packed(reply)
+
+    while process.poll() is None:
+        if not (token := tasks.next()):
+            if time.monotonic() >= next_look:
+                server.look()
+                if tasks.has_failed():
+                    break
+                next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+            time.sleep(LOOK)
+            continue
+        try:
+            tasks.answer(token, answered)
+        except LostMessageError as error:
+            rank_zero_info(f"join: the connection broke while an answer was sent ({error}); connecting again.")
+            break
+        if is_over:
+            time.sleep(3)  # for the answer to reach the server
+            break
+    return is_over
 
 
 class Server:
