@@ -168,7 +168,7 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed = allowed.removesuffix(" or null")
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
-    example = _EXAMPLES.get(allowed)
+    example = f"[{found}]" if allowed == "list" and re.fullmatch(r"[\w./-]+", found) else _EXAMPLES.get(allowed)
     allowed += f", such as {example}" if example else ""
     word = re.sub(r"^\['([\w.]+)'\]$", r"\1", found)  # of a list of one
     is_name = re.fullmatch(r"[\w.]+", word) is not None and word not in known

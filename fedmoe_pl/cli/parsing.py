@@ -50,6 +50,8 @@ class ConfigFile(ActionConfigFile):
             content = load(values if is_text else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
                 raise ValueError("it has no keys, as YAML has in key: value")
+            if isinstance(content.get("config"), list):  # jsonargparse would leave it out
+                raise ValueError("its key config must be one file; several come one after another, each after --config")
             sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
             keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
             if wrong := next(keys, ""):
