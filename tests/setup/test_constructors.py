@@ -11,7 +11,7 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.aggregation import TrimmedMean
 from fedmoe_pl.algorithms import FedAvg, FedProx
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.backends import RayBackend, StackedBackend
 from fedmoe_pl.callbacks import AccuracyMonitor
 from fedmoe_pl.checks import InvalidArgumentError, check_made
 from fedmoe_pl.cli.help import _known_subclasses
@@ -52,7 +52,7 @@ def test_a_constructor_that_does_not_call_its_base_s_is_refused(base, argument, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_class_of_the_package_that_is_made_is_refused(kind):
-    others = (torch.nn.Module, Optimizer)
+    others = (torch.nn.Module, Optimizer, RayBackend)  # Ray is optional
     for each in (each for each in KINDS[kind] if not issubclass(each, others)):
         parameters = inspect.signature(each).parameters.values()
         if all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
@@ -69,4 +69,4 @@ def test_help_lists_the_package_s_public_classes_only(kind):
     shown = _known_subclasses(_Hint(kind)).removeprefix(", known subclasses: ").split(", ")
     own = {path.rpartition(".")[2] for path in shown if path.startswith("fedmoe_pl.")}
     public = {each.__name__ for classes in KINDS.values() for each in classes if issubclass(each, kind)}
-    assert public <= own | {"WandbLogger"} and all(path.count(".") == 2 for path in shown if "fedmoe_pl" in path)
+    assert public <= own and all(path.count(".") <= 2 for path in shown if "fedmoe_pl" in path)
