@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 MOST_COUNTED = 1_000_000_000
 """The most rounds, epochs, samples in a batch, and the like: more would not end, or not fit into 64 bits."""
@@ -169,6 +171,23 @@ def check_kind(owner: object, name: str, value: Any, kind: type, hint: str = "")
     """Refuses an object of another kind, and a class in place of an object, and gives a ``hint``; None passes."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(owner, name, value, f"{with_article(kind.__name__)}{hint}")
+    check_made(owner, name, value)
+
+
+def check_made(owner: object, name: str, value: Any) -> None:
+    """Refuses an object of a user's class whose constructor has not called that of the package's class, or PyTorch's.
+
+    A class of the package keeps at least one of its constructor's arguments as an attribute of the same name, unless it
+    is a module.
+    """
+    for base in type(value).__mro__:
+        attributes = {"_modules"} if base is nn.Module else set[str]()
+        if base.__module__.startswith("fedmoe_pl.") and "__init__" in vars(base) and not issubclass(base, nn.Module):
+            _, *arguments = signature(vars(base)["__init__"]).parameters.values()
+            attributes |= {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+        if attributes and not attributes & vars(value).keys():
+            because = f"{base.__name__} has its attributes from there"
+            raise InvalidArgumentError(owner, name, value, "one whose __init__ calls super().__init__()", because)
 
 
 def is_finite(value: Any) -> bool:

@@ -18,7 +18,7 @@ from fedmoe_pl.callbacks.result_files import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint, locked
 from fedmoe_pl.checkpoints.configuration import configuration, recorded
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run, name_of_test_set
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, is_path_below, plain
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_made, is_path_below, plain
 from fedmoe_pl.commands.export import export_clients
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
@@ -122,6 +122,8 @@ class Federation:
         ):
             if not fits:
                 raise InvalidArgumentError(self, argument, value, allowed)
+            for each in value if isinstance(value, list) else [value]:
+                check_made(self, argument, each)
         check_phases(phases, evaluate_every_n_rounds)
         if name and not is_path_below(name):
             raise InvalidArgumentError(self, "name", name, "that of a folder below default_root_dir, without '..'")

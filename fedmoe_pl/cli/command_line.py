@@ -38,11 +38,12 @@ from fedmoe_pl.cli.help import arrange, with_class_to_help
 from fedmoe_pl.cli.parsing import (
     ConfigFile,
     Constructor,
-    ListAction,
+    ItemsAction,
     UnabbreviatedParser,
     check_groups,
     check_values,
     describe_failure,
+    type_of_items,
     with_modules,
 )
 from fedmoe_pl.cli.provisioning import provision, provision_parser
@@ -134,8 +135,8 @@ class FederationCLI(LightningCLI):
         """Adds all arguments; Lightning's signature."""
         super()._add_arguments(parser)
         for action in parser._actions:
-            if type(action) is ActionTypeHint and action._supports_append:
-                action.__class__ = ListAction
+            if type(action) is ActionTypeHint and type_of_items(action._typehint) is not None:
+                action.__class__ = ItemsAction
             if action.dest == "seed_everything":
                 setattr(action, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import pydoc
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ _PLACES = {
 
 
 _LISTED = {
+    "Module": "experts",
     "FederatedDataModule": "data",
     "Partitioner": "partitioners",
     "Augmentation": "augmentations",
@@ -62,6 +64,12 @@ _EXAMPLES = {
     "dict[str, Metric] or null": "{error: torchmetrics.MeanSquaredError}",
     "Module or Callable[[Tensor, Tensor], Any] or null": "torch.nn.HuberLoss",
 }
+_WRITTEN = {
+    "Module": "SmallMLP or {class_path: my_module.Net, init_args: {hidden: 64}}",
+    "Optimizer": "{class_path: torch.optim.SGD, init_args: {lr: 0.1}}",
+    "LRScheduler": "{class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 1}}",
+    "Metric": "torchmetrics.MeanSquaredError",
+}  # how objects are written, by their class
 _MEANINGS = {"method": "the name of a row of the run's table"}  # of arguments of commands
 _MOST_LISTED = 8  # arguments of a class
 
@@ -91,7 +99,7 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
             is_whole = not key or f"{match[1]}.".startswith(f"{key}.")
             is_again = text.startswith("Unable to load", match.end()) and key.endswith(f".{match[1]}")
             key = match[1] if is_whole else key if is_again else f"{key}.{match[1]}"
-            of_item = re.match(r"of type (.*)", text[match.end() :])  # as ListAction says it
+            of_item = re.match(r"of type (.*)", text[match.end() :])  # as ItemsAction says it
             types, value, text = of_item[1] if of_item else "", "", text[match.end() :]
         elif match := re.match(r"Does not validate .*\nSubtypes: \[(.*)\]", text):
             types, value = match[1], text.rpartition("Given value: ")[2]
@@ -130,17 +138,23 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
     expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         return f"{place}: {_no_attribute(match[1], match[2])}"
+    if match := re.search(r"No module named '(\w+)", text):
+        remedy = f"run fedmoe from the folder that has {match[1]}.py, or add that folder to PYTHONPATH"
+        return f"{place}: {match[0]}' in {os.getcwd()}, PYTHONPATH or the installed packages; {remedy}."
     if not expected and "mport path" not in text:
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
     found = value or (given and given[given.lastindex or 0]) or ""
     of_library = {
         "optimizer": torch.optim,
+        "lr_scheduler": torch.optim.lr_scheduler,
+        "round_lr_scheduler": torch.optim.lr_scheduler,
         "callbacks": lightning.pytorch.callbacks,
         "logger": lightning.pytorch.loggers,
     }
     libraries = (dir(of_library[name]) for name in re.split(r"[.\[]", place) if name in of_library)
-    known = [*(each for each in next(libraries, []) if each[0].isupper()), *_KNOWN]  # no modules, such as wandb
+    in_library = [each for each in next(libraries, []) if each[0].isupper()]  # no modules, such as wandb
+    known = [*in_library, *_KNOWN]
     nested = re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found)  # --data.class_path
     nested = nested or re.match(r"{'class_path': '(\w+)'", found)
     nested = nested if nested and nested[1] not in known else None
@@ -154,14 +168,19 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         allowed = allowed.removesuffix(" or null")
     if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
         allowed += " or its import path"
-    example = _EXAMPLES.get(allowed)
+    example = f"[{found}]" if allowed == "list" and re.fullmatch(r"[\w./-]+", found) else _EXAMPLES.get(allowed)
     allowed += f", such as {example}" if example else ""
     word = re.sub(r"^\['([\w.]+)'\]$", r"\1", found)  # of a list of one
     is_name = re.fullmatch(r"[\w.]+", word) is not None and word not in known
     takes_class = nested or not expected or re.search(r"\b[A-Z]\w+", allowed)
-    end = did_you_mean(word, known) if is_name and takes_class and not example else "."
-    kind = next((_LISTED[each] for each in re.findall(r"\w+", allowed) if each in _LISTED), "")
-    end = f"; `fedmoe list {kind}` has those of the package." if end == "." and kind else end
+    bases = [each for each in re.findall(r"\w+", allowed) if each in _LISTED or each in _WRITTEN] or [""]
+    kind = _LISTED.get(bases[0])
+    of_kind = [*in_library, *(each.__name__ for each in KINDS[kind])] if kind else known
+    end = did_you_mean(word, of_kind) if is_name and takes_class and not example else "."
+    if end == "." and not example and bases[0] in _WRITTEN:
+        end = f", such as {_WRITTEN[bases[0]]}."
+    elif end == "." and kind and not example:
+        end = f"; `fedmoe list {kind}` has those of the package."
     return f"{place} is {quoted}, but must be {allowed}{end}"
 
 

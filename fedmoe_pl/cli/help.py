@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from argparse import SUPPRESS, Action
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +26,16 @@ _LONGEST = 20  # classes
 def _known_subclasses(action: ActionTypeHint) -> str:
     """The classes that an argument can have; of very many, such as all modules of torch, only the package's."""
     hint: Any = action._typehint
-    paths = get_all_subclass_paths(hint, closed_types=False)
+    paths = [path for path in get_all_subclass_paths(hint, closed_types=False) if _is_public(path)]
     if len(paths) > _LONGEST:
-        paths = [path for path in paths if path.startswith("fedmoe_pl.") and path.count(".") < 3]
+        paths = [path for path in paths if path.startswith("fedmoe_pl.")]
     return f", known subclasses: {', '.join(paths)}" if paths else ""
+
+
+def _is_public(path: str) -> bool:
+    """Whether users may name a class: of the package's, those that a module exports."""
+    module, _, name = path.rpartition(".")
+    return not path.startswith("fedmoe_pl.") or name in getattr(sys.modules[module], "__all__", ())
 
 
 ActionTypeHint.extra_help = _known_subclasses  # pyright: ignore[reportAttributeAccessIssue]  the signature is its

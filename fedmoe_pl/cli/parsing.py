@@ -50,6 +50,8 @@ class ConfigFile(ActionConfigFile):
             content = load(values if is_text else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
                 raise ValueError("it has no keys, as YAML has in key: value")
+            if isinstance(content.get("config"), list):  # jsonargparse would leave it out
+                raise ValueError("its key config must be one file; several come one after another, each after --config")
             sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
             keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
             if wrong := next(keys, ""):
@@ -119,8 +121,8 @@ def _lists(node: Any, prefix: str = "") -> Iterator[str]:
         yield from _lists(value, f"{prefix}{name}.")
 
 
-class ListAction(ActionTypeHint):
-    """An argument that can be a list: errors say which item is wrong, and a phase can be changed by its name.
+class ItemsAction(ActionTypeHint):
+    """An argument that can be a list or a dict: errors say which item is wrong. A phase can be changed by its name.
 
     jsonargparse itself takes ``--federation.phases.FedAvg.rounds`` for an argument of the last phase.
     """
@@ -155,7 +157,12 @@ class ListAction(ActionTypeHint):
             return super()._check_type(value, append, cfg, mode)
         except Exception:  # a module of the user's may raise anything while it is imported
             is_list = isinstance(items, list)
-            kind = _type_of_items(self._typehint)
+            kind = type_of_items(self._typehint)
+            if not self._supports_append:
+                for name, item in items.items() if isinstance(items, Mapping) else ():
+                    with _naming(f"{self.dest}.{name}", kind):
+                        ActionTypeHint(typehint=kind)(option_strings=[], dest="item")._check_type(item)
+                raise
             of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
             if not is_list and not append:
                 if isinstance(items, Mapping) and items and self.dest == PHASES:
@@ -186,10 +193,10 @@ def _naming(key: str, kind: Any = None) -> Iterator[None]:
         raise TypeError(message) from (error.__cause__ if isinstance(error, TypeError) else error)
 
 
-def _type_of_items(hint: Any) -> Any:
-    """The type of the items of a type that may be a list of them."""
-    lists = (each for each in (hint, *get_args(hint)) if get_origin(each) in (list, Iterable))
-    return get_args(next(lists))[0]
+def type_of_items(hint: Any) -> Any:
+    """The type of the items of a type that may be a list or a dict of them; None for others."""
+    kinds = (each for each in (hint, *get_args(hint)) if get_origin(each) in (list, Iterable, dict))
+    return next((get_args(each)[-1] for each in kinds), None)
 
 
 def _phase_of(argument: NestedArg, phases: Sequence[Namespace], appended: Any) -> tuple[int, NestedArg]:

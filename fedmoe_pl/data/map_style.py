@@ -28,6 +28,8 @@ _TRIED = 2  # samples of the batches that are tried
 _MOST_COMPARED = 20  # samples whose targets are compared with their classes
 _MOST_CHECKED = 16  # samples whose values are compared when a run is continued
 _MOST_BYTES = 2**26  # of a batch for evaluation
+WITHOUT_TEST = "with pool=True and a test_fraction, so that clients are tested on samples that they hold out"
+"""How to do without a test set, as the end of a sentence."""
 
 
 def difference_of_numbers(numbers: Mapping[str, int], others: Mapping[str, int]) -> str:
@@ -91,7 +93,7 @@ class MapStyleData:
         """Refuses datasets and values of their samples that do not fit together, by the name of the data module."""
         (n_train, n_test), n = self.sizes, sum(self.sizes)
         if needs_test and not n_test:
-            allowed = "of at least one sample, unless pool is True"
+            allowed = f"a dataset of at least one sample, or left out {WITHOUT_TEST}"
             raise InvalidArgumentError(owner, "test_dataset", self.test_dataset, allowed)
         if self.eval_dataset is not None and len(self.eval_dataset) != n_train:
             allowed = f"the {n_train} samples of train_dataset in the same order"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt, register_type
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.catalogue import parser_of, with_files
@@ -141,6 +144,11 @@ class GridFile(ActionConfigFile):
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
         before = {name: dict(cfg.get(name) or {}) for name in self.of_keys}
+        with suppress(OSError):  # which the parser says
+            content = get_loader("yaml")(values if "{" in values else Path(values).read_text(encoding="utf-8"))
+            if type(self) is GridFile and isinstance(content, Mapping) and "config" in content:
+                # the parser would take it for its own option
+                raise MisconfigurationException("config is not an argument; did you mean configs?")
         super().__call__(parser, cfg, values, option_string)
         for name, old in before.items():
             cfg[name] = {**old, **(cfg.get(name) or {})}

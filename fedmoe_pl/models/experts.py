@@ -162,7 +162,7 @@ class LEAFCNN(Expert):
         image_size: int = 32,
     ) -> None:
         super().__init__(locals())
-        size = pooled_size(image_size)
+        size = pooled_size(self, image_size)
         self.input_shape = (in_channels, image_size, image_size)
         self.extractor = two_convolutions(in_channels, conv1_channels, conv2_channels, XavierConv2d)
         self.classifier = nn.Sequential(
@@ -243,7 +243,7 @@ class TwoConvCNN(Expert):
         hidden2: int = 84,
     ) -> None:
         super().__init__(locals())
-        size = pooled_size(image_size)
+        size = pooled_size(self, image_size)
         self.input_shape = (in_channels, image_size, image_size)
         self.extractor = two_convolutions(in_channels, conv1_channels, conv2_channels)
         self.classifier = nn.Sequential(
@@ -310,7 +310,7 @@ class FedAvgCNN(Expert):
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, image_size: int = 32) -> None:
         super().__init__(locals())
-        size = pooled_size(image_size)
+        size = pooled_size(self, image_size)
         self.input_shape = (in_channels, image_size, image_size)
         self.extractor = two_convolutions(in_channels, 32, 64)
         self.classifier = nn.Sequential(nn.Linear(64 * size**2, 512), nn.ReLU(), nn.Linear(512, num_classes))
@@ -330,7 +330,7 @@ class ConvBlock(nn.Module):
     def __init__(self, in_channels: int = 3, out_channels: int = 32, image_size: int = 32) -> None:
         super().__init__()
         keep_arguments(self, locals())
-        size = pooled_size(image_size, times=1)
+        size = pooled_size(self, image_size, times=1)
         self.input_shape = (in_channels, image_size, image_size)
         self.output_shape = (out_channels, size, size)
         self.layers = nn.Sequential(nn.Conv2d(in_channels, out_channels, 5), nn.MaxPool2d(2), nn.ReLU())
@@ -359,7 +359,7 @@ class ConvExpert(Expert):
     ) -> None:
         super().__init__(locals())
         self.input_shape = (in_channels, image_size, image_size)
-        size = pooled_size(image_size, times=1)
+        size = pooled_size(self, image_size, times=1)
         self.extractor = nn.Sequential(
             nn.Conv2d(in_channels, channels, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()
         )  # (B, channels * size * size)

@@ -271,7 +271,7 @@ class GateCNN(nn.Module):
     ) -> None:
         super().__init__()
         keep_arguments(self, locals())
-        size = pooled_size(image_size, times=2 if conv2_channels else 1)
+        size = pooled_size(self, image_size, times=2 if conv2_channels else 1)
         self.input_shape = (in_channels, image_size, image_size)
         layers: list[nn.Module] = [XavierConv2d(in_channels, conv1_channels, 5), nn.MaxPool2d(2), nn.ReLU()]
         if conv2_channels:

@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.checks import InvalidArgumentError
+
 _LAYERS = {
     *(nn.Linear, nn.Bilinear, nn.Embedding, nn.LSTM, nn.GRU, nn.RNN, nn.Identity, nn.Flatten, nn.Unflatten),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -198,11 +200,15 @@ def keep_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             setattr(module, name, value)
 
 
-def pooled_size(image_size: int, times: int = 2) -> int:
+def pooled_size(owner: nn.Module, image_size: int, times: int = 2) -> int:
     """Height and width of an image after 5x5 convolutions without padding, each followed by 2x2 pooling."""
+    pooled = image_size
     for _ in range(times):
-        image_size = (image_size - 4) // 2
-    return image_size
+        pooled = (pooled - 4) // 2
+    if pooled < 1:
+        allowed = f"at least {10 * times - 4}; SmallMLP takes images of any size"
+        raise InvalidArgumentError(owner, "image_size", image_size, allowed)
+    return pooled
 
 
 def two_convolutions(

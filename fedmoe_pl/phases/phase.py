@@ -17,6 +17,7 @@ from fedmoe_pl.checks import (
     InvalidArgumentError,
     check_at_least,
     check_choice,
+    check_made,
     check_number,
     is_file_name,
     is_finite,
@@ -171,6 +172,7 @@ class Phase:
         for name, (kind, allowed) in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise InvalidArgumentError(str(self), name, getattr(self, name), allowed)
+            check_made(str(self), name, getattr(self, name))
         others = self.secure_aggregation, self.sample_privacy
         for settings in (self, self.train, self.select, self.evaluate, *others):
             for each in [] if settings is None or isinstance(settings, bool) else fields(settings):

@@ -116,8 +116,7 @@ def _caption(condition: Condition) -> str:
                 f"; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the clients of all seeds, and the same "
                 "sign in every seed"
             )
-    sentences = ". ".join(fact[0].upper() + fact[1:] for fact in facts)
-    return in_latex(f"{sentences}.")
+    return in_latex(f"{'. '.join(facts)}.")
 
 
 def _left_out(metrics: Sequence[str]) -> str:

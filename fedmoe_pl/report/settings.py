@@ -34,8 +34,10 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name of the first run, without its version if there are several."""
-        return self.runs[0].name if len(self.runs) == 1 else self.runs[0].folder.parent.name
+        """The name of the run or, of several, what their names have in common without their versions."""
+        names = [run.folder.parent.name for run in self.runs]
+        common = [word for word in names[0].split(",") if all(word in other.split(",") for other in names)]
+        return self.runs[0].name if len(names) == 1 else ",".join(common) or f"{names[0]} and others"
 
 
 def settings_of(runs: Iterable[RunFiles], method: str = "") -> tuple[list[Setting], list[RunFiles]]:
@@ -184,7 +186,7 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
     named = {tuple(f"{key.rpartition('/')[2]} {value}" for value in row): None for key, row in rows.items()}
     by_values = [", ".join(texts) for texts in zip(*named, strict=True)]
     by_name = [setting.name for setting in settings]
-    by_folder = [str(setting.runs[0].folder) for setting in settings]
+    by_folder = [str(setting.runs[0].folder.parent.parent / setting.name) for setting in settings]
     few = [by_values] if len(named) <= _FEW else []
     texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
     return [f"{method} ({text})" for text in texts]

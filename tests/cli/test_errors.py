@@ -1,5 +1,6 @@
 """What is wrong in a configuration is one sentence with the key: jsonargparse's message, and what a class refuses."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,32 @@ REFUSED = {
     "model.init_args.gate: fedmoe_pl.models has no class Constant; similar ones are ConstantGate.": [
         *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
     ],
-    "federation.logger: No module named 'nothing'.": ["--federation.logger", "nothing.X"],
+    f"federation.logger: No module named 'nothing' in {os.getcwd()}, PYTHONPATH or the installed packages; run fedmoe "
+    "from the folder that has nothing.py, or add that folder to PYTHONPATH.": ["--federation.logger", "nothing.X"],
+    "model.init_args.global_expert is 3, but must be Module or its import path, such as SmallMLP or {class_path: my_": [
+        *("--model.global_expert", "3")
+    ],
+    "model.init_args.optimizer is 0.1, but must be Optimizer, such as {class_path: torch.optim.SGD, init_args: {lr:": [
+        *("--model.optimizer", "0.1")
+    ],
+    "federation.phases.FedAvg.train.lr_scheduler is 'cosine', but must be LRScheduler or ReduceLROnPlateau or null; did"
+    " you mean CosineAnnealingLR?": ["--federation.phases.FedAvg.train.lr_scheduler", "cosine"],
+    "federation.phases.FedAvg.gate is 'none', but must be Gate or null; `fedmoe list gates` has those": [  # no KNNPer
+        *("--federation.phases.FedAvg.gate", "none")
+    ],
+    "federation.metrics.f1 is 3, but must be Metric, such as torchmetrics.MeanSquaredError.": [
+        *("--federation.metrics", "{f1: 3}")
+    ],
+    "federation.metrics.b.init_args.taks is not an argument of F1Score; did you mean task?": [
+        "--federation.metrics",
+        "{a: torchmetrics.MeanSquaredError, b: {class_path: torchmetrics.F1Score, init_args: {taks: binary}}}",
+    ],
+    "federation.metrics is 'torchmetrics.F1Score', but must be dict[str, Metric] or null, such as {error": [
+        *("--federation.metrics", "torchmetrics.F1Score")
+    ],
+    "config is '{config: [quickstart]}', but it cannot be read: its key config must be one file": [
+        *("--config", "{config: [quickstart]}")
+    ],
     "model.init_args.optimizer is 'Adamm', but must be Optimizer or its import path; did you mean Adam?": (
         ["--model.init_args.optimizer", "Adamm"]
     ),
@@ -131,7 +157,7 @@ REFUSED = {
     ],
     "federation.callbacks[0] is 'AccuracyMonitr', but must be FederationCallback or its import path; "
     "did you mean AccuracyMonitor?": ["--federation.callbacks", "[AccuracyMonitr]"],
-    "federation.metrics.init_args.task must be given for F1Score: 'binary' or 'multiclass' or 'multilabel'.": [
+    "federation.metrics.f.init_args.task must be given for F1Score: 'binary' or 'multiclass' or 'multilabel'.": [
         *("--federation.metrics", "{f: torchmetrics.F1Score}")
     ],
     "model.init_args must have arguments, as in {name: value}.": ["--model.init_args", "[1]"],

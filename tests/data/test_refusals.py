@@ -9,7 +9,7 @@ import torch
 from helpers.data import Own, numbered, pixels, random_images, refused_argument, vectors
 from helpers.map_style import DictData, Dicts, Noisy, padded
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from fedmoe_pl.data import (
     FEMNIST,
@@ -202,6 +202,7 @@ class OnDevice(DictData):
     ("argument", "make"),
     [
         ("test_dataset", lambda: FromDatasets(Noisy(3), num_clients=2)),
+        ("test_dataset", lambda: FromDatasets(TensorDataset(torch.rand(4, 2), torch.arange(4)), num_clients=2)),
         ("train_dataset", lambda: FromDatasets(Stream(), Noisy(3), targets="label", num_clients=2)),
         ("test_dataset", lambda: FromDatasets(Noisy(3), Stream(), num_clients=2)),
         ("eval_dataset", of_noise(eval_dataset=Noisy(5))),

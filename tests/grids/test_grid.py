@@ -40,6 +40,14 @@ def test_configurations_of_the_package_are_named_as_for_fit(tmp_path):
     assert config.absolute == str(tmp_path / "quickstart")
 
 
+def test_config_in_place_of_configs_is_refused(tmp_path, capsys):
+    for value in ("[quickstart]", "quickstart"):
+        (tmp_path / "grid.yaml").write_text(f"{{config: {value}, values: {{seed_everything: [0]}}, folder: runs}}")
+        with pytest.raises(SystemExit):
+            main(["benchmark", "--config", str(tmp_path / "grid.yaml"), "--configs", "[quickstart]"])
+        assert capsys.readouterr().err == "fedmoe: config is not an argument; did you mean configs?\n"
+
+
 def test_overlays_and_arguments_change_single_keys(tmp_path):
     arguments = write_grid(tmp_path, values={"seed_everything": [0, 1], ALPHA: [0.5, 5]}, overrides={"trainer.a": 1})
     overlay = tmp_path / "quick.yaml"

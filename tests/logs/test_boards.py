@@ -1,11 +1,13 @@
 """What loggers show of a run, also of one that was killed and resumed: every curve and picture once."""
 
+import re
 import time
 from functools import partial
 
 import pytest
 import torch
 from helpers import blobs, mixture
+from helpers.configurations import REPOSITORY
 from helpers.reports import csv_rows, leave_pictures_blank
 from helpers.runs import Kill, federation
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -90,6 +92,21 @@ def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
     }
     assert expected.items() <= whole.items()
     assert ("Local", "mean_gate_weight/of_clients") not in whole
+
+
+def test_the_page_lists_every_tag(whole):
+    """Those of a run, and every name that a callback gives to a picture, histogram or text."""
+    page = (
+        (REPOSITORY / "docs/guide/results.md").read_text().partition("## Tags in TensorBoard")[2].partition("\n## ")[0]
+    )
+    rows = [re.findall(r"`([^`]+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
+    listed = [tag for tags in rows for tag in tags]
+    patterns = [re.sub("<[a-z ]+>", "[^/]+", re.escape(tag).replace("\\ ", " ")) for tag in listed]
+    tags = {tag.removesuffix("/text_summary") for _, tag in whole}
+    assert [tag for tag in tags if not any(re.fullmatch(pattern, tag) for pattern in patterns)] == []
+    calls = r"(?:log_figure\(run|log_histogram\(|log_text\(|log_image\()(?:, )?\"([^\"{]+)\""
+    for path in (REPOSITORY / "fedmoe_pl/callbacks").glob("*.py"):
+        assert {*re.findall(calls, path.read_text())} <= {*listed}, path
 
 
 @pytest.mark.slow

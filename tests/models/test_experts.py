@@ -9,7 +9,26 @@ import torch.nn.functional as F
 from helpers.models import count
 from torch import nn
 
-from fedmoe_pl.models import CNN, IFCACNN, LEAFCNN, VGG16, BiLSTM, FedAvgCNN, GateCNN, LeNet5, SmallMLP, TwoConvCNN
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data import Digits
+from fedmoe_pl.models import (
+    CNN,
+    IFCACNN,
+    LEAFCNN,
+    VGG16,
+    BiLSTM,
+    ConvBlock,
+    ConvExpert,
+    FedAvgCNN,
+    GateCNN,
+    GlobalOnly,
+    LeNet5,
+    PersonalizedMoE,
+    SmallMLP,
+    TwoConvCNN,
+)
 
 
 def test_vgg16_has_the_papers_number_of_parameters_and_initial_convolutions():
@@ -213,3 +232,22 @@ def test_initial_parameters_of_adaptive_expert_models_survive_drawing_all_layers
                 assert layer.weight.var().item() == pytest.approx(bound**2 / 3, rel=0.15)
             if isinstance(layer, (nn.Conv2d, nn.Linear)):
                 assert torch.equal(layer.weight, before[f"{name}.weight"]) is not redrawn
+
+
+@pytest.mark.parametrize(
+    ("network", "least"),
+    [(TwoConvCNN, 16), (LEAFCNN, 16), (FedAvgCNN, 16), (GateCNN, 16), (ConvBlock, 6), (ConvExpert, 6)],
+)
+def test_images_that_would_be_pooled_to_nothing_are_refused(network, least):
+    smallest = network(image_size=least)
+    assert smallest(torch.zeros(2, *smallest.input_shape)).isfinite().all()
+    with pytest.raises(InvalidArgumentError, match=f"image_size is {least - 1}, but must be at least {least};"):
+        network(image_size=least - 1)
+
+
+@pytest.mark.parametrize("network", [LeNet5, VGG16, CNN, IFCACNN])
+def test_a_network_for_images_of_another_size_is_refused_by_both_sizes(network, tmp_path):
+    federation = Federation([Phase("A", FedAvg("global_expert.*"), gate=GlobalOnly())], default_root_dir=str(tmp_path))
+    refusal = r"global_expert is .*, but must be one for images of 8 x 8 pixels, .* it takes images of 32 x 32 pixels\."
+    with pytest.raises(InvalidArgumentError, match=refusal):
+        federation.fit(PersonalizedMoE(network(in_channels=1)), Digits(num_clients=2))

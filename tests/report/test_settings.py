@@ -182,3 +182,16 @@ def test_of_runs_with_one_seed_the_last_with_the_result_counts(evaluated, counte
     runs = [run("a", FEDAVG, SCAFFOLD), run("b", FEDAVG, STOPPED, evaluated=evaluated)]
     ((setting,), (other,)) = settings_of(runs, "FedAvg")
     assert [each.folder.parent.name for each in (*setting.runs, other)] == [counted, "ab".replace(counted, "")]
+
+
+def test_runs_of_several_seeds_are_named_by_what_their_names_have_in_common():
+    changed = [{}, {"trainer__max_epochs": 2, "trainer__a": 1, "trainer__b": 1, "trainer__c": 1}]
+    runs = [
+        run(f"alpha {place},seed_everything={seed}", seed=seed, **change)
+        for place, change in enumerate(changed)
+        for seed in (0, 1)
+    ]
+    settings, _ = settings_of(runs)
+    assert labels("FedAvg", settings) == ["FedAvg (alpha 0)", "FedAvg (alpha 1)"]
+    assert [setting.name for setting in settings_of(runs[:1])[0]] == ["alpha 0,seed_everything=0/version_0"]
+    assert settings_of([run("a"), run("b", seed=1)])[0][0].name == "a and others"

@@ -26,7 +26,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import join_by_name
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.map_style import MapStyleData, check_groups
+from fedmoe_pl.data.map_style import WITHOUT_TEST, MapStyleData, check_groups
 from fedmoe_pl.data.targets import Samples, Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
 
@@ -154,6 +154,9 @@ class FromDataModule(FederatedDataModule):
             with seeded(self.partition_seed):
                 self.datamodule.setup("test")
         given = [name for name in ("test_dataloader", "val_dataloader") if self._overrides(name)]
+        if not (given or self.pool):
+            allowed = f"one with a test_dataloader or a val_dataloader, or any {WITHOUT_TEST}"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed)
         test = self._loader(given[0]) if given else None
         if test is not None and _have_common_samples(train.dataset, test.dataset):
             train = self._loader("train_dataloader")  # setup("test") has drawn another split
@@ -242,7 +245,7 @@ def _with_values(
     for part, of_samples in ids.items():
         check_groups(owner, groups, of_samples, part, len(of_samples))
     data.client_train, data.client_test = ids.get("train"), ids.get("test")
-    if targets is None and (arrays := _arrays(data)) is not None:
+    if targets is None and (arrays := _arrays(data, owner.pool)) is not None:
         return arrays
     data.target_key = targets if isinstance(targets, str) else None
     classes = [classes_of(its, targets) for its in samples.values()]
@@ -260,14 +263,14 @@ def _with_values(
     return data
 
 
-def _arrays(data: MapStyleData) -> Arrays | None:
+def _arrays(data: MapStyleData, pool: bool) -> Arrays | None:
     """The data as arrays, if they are tensors in memory that need no change; None if they are not."""
     train, test = _tensors(data.train_dataset), _tensors(data.test_dataset)
     if train is None or data.eval_dataset is not None:
         return None
     if any(collate not in (None, default_collate) for collate in (data.collate_fn, data.eval_collate_fn)):
         return None
-    if test is None and data.test_dataset is not None:
+    if test is None and not (pool and data.test_dataset is None):
         return None
     test = test or (train[0][:0], train[1][:0])
     x, y = train
