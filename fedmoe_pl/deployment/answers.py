@@ -55,7 +55,7 @@ def _weight_of(training: LocalTraining, client: int) -> float:
     if training.aggregation is not None and training.aggregation.is_uniform:
         return 1
     samples = training.datamodule.train_samples[client]
-    return weight_of(training.algorithm, client, samples, training.seed)
+    return weight_of(training.algorithm, client, samples, training.seed, training.datamodule)
 
 
 def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
