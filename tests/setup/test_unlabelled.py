@@ -23,6 +23,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import CsvFile, Dirichlet, FromDatasets, NpzFile
 from fedmoe_pl.data.partition_report import log_partition, partition_rows
 from fedmoe_pl.deployment.descriptions import own_data
+from fedmoe_pl.evaluation.outputs import own_batch
 from fedmoe_pl.models import GlobalOnly, LinearGate, PersonalizedMoE
 
 NONE = -100
@@ -153,6 +154,7 @@ def test_gate_weights_by_class_leave_out_samples_without_a_label(tmp_path):
     for client, row in enumerate(csv.DictReader(file.read_text().splitlines())):
         (module,) = finished.run.client_modules("FedAvg", [client])
         own = samples.train_samples[client]
+        assert (samples.y[own_batch(samples, client)[0]] >= 0).all(), "of which callbacks show the class"
         with torch.no_grad():
             weights = module.mix(samples.x[own])[1][:, 0]
         for label in range(3):
