@@ -40,7 +40,7 @@ from fedmoe_pl.trees import (
 EvaluationPoint = Literal["local_training", "aggregation"]
 """What of a round comes before an evaluation: after it, clients' models are evaluated."""
 Weighting = Literal["samples", "uniform"]
-"""What an update weighs: the client's number of training samples, as in FedAvg, or the same for all clients."""
+"""What an update weighs: the client's number of training samples that have a label, as in FedAvg, or 1."""
 Need = Literal[
     "all_clients",
     "validation_samples",
@@ -213,7 +213,8 @@ class Algorithm:
         messages: what is sent beside the new values of what is shared, a :class:`Messages`.
         samples_in_loss_only: whether a client's samples have no influence on what it sends or keeps but through the
             losses of its batches, and which samples it trains on is the same in every round. Only such algorithms can
-            be trained with ``Phase.sample_privacy``. A subclass must declare it anew.
+            be trained with ``Phase.sample_privacy``, or with samples without a label, whose label is -100 in batches. A
+            subclass must declare it anew.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
         opt_out: clients and samples that influence nothing that leaves a client, an ``OptOut``; none by default.
@@ -348,7 +349,8 @@ class Algorithm:
         another one.
         """
         sent = copies(client, filter(self.is_shared, client.module.state_dict()))
-        return Update(sent, weight_of(self, client.id, client.samples, client.seed), private_tensors(self, client))
+        weight = weight_of(self, client.id, client.samples, client.seed, client.datamodule)
+        return Update(sent, weight, private_tensors(self, client))
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """Why a client cannot have made an update, in words such as "has no gate.bias"; empty if it can.
@@ -441,9 +443,18 @@ def begins(algorithm: Algorithm, client: Client, prefix: str) -> bool:
     return bool(own) and client.state.keys().isdisjoint(own)
 
 
-def weight_of(algorithm: Algorithm, client_id: int, samples: Tensor, seed: int) -> float:
+def weight_of(
+    algorithm: Algorithm, client_id: int, samples: Tensor, seed: int, datamodule: FederatedDataModule
+) -> float:
     """The weight of a client's update, given its training samples."""
-    return len(algorithm.opt_out.opted_in(client_id, samples, seed)) if algorithm.weighting == "samples" else 1
+    if algorithm.weighting != "samples":
+        return 1
+    return len(datamodule.labelled(algorithm.opt_out.opted_in(client_id, samples, seed)))
+
+
+def sees_losses_only(algorithm: Algorithm) -> bool:
+    """Whether samples have no influence but through the losses of batches, as the algorithm's own class declares."""
+    return algorithm.samples_in_loss_only and "samples_in_loss_only" in vars(type(algorithm))
 
 
 def copies(client: Client, names: Iterable[str]) -> Tree:

@@ -182,7 +182,7 @@ class EpsilonGreedyIFCA(Algorithm):
         cluster = int(constants["cluster"])
         trained = moved(client.module.state_dict(), 0, cluster)
         sent = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
-        weight = weight_of(self, client.id, client.samples, client.seed)
+        weight = weight_of(self, client.id, client.samples, client.seed, client.datamodule)
         tally = torch.cat((torch.tensor([weight, 1], dtype=torch.float64), constants["validation"]))
         return Update({**sent, f"{_TALLY}{cluster}": tally}, weight, private_tensors(self, client))
 

@@ -70,8 +70,9 @@ class FeatureCache:
         if has_own_train(client.module) or training.algorithm.client_batches:
             return None
         architecture = training.architecture(client.id)
-        if architecture in self._too_large:
-            return None
+        labelled = datamodule.labelled(samples)
+        if architecture in self._too_large or not len(labelled):
+            return None  # the loss of samples without a label depends on nothing
         lent = {name for name, each in client.module.named_parameters() if is_borrowed(each)}
         module = copy_module(client.module, lent)  # a step may change more than tensor values
         tracing = _Tracing(training, training.copies.move(module, device), on_device(constants, device))
@@ -80,7 +81,7 @@ class FeatureCache:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.autocast(device.type, torch.bfloat16, enabled=training.in_half_precision),
         ):
-            parts = tracing.find(samples)
+            parts = tracing.find(torch.cat((labelled, samples))[: len(samples)])
             if tracing.are_too_large:
                 self._too_large.add(architecture)
             return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))

@@ -38,6 +38,7 @@ from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.mixtures.tasks import num_labelled
 from fedmoe_pl.trees import Tree
 
 _MOST_GROUPS = 64  # enough that workers do not wait long for the last group
@@ -282,13 +283,13 @@ class _Steps:
         loss, outputs = type(module).loss(module, batch)
         if loss is not None and module.trainer.loggers:
             stage = "train" if module.trainer.training else "validation"
-            self._log(module.metrics_of(batch, outputs, stage), len(pair_of(module, batch)[1]))
+            self._log(module.metrics_of(batch, outputs, stage), num_labelled(module.task, pair_of(module, batch)[1]))
         return loss, outputs
 
     def _log(self, values: dict[str, Tensor], size: int) -> None:
         """Logs the means over an epoch, under the names that a mixture's own steps use."""
         trainer = self.module.trainer
-        if not trainer.loggers:
+        if not trainer.loggers or not (size or self.sharing):
             return
         if self.sharing is not None and trainer.training:
             size, mean = self.sharing.size, self.sharing.mean

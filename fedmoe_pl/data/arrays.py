@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError, reason_of, tried
 
+NO_LABEL = -100
+"""The class of a training sample without a label, which PyTorch's cross-entropy leaves out."""
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MOST_UNPACKED, _MOST_TIMES = 2**30, 100  # bytes of an archive, beyond which they are at most so many times its own
 _NEAR = 0.8  # likeness of two names of which one is probably misspelt
@@ -26,12 +28,19 @@ _CLASSES = 1000  # a label may be higher only if there are as many samples
 class Arrays:
     """A data set as it was read, before normalization and partition.
 
+    A training sample whose class is -100 has no label. It is in its client's batches as any other, and counts there as
+    in PyTorch's cross-entropy: the loss of a batch is the mean over its samples with a label; that of a batch without
+    any is nan and has a gradient of 0. Such samples are never held out, and count in no weight of an update, in no
+    class count and in no metric. Each client needs one with a label. Refused are partitioners that deal by class, and
+    phases in which such samples could count: those with another algorithm than ``FedAvg``, ``FedRep``, ``Local``,
+    ``FineTuning`` and ``PFLMoE``, or your own with ``samples_in_loss_only``, and some settings of these.
+
     Attributes:
         x_train: training samples: uint8 images, shape (n, channels, height, width), which are normalized; floating
             point of any shape (n, ...); or int64 ids of words, from 0, shape (n, length).
-        y_train: their targets: classes, shape (n,), integers from 0, or bool; or others, which are not changed, such
-            as numbers, several labels per sample or masks: floating point of shape (n, ...), or any type of shape
-            (n, k, ...).
+        y_train: their targets: classes, shape (n,), integers from 0, or -100, or bool; or others, which are not
+            changed, such as numbers, several labels per sample or masks: floating point of shape (n, ...), or any type
+            of shape (n, k, ...).
         x_test: samples of the global test set, of the same shape and type as ``x_train``; may be empty only if the
             data module pools all samples.
         y_test: their targets.
@@ -75,7 +84,7 @@ class Arrays:
             kinds = "uint8 images of shape (n, channels, height, width), floating point, or int64 ids of words (n, k)"
             _require(is_image or is_text or x.is_floating_point(), owner, f"x_{part}", x, kinds)
             _require(y.shape[:1] == x.shape[:1], owner, f"y_{part}", y, f"a target for each of the {len(x)} samples")
-            check_labels(owner, f"y_{part}", y, max(self.sizes))
+            check_labels(owner, f"y_{part}", y, max(self.sizes), may_lack=part == "train")
             if ids is not None:
                 has_ids = ids.shape == (len(x),) and all(i == i for i in ids.tolist())
                 _require(has_ids, owner, f"client_{part}", ids, f"an id, other than nan, for each of {len(x)} samples")
@@ -125,13 +134,20 @@ def are_classes(y: Tensor) -> bool:
     return y.dim() == 1 and y.dtype in _INTEGERS
 
 
-def check_labels(owner: object, name: str, y: Tensor, num_samples: int) -> None:
-    """Refuses integers that number no classes: there may be 1000 classes, or as many as samples of the data set."""
+def check_labels(owner: object, name: str, y: Tensor, num_samples: int, may_lack: bool = False) -> None:
+    """Refuses integers that number no classes: there may be 1000 classes, or as many as samples of the data set.
+
+    Samples may have no label if ``may_lack``, but not all of them.
+    """
     limit = max(_CLASSES, num_samples)
-    if are_classes(y) and len(y) and (y.min() < 0 or y.max() >= limit):
-        wrong = (y.min() if y.min() < 0 else y.max()).item()
-        allowed = f"classes from 0 and below {limit}; targets that are no classes are floating point"
-        raise InvalidArgumentError(owner, name, y, allowed, f"it has the label {wrong}")
+    if not (are_classes(y) and len(y)):
+        return
+    labels = y[y != NO_LABEL] if may_lack and (y == NO_LABEL).any() else y
+    least, most = (labels.min().item(), labels.max().item()) if len(labels) else (NO_LABEL, NO_LABEL)
+    if least < 0 or most >= limit:
+        none = f", or {NO_LABEL} for some samples, which have none" if may_lack else ""
+        allowed = f"classes from 0 and below {limit}{none}; targets that are no classes are floating point"
+        raise InvalidArgumentError(owner, name, y, allowed, f"it has the label {least if least < 0 else most}")
 
 
 def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:

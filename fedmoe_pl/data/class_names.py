@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
 from fedmoe_pl.checks import InvalidArgumentError, shown
+from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.map_style import MapStyleData, difference_of_numbers, is_pair
 from fedmoe_pl.data.targets import labels_of, read_sample
@@ -27,7 +28,8 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     """The number of each sample's class, int64, shape (n,), given the names of its class and its client.
 
     Classes are numbered in the order of ``owner.classes``; if that is None, it becomes the names that any client has,
-    sorted (integers by their size), and a warning tells which of them may be misspelt.
+    sorted (integers by their size), and a warning tells which of them may be misspelt. ``-100``, if it is not among
+    ``owner.classes``, is no class but says that a sample has no label.
 
     Raises:
         MisconfigurationException: if a class is not among ``owner.classes``, or appears there twice.
@@ -36,6 +38,8 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     holders: dict[str, dict[str, None]] = {}
     for name, client in zip(names, clients, strict=True):
         holders.setdefault(name, {})[client] = None
+    if str(NO_LABEL) not in (owner.classes or ()):
+        holders.pop(str(NO_LABEL), None)
     if owner.classes is None:
         is_number = are_integers(holders)
         found = sorted(holders, key=int if is_number else None)
@@ -54,7 +58,7 @@ def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: 
     if twice := [name for name, number in Counter(classes).items() if number > 1]:
         because = f"'{twice[0]}' appears twice"
         raise InvalidArgumentError(owner, "classes", owner.classes, "the names of all classes, each once", because)
-    number = {name: label for label, name in enumerate(classes)}
+    number = {str(NO_LABEL): NO_LABEL, **{name: label for label, name in enumerate(classes)}}
     return torch.tensor([number[name] for name in names], dtype=torch.int64)
 
 

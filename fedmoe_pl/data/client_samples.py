@@ -66,6 +66,13 @@ class ClientSamples(Sequence[Tensor]):
         return ClientSamples(self.indices[torch.arange(int(sizes.sum())) + offsets.repeat_interleave(sizes)], sizes)
 
 
+def joined(one: ClientSamples, other: ClientSamples) -> ClientSamples:
+    """Each client's samples in the first parts, followed by those in the second."""
+    both = ClientSamples(torch.cat((one.indices, other.indices)), torch.cat((one.sizes, other.sizes)))
+    in_turn = torch.arange(len(both)).view(2, -1).T.flatten()
+    return ClientSamples(both.select(in_turn).indices, one.sizes + other.sizes)
+
+
 _GLOBAL_TEST = (0, 0)  # spawn key of the random numbers for the global test set; clients' keys have one number
 
 

@@ -12,11 +12,18 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, is_finite
-from fedmoe_pl.data.arrays import Arrays, are_classes, mean_and_std, normalized
+from fedmoe_pl.data.arrays import NO_LABEL, Arrays, are_classes, mean_and_std, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_names import ClientNames
-from fedmoe_pl.data.client_samples import ClientSamples, balanced_subset, natural_test_samples, pooled_ids, split
+from fedmoe_pl.data.client_samples import (
+    ClientSamples,
+    balanced_subset,
+    joined,
+    natural_test_samples,
+    pooled_ids,
+    split,
+)
 from fedmoe_pl.data.loaders import loader
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
@@ -59,8 +66,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     Attributes:
         x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
             ids of words. Samples that are read one by one have none.
-        y: their classes, int64, shape (m,); or other targets, shape (m, ...). If samples are read one by one, only
-            batches have other targets, and the shape is (m, 0).
+        y: their classes, int64, shape (m,), -100 for none; or other targets, shape (m, ...). If samples are read one by
+            one, only batches have other targets, and the shape is (m, 0).
         num_classes: number of classes; 0 if the targets are not one class for each sample.
         reader: reads the samples one by one; None for samples in memory.
         bins: bin of each sample's target, int64, shape (m,), see ``target_bins``; None without it.
@@ -238,6 +245,10 @@ class FederatedDataModule(LightningDataModule, ABC):
                 because = "the targets are not one class per sample; target_bins makes classes of numbers"
                 raise InvalidArgumentError(self, name, value, "left out", because)
         labels = torch.zeros(len(self.y), dtype=torch.int64) if labels is None else labels
+        if partitioner.needs_classes and (labels == NO_LABEL).any():
+            because = f"some training samples have no label ({NO_LABEL})"
+            allowed = "one that does not look at classes, such as IID or PredefinedIndices"
+            raise InvalidArgumentError(self, "partitioner", partitioner, allowed, because)
         self.dealt_by = partitioner
         dealt = partitioner(labels[: self.num_shared].numpy(), self.requested_clients, rng, ids)
         parts = [np.asarray(part) for part in (dealt.values() if isinstance(dealt, Mapping) else dealt)]
@@ -252,8 +263,16 @@ class FederatedDataModule(LightningDataModule, ABC):
             raise InvalidArgumentError(self, "num_clients", self.requested_clients, "lower", reason)
         self.num_clients = len(sizes)
         samples = np.concatenate(parts).astype(np.int64, copy=False)
+        lacks = labels.numpy()[samples] == NO_LABEL
+        lacking = np.bincount(np.arange(len(sizes)).repeat(sizes)[lacks], minlength=len(sizes))
+        if len(alone := np.flatnonzero((lacking == sizes) & lacks.any() & (sizes > 0))):
+            because = f"client {self.client_names[alone[0]]} has none"
+            allowed = "one that gives each client a sample with a label"
+            raise InvalidArgumentError(self, "partitioner", partitioner, allowed, because)
+        unlabelled, samples, sizes = samples[lacks], samples[~lacks], sizes - lacking
         of_class = labels.numpy() if self.stratify else None
-        self.train_samples, self.validation_samples, self.test_samples = self.split_clients(samples, sizes, of_class)
+        train, self.validation_samples, self.test_samples = self.split_clients(samples, sizes, of_class)
+        self.train_samples = joined(train, ClientSamples(*map(torch.from_numpy, (unlabelled, lacking))))
         for name, part in (("test_fraction", self.test_samples), ("validation_fraction", self.validation_samples)):
             if (fraction := getattr(self, name)) and not part.sizes.any() and not isinstance(partitioner, AllToOne):
                 because = f"it rounds to no sample for any client; the largest one has {sizes.max()}"
@@ -267,7 +286,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Splits every client's samples into training, validation and test; override it to split them by other rules.
 
         Args:
-            samples: indices into ``x`` of the clients' samples, one client after another, shape (n,).
+            samples: indices into ``x`` of the clients' samples, one client after another, shape (n,), without those
+                that have no label, which are always training samples.
             sizes: number of samples of each client, shape (num_clients,).
             labels: class or bin of each sample in ``x``, shape (m,), with ``stratify``; otherwise None.
         """
@@ -291,6 +311,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Each client's number of training and validation samples of each class, float64, (clients, classes)."""
         return self._counts(self.y, self.num_classes)
 
+    def labelled(self, samples: Tensor) -> Tensor:
+        """Those of some samples, indices (n,), that have a label: all, if the targets are no classes."""
+        return samples[(self.y[samples] != NO_LABEL).to(samples.device)] if self.num_classes else samples
+
     def bin_counts(self) -> Tensor:
         """The same of each bin of ``target_bins``, float64, (clients, bins); there are no bins without it."""
         return self._counts(self.y, 0) if self.bins is None else self._counts(self.bins, int(self.bins.max()) + 1)
@@ -302,7 +326,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         counts = torch.zeros(self.num_clients * number, dtype=torch.int64)
         for parts in (self.train_samples, self.validation_samples):
             first_cells = torch.arange(0, len(counts), number)
-            cells = first_cells.repeat_interleave(parts.sizes).add_(labels[parts.indices])
+            of_parts = labels[parts.indices]
+            cells = first_cells.repeat_interleave(parts.sizes).add_(of_parts)[of_parts != NO_LABEL]
             counts += torch.bincount(cells, minlength=len(counts))
         return counts.view(self.num_clients, number).double()
 

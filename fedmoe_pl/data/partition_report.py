@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.data.partitioners.iid import IID
@@ -83,6 +84,8 @@ def log_partition(datamodule: FederatedDataModule) -> None:
     each = [f"{_range(datamodule.train_samples.sizes)} training samples"]
     if datamodule.num_classes:
         each.append(f"samples of {_range((counts > 0).sum(dim=1))} of {datamodule.num_classes} classes")
+        lacking = datamodule.train_samples.sizes + datamodule.validation_samples.sizes - counts.sum(1).long()
+        each += [f"{_range(lacking)} samples without a label"] if lacking.any() else []
     odd = [f" {text}" for text in _oddities(datamodule)]
     text = f"{type(datamodule).__name__}: {scheme}, {n} client{'s' * (n > 1)} with {' and '.join(each)}.{''.join(odd)}"
     getLogger("lightning.pytorch").log(WARNING if odd else INFO, text)
@@ -97,7 +100,7 @@ def _oddities(datamodule: FederatedDataModule) -> Iterator[str]:
             yield f"{name}_fraction {fraction} rounds to no sample for {lacking} of {len(part)} clients."
     if not datamodule.num_classes:
         return
-    of_classes = datamodule.y.bincount(minlength=datamodule.num_classes)
+    of_classes = datamodule.y[datamodule.y != NO_LABEL].bincount(minlength=datamodule.num_classes)
     unused = [str(label) for label in (of_classes == 0).nonzero().flatten().tolist()]
     if (of_classes > 0).sum() == 1:
         yield f"All samples have class {int(of_classes.argmax())}, so accuracies say nothing."

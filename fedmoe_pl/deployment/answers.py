@@ -48,7 +48,7 @@ def problem_of_weight(weight: float, training: LocalTraining, client: int) -> st
     """Why a client's update cannot have this weight; empty if it has it. Other arguments as above."""
     is_uniform = training.aggregation is not None and training.aggregation.is_uniform
     samples = training.datamodule.train_samples[client]
-    expected = 1 if is_uniform else weight_of(training.algorithm, client, samples, training.seed)
+    expected = 1 if is_uniform else weight_of(training.algorithm, client, samples, training.seed, training.datamodule)
     return "" if weight == expected else f"its weight is {weight}, but must be {expected}, as its samples say"
 
 

@@ -162,6 +162,11 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: Any) -> F
     parameters = {name for kind in type(datamodule).__mro__ for name in inspect.signature(kind.__init__).parameters}
     takes_classes = "classes" in parameters and datamodule.classes is None
     set_up(datamodule, federation.phases, federation.seed)
+    if len(datamodule.labelled(datamodule.train_samples.indices)) < len(datamodule.train_samples.indices):
+        raise MisconfigurationException(
+            f"{name}: some training samples have no label, but must have one in a deployed federation, because the "
+            "server checks the weight of an update by the client's number of samples."
+        )
     numbers_classes = takes_classes and datamodule.classes is not None
     if datamodule.has_learned or numbers_classes:
         what = "vocabulary" if datamodule.normalization is None else "mean and std"

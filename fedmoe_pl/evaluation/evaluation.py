@@ -56,7 +56,7 @@ class ClientEvaluation:
             if there are none.
         gate_weights: weights of the experts, shape (n, experts), on the client's own samples (the held-out ones
             if it has any, else its training samples); None for a model without a trained gate.
-        gate_labels: labels of the same samples, shape (n,); None for data without class labels.
+        gate_labels: labels of the same samples, shape (n,), -100 for none; None for data without class labels.
         validation_loss: mean loss on the same samples as ``validation``; NaN if there are none.
         has_global_expert: whether all experts except the last one are global.
         metrics: the values of other metrics, such as ``local_test_f1`` on the client's held-out samples; NaN if there
@@ -291,8 +291,9 @@ def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, ob
 
 def _means_by_class(weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
     """Mean of the weights (n,) of each class's samples, shape (num_classes,); NaN for classes without a sample."""
-    labels = labels.cpu()
-    sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights.detach().cpu().double())
+    labels, weights = labels.cpu(), weights.detach().cpu().double()
+    labels, weights = labels[labels >= 0], weights[labels >= 0]  # training samples may have none
+    sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights)
     return sums / torch.bincount(labels, minlength=num_classes)  # 0 / 0 is NaN
 
 

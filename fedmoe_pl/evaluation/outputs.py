@@ -61,9 +61,9 @@ def has_task(module: LightningModule, task: Task) -> bool:
 
 
 def own_batch(datamodule: FederatedDataModule, client: int, number: int | None = None) -> tuple[Tensor, Any]:
-    """Indices of a client's first held-out samples, or training samples if it has none, and their batch."""
+    """Indices of a client's first held-out samples, or if it has none, training samples with a label; their batch."""
     held_out = datamodule.test_samples[client]
-    samples = (held_out if len(held_out) else datamodule.train_samples[client])[:number]
+    samples = (held_out if len(held_out) else datamodule.labelled(datamodule.train_samples[client]))[:number]
     (batch,) = datamodule.batches(samples, batch_size=len(samples))
     return samples, batch
 

@@ -14,7 +14,15 @@ from torchmetrics import Metric
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms import FedDPA, FineTuning
-from fedmoe_pl.algorithms.algorithm import Algorithm, Need, averages, chooses_model, overrides, sends_more
+from fedmoe_pl.algorithms.algorithm import (
+    Algorithm,
+    Need,
+    averages,
+    chooses_model,
+    overrides,
+    sees_losses_only,
+    sends_more,
+)
 from fedmoe_pl.algorithms.shared.parts import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
@@ -23,6 +31,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.layers import has_batch_norm
+from fedmoe_pl.models.mixtures.tasks import IGNORED
 from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
@@ -89,6 +98,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         _check_dropout(run, phase, by_name)
         check_needs(run, phase, module)
+        _check_labels(run, phase, module)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics, epochs_of_all(trainer))
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
         _check_weighed(run, trained, phase, module)
@@ -186,6 +196,29 @@ def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
         is_lacking, refused = lacking[need]
         if is_lacking:
             raise InvalidArgumentError(*refused, f"{type(algorithm).__name__} needs {_NEEDS[need]}")
+
+
+def _check_labels(run: Run, phase: Phase, module: LightningModule) -> None:
+    """Refuses training samples without a label where they could count, see :class:`~fedmoe_pl.data.Arrays`."""
+    samples, algorithm = run.datamodule.train_samples.indices, phase.algorithm
+    if len(run.datamodule.labelled(samples)) == len(samples):
+        return
+    trainer = phase.client_trainer(run.trainer)
+    owner, because = str(phase), f"some training samples have no label ({IGNORED})"
+    if not sees_losses_only(algorithm):
+        allowed = "one that uses samples in the losses of batches only (samples_in_loss_only), such as FedAvg"
+        raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, because)
+    if isinstance(module, MixtureOfExperts):
+        with naming(phase):
+            if module.task != "multiclass":
+                raise InvalidArgumentError(module, "task", module.task, "'multiclass'", because)
+            if module.criterion is not None and getattr(module.criterion, "ignore_index", None) != IGNORED:
+                allowed = f"left out or one with ignore_index {IGNORED}, such as CrossEntropyLoss"
+                raise InvalidArgumentError(module, "loss", module.criterion, allowed, because)
+    if phase.sample_privacy is not None:
+        raise InvalidArgumentError(owner, "sample_privacy", phase.sample_privacy, "left out", because)
+    if is_distributed(trainer):
+        raise InvalidArgumentError(owner, "trainer.strategy", trainer.get("strategy"), "left out", because)
 
 
 def check_phase(
@@ -424,7 +457,7 @@ def check_sample_privacy(run: Run, phase: Phase, module: LightningModule) -> Non
     if privacy is None:
         return
     refused, because = (str(phase), "sample_privacy", privacy, "left out"), ""
-    if not (algorithm.samples_in_loss_only and "samples_in_loss_only" in vars(type(algorithm))):
+    if not sees_losses_only(algorithm):
         because = f"{name} is not known to use samples in the gradients of its loss only (samples_in_loss_only)"
     elif has_batch_norm(module):
         because = f"batch normalization in {type(module).__name__} mixes the samples of a batch; GroupNorm does not"

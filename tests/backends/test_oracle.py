@@ -76,6 +76,16 @@ STACKED = {  # what a stack trains, and does not refuse
     "frozen": Case("frozen", algorithm=SHARED),
     "BatchNorm": Case("BatchNorm", optimizer="AdamW"),
 }
+FEW_LABELS = {  # batches of which some samples, or all, have no label
+    "plain": Case(optimizer="momentum", data="few labels", rounds=2),
+    "uniform": Case(optimizer="Adam", algorithm="uniform", data="few labels"),
+    "BatchNorm": Case("BatchNorm", data="few labels"),
+    "class weights": Case(loss="criterion with class weights", data="few labels"),
+    "own module": Case(algorithm="FedPer", data="few labels", is_mixture=False),
+    "chain": Case(algorithm="chain", data="few labels"),
+    "features": Case("frozen", algorithm=SHARED, data="few labels"),
+    "features, softmax": Case("softmax over samples, frozen", algorithm="chain", data="few labels"),
+}
 OF_FIELDS = {"net": NETS, "loss": LOSSES, "optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithm": ALGORITHMS}
 OF_FIELDS |= {"setting": SETTINGS, "data": DATA}
 ALONE = [Case(**{field: name, "rounds": 2}) for field, names in OF_FIELDS.items() for name in [*names][1:]]
@@ -130,12 +140,14 @@ def check(case, backend, tmp_path):
 
 
 ONE_BY_ONE = ("TrainerBackend", "alone")
+STACKED_OR_NOT = ("StackedBackend", "TrainerBackend")
 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
         *repeated(POINTS, "auto", "StackedBackend", *ONE_BY_ONE, fast=("auto", "StackedBackend")),
+        *repeated(FEW_LABELS, "auto", "StackedBackend", *ONE_BY_ONE, "two processes", fast=STACKED_OR_NOT),
         *repeated(ALONE, "auto"),
         *repeated(DRAWN[:50], "auto", "StackedBackend", *ONE_BY_ONE),
         *repeated(DRAWN[50:], "auto", "StackedBackend", "TrainerBackend"),

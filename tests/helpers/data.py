@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
+from helpers import TensorData
 
 
 class Own(FederatedDataModule):
@@ -41,6 +42,15 @@ def refused_argument(make) -> str:
     refusal = error.value if isinstance(error.value, InvalidArgumentError) else error.value.__cause__  # of a phase
     assert isinstance(refusal, InvalidArgumentError), str(error.value)
     return refusal.argument
+
+
+def without_labels(data: TensorData, share: float, **kwargs) -> TensorData:
+    """The data without the labels of a share of their training samples, but with that of each client's first one."""
+    arrays, parts = data.arrays, data.partitioner.parts
+    lacks = torch.rand(len(arrays.y_train), generator=torch.Generator().manual_seed(1)) < share
+    lacks[[int(part[0]) for part in parts]] = False
+    y, test = arrays.y_train.masked_fill(lacks, -100), (arrays.x_test, arrays.y_test)
+    return set_up(TensorData(arrays.x_train, y, parts, test, data.dtype, batch_size=data.batch_size, **kwargs))
 
 
 def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:

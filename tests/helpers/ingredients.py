@@ -492,6 +492,7 @@ DATA = {
     "batches of one": ((5, 3, 9), 2),
     "large batches": ((20, 9, 13), 9),
 }
+UNLABELLED = {"few labels": ((12, 6, 9), 3)}
 
 
 def build(net="mlp", loss="", optimizer="", scheduler="", hook="", is_mixture=True, dtype=torch.float64):

@@ -22,6 +22,7 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.phases.participation import ClientFailures, sample_cohort
 from fedmoe_pl.seeds import derive_seed, seed_all
 from helpers import blobs
+from helpers.data import without_labels
 from helpers.ingredients import (
     ALGORITHMS,
     CONFIGURE,
@@ -36,6 +37,7 @@ from helpers.ingredients import (
     RATE,
     SCHEDULERS,
     SETTINGS,
+    UNLABELLED,
     build,
 )
 
@@ -76,8 +78,9 @@ class Case:
             Phase(f"phase {number}", algorithm, self.rounds if algorithm.federated else 1, train=train, **of_phase)
             for number, algorithm in enumerate(algorithms)
         ]
-        sizes, batch_size = DATA[self.data]
-        return module, phases, blobs(sizes, dtype=dtype, batch_size=batch_size)
+        sizes, batch_size = (DATA | UNLABELLED)[self.data]
+        data = blobs(sizes, dtype=dtype, batch_size=batch_size)
+        return module, phases, without_labels(data, 0.7) if self.data in UNLABELLED else data
 
     @property
     def trainer(self) -> dict:
@@ -171,7 +174,8 @@ def expected(case: Case) -> dict:
             for client in sample_cohort(range(data.num_clients), number, case.seed, before + round):
                 start = {**initial, **kept.get(client, {}), **server}
                 trained = _train(case, module, phase, data, client, round, before, start, server, optimizers)
-                weight = 1 if case.algorithm == "uniform" else len(data.train_samples[client])
+                labels = data.y[data.train_samples[client]]
+                weight = 1 if case.algorithm == "uniform" else int((labels != -100).sum())
                 kept[client] = {n: t for n, t in trained.items() if n not in server}
                 total += weight
                 for name in server:

@@ -15,12 +15,11 @@ from fedmoe_pl.backends.features import FeatureCache, Features, no_input
 from fedmoe_pl.backends.local_client import begin_client, client_batches
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches
+from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.trees import Tree
 
 TRIED_SAMPLES = 4
 """Number of samples of each client in a trial."""
-NO_LABEL = -100
-"""The label of samples that cross-entropy ignores."""
 
 
 @dataclass
@@ -149,9 +148,14 @@ class StackedData:
         return StackedShare(clients, x.view(*shape, *x.shape[1:]), y, rows)
 
     def first_share(self, clients: slice, size: int = TRIED_SAMPLES) -> StackedShare:
-        """The first few samples of some clients, equally many of each, neither shuffled nor augmented."""
+        """The first few samples of some clients, equally many of each, neither shuffled nor augmented.
+
+        Those without a label, which say nothing about a loss, come after all others of the client.
+        """
         first, size = self.first[clients], min(int(self.sizes[clients, 0].min()), size)
-        places = first[:, None] + torch.arange(size)
+        of_clients = self._labels.split([len(member.batches.samples) for member in self.members])[clients]
+        orders = [(y.view(len(y), -1)[:, :1] == NO_LABEL).flatten().cpu().argsort(stable=True) for y in of_clients]
+        places = first[:, None] + torch.stack([order[:size] for order in orders])
         return self.share(clients, places.to(self.indices.device), torch.full_like(first, size))
 
     def epoch(self, pads: bool) -> Iterator[list[StackedShare]]:

@@ -23,9 +23,10 @@ from fedmoe_pl.backends.loop import Learner, Loop, Loss, OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.backends.rounding import equal_to_rounding
-from fedmoe_pl.backends.stacked.members import NO_LABEL, TRIED_SAMPLES, Member, StackedData, StackedShare
+from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, StackedData, StackedShare
 from fedmoe_pl.backends.stacked.rule import code_of_user
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.models.layers import treats_samples_apart, trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree
@@ -288,7 +289,7 @@ def ignores_padding(
         return False
     share = data.first_share(slice(1), 2 * TRIED_SAMPLES)
     half = share.y.shape[1] // 2
-    if not half:
+    if not half or bool((share.y[:, :half] == NO_LABEL).all()):
         return False
     # on the CPU, because a loss that uses the label -100 as an index would make a GPU unusable
     training.copies.move(module, torch.device("cpu"))

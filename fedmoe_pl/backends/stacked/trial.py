@@ -29,6 +29,7 @@ from fedmoe_pl.backends.stacked.members import Member, StackedShare, begin_membe
 from fedmoe_pl.backends.stacked.rule import changes_steps
 from fedmoe_pl.backends.stacked.stack import Stack, make_stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.models.layers import has_own_train
 from fedmoe_pl.trees import copy_module, loads_by_itself, names_of_same_tensors, same_bits
 
@@ -132,6 +133,8 @@ def _try_stack(
             Freezing(training, training.copies.move(each, device), round).freeze(epoch)
         before = states_of_generators(device)
         share = stack.data.first_share(slice(0, 2))
+        if bool((share.y == NO_LABEL).flatten(1).all(1).any()):
+            raise NotStackable("a trial step would compare nothing, because a client trains on no sample with a label")
         batches = share.y.shape[:2].numel() / stack.data.batch_size
         with stack.looking_up(), stack.stepping():
             alone = [

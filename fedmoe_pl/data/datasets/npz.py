@@ -25,8 +25,9 @@ class NpzFile(ImageDataModule):
     ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape (n, height, width),
     (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are divided by 255 and
     normalized. Floating-point arrays of any shape (n, ...) are not changed, nor are integers of shape (n, length),
-    which are ids of words from 0. Labels are integers of shape (n,), from 0; floating-point targets of any shape
-    (n, ...), such as those of a regression, and integers of shape (n, k, ...), such as masks, are no classes.
+    which are ids of words from 0. Labels are integers of shape (n,), from 0, or -100 for a training sample without one,
+    see :class:`Arrays`; floating-point targets of any shape (n, ...), such as those of a regression, and integers of
+    shape (n, k, ...), such as masks, are no classes.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.npz``.

@@ -36,7 +36,8 @@ class Partitioner(ABC):
         """Returns the sample indices of every client.
 
         Args:
-            labels: class of every training sample, shape (n,), integers from 0; all 0 for data without classes.
+            labels: class of every training sample, shape (n,), integers from 0; all 0 for data without classes. A
+                partitioner that does not look at them may also get -100, for samples without a label.
             num_clients: number of clients; None if the data determine it.
             rng: the only source of randomness.
             client_ids: the client that every sample comes from, shape (n,); None if unknown.

@@ -46,6 +46,7 @@ from fedmoe_pl.models.mixtures.tasks import (
     checked_task,
     counted,
     ignored_class,
+    num_labelled,
     usual_loss,
 )
 from fedmoe_pl.trees import copy_module
@@ -363,7 +364,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def counted(self, y: Tensor) -> int:
-        """What the mean loss of targets (B, ...) counts in a mean over batches: B, or in ``causal_lm`` the tokens."""
+        """What the mean loss of targets (B, ...) counts in a mean over batches: B, labels (B,) or, in texts, tokens."""
         return counted(self.task, y)
 
     def scores_of(self, logits: Tensor) -> Tensor:
@@ -379,8 +380,9 @@ class MixtureOfExperts(LightningModule, ABC):
         if loss is None:  # an override's; Lightning then leaves the batch out
             return loss
         y = inputs_and_targets(batch, self.target_key)[1]
-        self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
-        self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=len(y))
+        if number := num_labelled(self.task, y):
+            self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
+            self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=number)
         return loss
 
     def metrics_of(self, batch: Batch, outputs: Mapping[str, Tensor], stage: str) -> dict[str, Tensor]:

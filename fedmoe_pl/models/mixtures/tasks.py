@@ -84,8 +84,13 @@ def by_token(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted(task: Task, targets: Tensor) -> int:
-    """What the mean loss of some samples counts in a mean over batches: their number, or that of their tokens."""
-    return len(targets) if task != "causal_lm" else int((targets[:, 1:] != IGNORED).sum())
+    """What the mean loss of some samples counts in a mean over batches: how many have a label, or tokens that count."""
+    return num_labelled(task, targets) if task != "causal_lm" else int((targets[:, 1:] != IGNORED).sum())
+
+
+def num_labelled(task: Task, targets: Tensor) -> int:
+    """The number of samples without those whose only target is -100, a class that does not count."""
+    return int((targets != IGNORED).sum()) if task == "multiclass" and targets.dim() == 1 else len(targets)
 
 
 def weight_of(task: Task, criterion: Loss | None, targets: Tensor) -> float:
