@@ -116,7 +116,9 @@ def _caption(condition: Condition) -> str:
                 f"; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the clients of all seeds, and the same "
                 "sign in every seed"
             )
-    return in_latex(f"{'. '.join(facts)}.")
+    # keys and names of files stay as they are
+    sentences = ". ".join(fact if fact in (condition.name, condition.data) else fact[0].upper() + fact[1:] for fact in facts)
+    return in_latex(f"{sentences}.")
 
 
 def _left_out(metrics: Sequence[str]) -> str:
