@@ -304,7 +304,7 @@ def test_five_clients_whose_updates_are_masked_and_private_end_with_the_bits_of_
         (own,) = path.parent.glob("*/private_rounds.json")
         checkpoints.append(own.parent / FILE)
         rounds = PrivateRounds(path.parent, own.parent.name, client)
-        secret_seeds[client] = rounds.begin(SimpleNamespace(phase="private", rounds_before=0))
+        secret_seeds[client] = rounds.begin(SimpleNamespace(phase_name="private", rounds_before=0))
         secret.append(([path.read_bytes()[:32]], [f"{secret_seeds[client]}".encode()]))
     of_seed = local_client._private_generator
 
