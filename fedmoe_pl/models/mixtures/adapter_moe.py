@@ -65,7 +65,7 @@ class AdapterMoE(MixtureOfExperts):
     """
 
     gate: Gate
-    gate_width: int = 2
+    gate_width = 2
     blocks: Sequence[str] = ()
     has_one_head: bool = False
 
@@ -91,7 +91,8 @@ class AdapterMoE(MixtureOfExperts):
         self.scaling = lora.scaling
         self.base = base
         self._of_features = Look()
-        self._adapted = AdaptedBase(base, lora, self.gate_width, self.prepared, self.blocks, self.has_one_head)
+        number = len(self.weighed_parts)
+        self._adapted = AdaptedBase(base, lora, number, self.prepared, self.blocks, self.has_one_head)
         self.name_experts(self._adapted.experts)
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
