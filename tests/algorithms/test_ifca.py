@@ -306,7 +306,6 @@ def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
     server, last = federation.run.states["IFCA"].server, watch.servers[-2]
     assert server["clusters/active"].all()
     best = subtree(server, "clusters/best/")
-    assert {name.split(".")[1] for name in best} == {"0", "1", "2"}
     assert_same_bits({name: server[name] for name in best}, best)
     restored = any(not torch.equal(last[name], tensor) for name, tensor in best.items())
     assert restored, "the test would show nothing if the last weights were the best"
