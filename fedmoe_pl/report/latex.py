@@ -116,8 +116,8 @@ def _caption(condition: Condition) -> str:
                 f"; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the clients of all seeds, and the same "
                 "sign in every seed"
             )
-    # keys and names of files stay as they are
-    sentences = ". ".join(fact if fact in (condition.name, condition.data) else fact[0].upper() + fact[1:] for fact in facts)
+    names = condition.name, condition.data  # begin with keys or names of files, which stay as they are
+    sentences = ". ".join(fact if fact in names else fact[0].upper() + fact[1:] for fact in facts)
     return in_latex(f"{sentences}.")
 
 

@@ -5,20 +5,7 @@ import torch
 from helpers import blobs, mixture, phase, run
 from torch import Generator
 
-from fedmoe_pl import Phase
-from fedmoe_pl.aggregation import (
-    ALittleIsEnough,
-    Bucketing,
-    CenteredClipping,
-    CoordinateMedian,
-    GaussianNoise,
-    GeometricMedian,
-    InnerProductManipulation,
-    MultiKrum,
-    NearestNeighborMixing,
-    TrimmedMean,
-    UnderAttack,
-)
+from fedmoe_pl import Phase, aggregation
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import GlobalOnly
@@ -30,20 +17,20 @@ ATTACKERS = [2, 7]
 
 def test_the_attacks_are_those_of_their_papers():
     generator = Generator().manual_seed(0)
-    assert InnerProductManipulation(2.0)(HONEST, generator).tolist() == [-6, -8]
-    assert InnerProductManipulation(1.0)(HONEST, generator).tolist() == [-3, -4], "sign flipping"
+    assert aggregation.InnerProductManipulation(2.0)(HONEST, generator).tolist() == [-6, -8]
+    assert aggregation.InnerProductManipulation(1.0)(HONEST, generator).tolist() == [-3, -4], "sign flipping"
     deviations = HONEST.numpy().std(axis=0, ddof=1)
-    assert ALittleIsEnough(1.5)(HONEST, generator).tolist() == pytest.approx(
+    assert aggregation.ALittleIsEnough(1.5)(HONEST, generator).tolist() == pytest.approx(
         [3 + 1.5 * deviations[0], 4 + 1.5 * deviations[1]]
     )
-    assert ALittleIsEnough()(HONEST[:1], generator).tolist() == [1, 2]
-    draws = GaussianNoise(3.0)(torch.ones(2, 10_000), generator)
+    assert aggregation.ALittleIsEnough()(HONEST[:1], generator).tolist() == [1, 2]
+    draws = aggregation.GaussianNoise(3.0)(torch.ones(2, 10_000), generator)
     assert abs(draws.std().item() - 3) < 0.1 and draws.dtype == torch.float32
     assert abs(draws.mean().item()) < 0.2, "in place of the change, not on top of it"
 
 
 def test_only_the_attackers_vectors_are_replaced_and_without_an_aggregation_the_mean_is_weighted():
-    attack = UnderAttack(InnerProductManipulation(1.0), [4, 9])
+    attack = aggregation.UnderAttack(aggregation.InnerProductManipulation(1.0), [4, 9])
     vectors = torch.cat([HONEST[:1], torch.full((1, 2), 100.0), HONEST[1:]])
     before = vectors.clone()
     mean = attack.of_clients([0, 4, 5, 6], vectors, [1, 2, 3, 4], Generator())
@@ -55,21 +42,21 @@ def test_only_the_attackers_vectors_are_replaced_and_without_an_aggregation_the_
 
 
 DEFENSES = {
-    "median": CoordinateMedian(),
-    "trimmed mean": TrimmedMean(2),
-    "geometric median": GeometricMedian(),
-    "Multi-Krum": MultiKrum(2),
-    "centered clipping": CenteredClipping(1.0),
-    "NNM": NearestNeighborMixing(TrimmedMean(2), 2),
-    "buckets": Bucketing(CoordinateMedian()),
+    "median": aggregation.CoordinateMedian(),
+    "trimmed mean": aggregation.TrimmedMean(2),
+    "geometric median": aggregation.GeometricMedian(),
+    "Multi-Krum": aggregation.MultiKrum(2),
+    "centered clipping": aggregation.CenteredClipping(1.0),
+    "NNM": aggregation.NearestNeighborMixing(aggregation.TrimmedMean(2), 2),
+    "buckets": aggregation.Bucketing(aggregation.CoordinateMedian()),
 }
-IPM, NOISE = InnerProductManipulation(20.0), GaussianNoise(20.0)
+IPM, NOISE = aggregation.InnerProductManipulation(20.0), aggregation.GaussianNoise(20.0)
 AGGREGATIONS = {
     "FedAvg": None,
-    "FedAvg under attack": UnderAttack(IPM, ATTACKERS),
-    "FedAvg under noise": UnderAttack(NOISE, ATTACKERS),
-    "median under noise": UnderAttack(NOISE, ATTACKERS, CoordinateMedian()),
-    **{name: UnderAttack(IPM, ATTACKERS, defense) for name, defense in DEFENSES.items()},
+    "FedAvg under attack": aggregation.UnderAttack(IPM, ATTACKERS),
+    "FedAvg under noise": aggregation.UnderAttack(NOISE, ATTACKERS),
+    "median under noise": aggregation.UnderAttack(NOISE, ATTACKERS, aggregation.CoordinateMedian()),
+    **{name: aggregation.UnderAttack(IPM, ATTACKERS, defense) for name, defense in DEFENSES.items()},
 }
 
 
@@ -98,7 +85,9 @@ def test_fedavg_fails_under_attack_and_robust_aggregations_survive(accuracies):
 
 
 def test_the_attackers_train_and_keep_their_own_parameters(tmp_path):
-    attacked = phase("it", FedAvg("global_expert.*"), aggregation=UnderAttack(GaussianNoise(), [1]))
+    attacked = phase(
+        "it", FedAvg("global_expert.*"), aggregation=aggregation.UnderAttack(aggregation.GaussianNoise(), [1])
+    )
     usual = phase("usual", FedAvg("global_expert.*"), start="initial")
     states = run([attacked, usual], mixture(), blobs(), tmp_path).run.states
     assert states["it"].clients[1].keys() == states["usual"].clients[1].keys()

@@ -1,5 +1,6 @@
 """Methods of low-rank adapters with the layers for which peft makes adapters, and with a real ``AdapterMoE``."""
 
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -27,15 +28,6 @@ pytestmark = [
 ]
 
 
-class OneLayer(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)
-
-
 def drawn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -61,7 +53,8 @@ EXACT += [(FlexLoRA([1]), 3, kind) for kind in ALL if kind != "groups"]
 
 def of_one_layer(kind, r):
     torch.manual_seed(0)
-    return AdapterMoE(OneLayer(ALL[kind][0]()), LoRA(["layer"], r=r, lora_alpha=2 * r), GlobalOnly()).double()
+    base = nn.Sequential(OrderedDict(layer=ALL[kind][0]()))
+    return AdapterMoE(base, LoRA(["layer"], r=r, lora_alpha=2 * r), GlobalOnly()).double()
 
 
 @pytest.mark.parametrize(("algorithm", "r", "kind"), EXACT)

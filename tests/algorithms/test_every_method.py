@@ -16,19 +16,7 @@ from helpers.prototypes import without_a_class
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 
-from fedmoe_pl.algorithms import (
-    FD,
-    FML,
-    EpsilonGreedyIFCA,
-    FedAPEN,
-    FedEM,
-    FedKD,
-    FedMix,
-    FedMoEDA,
-    FedPAC,
-    FedProto,
-    HetLoRA,
-)
+from fedmoe_pl import algorithms
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
@@ -55,10 +43,10 @@ def fitted(path, name, ckpt_path=None, **kwargs):
 def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(tmp_path, name):
     count = Count()
     whole = fitted(tmp_path / "whole", name, callbacks=[count], backend=TrainerBackend())
-    arguments = {"backend": TwoInThisProcess()}
+    kill = Kill("on_client_end", count.number - 1)
     with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path / "killed", name, callbacks=[Kill("on_client_end", count.number - 1)], **arguments)
-    resumed = fitted(tmp_path / "killed", name, "last", **arguments)
+        fitted(tmp_path / "killed", name, callbacks=[kill], backend=TwoInThisProcess())
+    resumed = fitted(tmp_path / "killed", name, "last", backend=TwoInThisProcess())
     for phase, state in whole.run.states.items():
         again = resumed.run.states[phase]
         assert_same(again.server, state.server)
@@ -75,14 +63,14 @@ def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clie
 
 
 OWN_COMBINE = [
-    (FD(), mixture, 1e-12),
-    (FedProto(), mixture, 1e-12),
-    (FedPAC(), lambda: mixture(GlobalOnly()), 1e-9),
-    (FedKD(1, 1), lambda: pair(hidden=(6,)), 1e-12),
-    (FedMix(), lambda: sparse_mixture(4), 1e-12),
-    (FedMoEDA(), sparse_mixture, 1e-12),
-    (EpsilonGreedyIFCA(), lambda: clustered(gate=only(0)), 1e-12),
-    (HetLoRA([1, 3, 2]), lambda: adapted(3), 1e-12),
+    (algorithms.FD(), mixture, 1e-12),
+    (algorithms.FedProto(), mixture, 1e-12),
+    (algorithms.FedPAC(), lambda: mixture(GlobalOnly()), 1e-9),
+    (algorithms.FedKD(1, 1), lambda: pair(hidden=(6,)), 1e-12),
+    (algorithms.FedMix(), lambda: sparse_mixture(4), 1e-12),
+    (algorithms.FedMoEDA(), sparse_mixture, 1e-12),
+    (algorithms.EpsilonGreedyIFCA(), lambda: clustered(gate=only(0)), 1e-12),
+    (algorithms.HetLoRA([1, 3, 2]), lambda: adapted(3), 1e-12),
 ]
 
 
@@ -101,12 +89,12 @@ def test_the_order_in_which_updates_are_combined_changes_only_the_rounding(algor
 @pytest.mark.parametrize(
     ("algorithm", "module", "constants"),
     [
-        (FML(0.3, 0.6), mixture(), {}),
-        (FedKD(), mixture(), {}),
-        (FedAPEN(), mixture(MixtureWeights()), {}),
-        (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [0, 2]}),
-        (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [3]}),
-        (FedEM(), learners(), {"received": {}, "log_pi": torch.tensor([0.5, 0.3, 0.2]).double().log()}),
+        (algorithms.FML(0.3, 0.6), mixture(), {}),
+        (algorithms.FedKD(), mixture(), {}),
+        (algorithms.FedAPEN(), mixture(MixtureWeights()), {}),
+        (algorithms.FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [0, 2]}),
+        (algorithms.FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [3]}),
+        (algorithms.FedEM(), learners(), {"received": {}, "log_pi": torch.tensor([0.5, 0.3, 0.2]).double().log()}),
     ],
 )
 def test_samples_without_a_label_do_not_count(algorithm, module, constants):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, run, tensors
-from lightning.pytorch import LightningModule
+from helpers.ingredients import Own
 from torch import Generator
 
 from fedmoe_pl import Phase, Select
@@ -129,36 +129,16 @@ def test_first_passes_end_once_the_last_ten_of_more_losses_deviate_by_less_than_
     assert not _have_settled([1.0, 1.19] * 5)
 
 
-class Bare(LightningModule):
-    """The expert as a user's own module."""
-
-    def __init__(self, expert):
-        super().__init__()
-        self.expert = expert
-
-    def forward(self, x):
-        return self.expert(x)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=RATE)
-
-
 def test_the_module_itself_may_be_the_expert(tmp_path):
-    whole = Phase("it", FedALA(expert=""), 2)
-    itself = run([whole], Bare(model().global_expert), data(), tmp_path / "itself", backend=TrainerBackend())
-    part = run(
-        [ala(phase={"rounds": 2, "clients_per_round": None})],
-        model(),
-        data(),
-        tmp_path / "part",
-        backend=TrainerBackend(),
+    of_user = Own(model().global_expert, partial(torch.optim.SGD, lr=RATE))
+    part = ala(phase={"rounds": 2, "clients_per_round": None})
+    one, other = (
+        run([its_phase], module, data(), tmp_path, backend=TrainerBackend())
+        for its_phase, module in ((Phase("FedALA", FedALA(expert=""), 2), of_user), (part, model()))
     )
     for client in range(3):
-        expert = part.client_module("FedALA", client).global_expert
-        assert_same_bits(tensors(itself.client_module("it", client).expert), tensors(expert))
+        itself, expert = one.client_module("FedALA", client).net, other.client_module("FedALA", client).global_expert
+        assert_same_bits(tensors(itself), tensors(expert))
 
 
 def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):

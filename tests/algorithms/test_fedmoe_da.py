@@ -1,4 +1,4 @@
-"""FedMoE-DA: what clients send the server and each other, by hand."""
+"""FedMoE-DA: the aggregation matrix, what clients send the server and each other, and whole runs, by hand."""
 
 import copy
 import math
@@ -13,18 +13,63 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from fedmoe_pl import Federation, Messages, Phase, Select, Train
-from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
-from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.models import ConstantGate
+from fedmoe_pl import Messages, Phase, Train, Update
+from fedmoe_pl.algorithms import FedAvg, FedMoEDA
+from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix, aggregation_rows
 
-N = 3  # clients of blobs()
-
-
+N, E = 3, math.e  # clients of blobs()
 EMBEDDING, EXPERT, PROXY = 5 * 6 + 6, 6 * 4 + 4 + 4 * 3 + 3, 6  # parameters
 
 
-E = math.e
+# The rows of the aggregation matrix
+
+
+def test_an_expert_is_averaged_with_the_most_alike_by_a_softmax_of_cosines():
+    proxies = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
+    c = math.sqrt(0.5)  # cosine of 45 degrees; rows 0 and 1 are at right angles
+    neighbours, weights = aggregation_rows(proxies, top_p=1)
+    assert neighbours.tolist() == [[0, 2], [1, 2], [2, 0]]
+    expected = torch.tensor([E, math.exp(c)], dtype=torch.float64) / (E + math.exp(c))
+    torch.testing.assert_close(weights, expected.expand(3, 2), rtol=1e-11, atol=0)
+    neighbours, weights = aggregation_rows(proxies, "all", temperature=0.5)
+    assert neighbours.tolist() == [[0, 2, 1], [1, 2, 0], [2, 0, 1]]
+    first = torch.tensor([E**2, math.exp(2 * c), 1], dtype=torch.float64)
+    last = torch.tensor([E**2, math.exp(2 * c), math.exp(2 * c)], dtype=torch.float64)
+    torch.testing.assert_close(weights, torch.stack([r / r.sum() for r in (first, first, last)]), rtol=1e-11, atol=0)
+
+
+def test_of_equal_cosines_the_first_are_taken_and_the_expert_itself_comes_first():
+    """Four clients with the same two proxies: rows 0, 2, 4, 6 are equal, and so are 1, 3, 5, 7."""
+    neighbours, weights = aggregation_rows(torch.randn(2, 50).repeat(4, 1), top_p=2)
+    alike = [[other for other in range(row % 2, 8, 2) if other != row] for row in range(8)]
+    assert neighbours.tolist() == [[row, *alike[row][:2]] for row in range(8)]
+    torch.testing.assert_close(weights, torch.full((8, 3), 1 / 3))
+
+
+def test_other_experts_of_the_own_client_can_be_left_out():
+    """The first two experts are of client 0, the last one of client 1."""
+    proxies, owners = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64), torch.tensor([0, 0, 1])
+    neighbours, weights = aggregation_rows(proxies, "all", owners=owners)
+    dense = torch.zeros(3, 3, dtype=torch.float64).scatter(1, neighbours, weights)
+    other = 1 / (1 + E)
+    expected = [[1 - other, 0, other], [0, 1 - other, other], [1 / (2 + E), 1 / (2 + E), E / (2 + E)]]
+    torch.testing.assert_close(dense, torch.tensor(expected, dtype=torch.float64))
+    assert aggregation_rows(proxies, 1)[0][0].tolist() == [0, 1]
+    assert aggregation_rows(proxies, 1, owners=owners)[0][0].tolist() == [0, 2]
+
+
+def test_the_matrix_of_the_server_is_dense_again_and_its_rows_add_up_to_1():
+    algorithm = FedMoEDA(1, interval=1)
+    assert aggregation_matrix({"embedding.w": torch.zeros(1)}) is None
+    proxies = {"proxies/1": torch.tensor([[0.0, 1.0]]), "proxies/0": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}
+    found = aggregation_matrix(algorithm.server_update({}, Update(proxies, 2)))
+    assert found is not None
+    other = 1 / (1 + E)
+    torch.testing.assert_close(found[0], torch.tensor([[0.5, 0.5, 0], [0.5, 0.5, 0], [other, 0, 1 - other]]))
+    assert found[1].tolist() == [0, 0, 1]
+
+
+# Rounds
 
 
 def values(*numbers) -> dict:
@@ -129,11 +174,9 @@ BY_HAND = {
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("num_experts", [[1, 3, 2]], ids=str)
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_federation_gives_what_it_gives_by_hand(name, num_experts, tmp_path):
-    given = BY_HAND[name]
-    data = blobs(batch_size=100)
+def test_a_federation_gives_what_it_gives_by_hand(name, tmp_path):
+    given, num_experts, data = BY_HAND[name], [1, 3, 2], blobs(batch_size=100)
     expected = federation_by_hand(sparse_mixture(num_experts), data, rounds=4, **given)
     arguments = {{"sync": "sync_matrix", "exclude": "exclude_own_client"}.get(key, key): given[key] for key in given}
     federation = run([phase("DA", FedMoEDA(**arguments), rounds=4)], sparse_mixture(num_experts), data, tmp_path)
@@ -144,14 +187,10 @@ def test_a_federation_gives_what_it_gives_by_hand(name, num_experts, tmp_path):
     assert (found["experts.0.0.weight"] - started["experts.0.0.weight"]).abs().max() > 0.01
 
 
-def traffic(tmp_path, algorithm, num_experts, rounds, **kwargs):
-    federation = run([phase("DA", algorithm, rounds=rounds)], sparse_mixture(num_experts), blobs(), tmp_path, **kwargs)
-    return federation.run.states["DA"].traffic
-
-
 def test_traffic_is_what_it_is_by_hand(tmp_path):
     """K = 2, all others: updates in rounds 1 and 3, experts mixed from 2 on, with rows of 6 experts."""
-    found = traffic(tmp_path, FedMoEDA("all", interval=2), 2, rounds=4)
+    it = phase("DA", FedMoEDA("all", interval=2), rounds=4)
+    found = run([it], sparse_mixture(2), blobs(), tmp_path).run.states["DA"].traffic
     rows = 3 * 3 * (2 * N) * 2  # 3 rounds, of a client: client, index and weight of each of 6 experts, for 2 experts
     experts = 3 * N * 2 * (N - 1) * EXPERT  # 3 rounds, of each of 2 clients both experts
     parameters = {"down": N * 4 * EMBEDDING, "up": N * 4 * EMBEDDING, "between_clients": experts}
@@ -206,40 +245,18 @@ def test_clients_start_from_the_same_gate_and_experts_unless_they_draw_their_own
         assert_same_bits(first, tensors(sparse_mixture(2)))
 
 
-def fitted(path, callbacks=None, ckpt_path=None, **kwargs):
-    phases = [
-        Phase("DA", FedMoEDA(2, interval=2), rounds=4, select=Select("reweighted_test"), train=Train(max_epochs=1)),
-        Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), train=Train(max_epochs=0)),
-    ]
-    arguments = {"logger": False, "enable_progress_bar": False, "callbacks": callbacks, **kwargs}
-    federation = Federation(phases, default_root_dir=str(path), **{"trainer": {"accelerator": "cpu"}, **arguments})
-    federation.fit(sparse_mixture([3, 2]), blobs(), ckpt_path=ckpt_path)
-    return federation
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Federation:
-    """A run that nothing stopped, with its logs."""
-    return fitted(tmp_path_factory.mktemp("whole"), logger=True)
-
-
-def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(whole):
-    log = EventAccumulator(str(whole.run_dir / "DA"))
-    log.Reload()
+def test_tensorboard_shows_the_first_and_the_last_matrix_and_a_curve_of_each_expert_s_use(tmp_path):
+    """The share of the clients' own samples that their gates send to it: of those that have it, the mean."""
+    it = Phase("DA", FedMoEDA(2, interval=2), rounds=4, train=Train(max_epochs=1))
+    fed = run([it], sparse_mixture([3, 2]), blobs(), tmp_path, logger=True)
+    log = EventAccumulator(str(fed.run_dir / "DA")).Reload()
     assert sorted(log.Tags()["images"]) == ["used_experts/averaged_with", "used_experts/by_client"]
     assert [image.step for image in log.Images("used_experts/averaged_with")] == [1, 4]
     assert not any("gate" in tag for tag in [*log.Tags()["images"], *log.Tags()["tensors"]])
-    weights = [tag for tag in log.Tags()["scalars"] if tag.startswith("mean_gate_weight/")]
-    assert weights == [f"mean_gate_weight/expert_{expert}" for expert in range(len(weights))]
-    assert len(log.Scalars(weights[0])) == 4
     assert min(tag for tags in log.Tags().values() if isinstance(tags, list) for tag in tags) == "global_test/mean"
-
-
-def test_the_use_of_experts_is_a_curve_for_each(whole):
-    """The share of the clients' own samples that their gates send to it: of those that have it, the mean."""
-    log = EventAccumulator(str(whole.run_dir / "DA")).Reload()
-    clients = whole.results["DA"].clients
+    clients = fed.results["DA"].clients
     for expert in range(3):
+        assert len(log.Scalars(f"mean_gate_weight/expert_{expert}")) == 4
         chosen = [c.gate_weights.argmax(dim=1) == expert for c in clients if c.gate_weights.shape[1] > expert]
         (*_, last) = log.Scalars(f"used_experts/expert_{expert}")
         assert last.step == 4

@@ -1,4 +1,4 @@
-"""FedPAC against a bare loop of PyTorch with a quadratic program over all supports, and its limits."""
+"""FedPAC against a bare loop of PyTorch, and its quadratic programs over the simplex against all supports."""
 
 import copy
 from functools import partial
@@ -7,14 +7,14 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, client_generator, mixture, phase, run, tensors
+from helpers import Expert, assert_same_bits, client_generator, mixture, phase, run, tensors
 from helpers.prototypes import SIZES, without_a_class
 from torch import nn
 
 from fedmoe_pl import Train
 from fedmoe_pl.algorithms import FedPAC, Local
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.fedpac import combination_weights
+from fedmoe_pl.algorithms.fedpac import combination_weights, simplex_minimum
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.trees import subtree
@@ -46,21 +46,23 @@ def statistics(own, x, y):
     return means, h, v / len(y)
 
 
-def minimum_over_supports(h, v, i):
-    size = len(v)
-    matrix = torch.zeros(size, size, dtype=torch.float64)
-    for j in range(size):
-        for k in range(size):
-            matrix[j, k] = ((h[i] - h[j]) * (h[i] - h[k])).sum() + (v[j] if j == k else 0)
-    best = None
+def of_all_supports(matrix):
+    """The minimum over all supports in which the minimum on the plane has weights of at least 0."""
+    best, size = None, len(matrix)
     for support in (list(s) for n in range(1, size + 1) for s in combinations(range(size), n)):
         within = torch.linalg.inv(matrix[support][:, support]).sum(1)
-        a = torch.zeros(size, dtype=torch.float64)
-        a[support] = within / within.sum()
-        if (a >= 0).all() and (best is None or a @ matrix @ a < best @ matrix @ best):
-            best = a
-    best[best < 1e-3] = 0
-    return best / best.sum()
+        weights = torch.zeros(size, dtype=torch.float64)
+        weights[support] = within / within.sum()
+        if (weights >= 0).all() and (best is None or weights @ matrix @ weights < best @ matrix @ best):
+            best = weights
+    return best
+
+
+def weights_by_hand(h, v, i):
+    rows = torch.stack([h[i] - each for each in h]).flatten(1)
+    weights = of_all_supports(rows @ rows.T + torch.diag(torch.stack(v)))
+    weights[weights < 1e-3] = 0
+    return weights / weights.sum()
 
 
 def train_in_turn(own, batches, prototypes, own_prototypes, weight):
@@ -109,7 +111,7 @@ def test_rounds_equal_a_loop_by_the_paper(clients_per_round, tmp_path):
         extractor = mean_state([experts[c].extractor for c in cohort], [SIZES[c] for c in cohort])
         combined = []
         for row, _ in enumerate(cohort):
-            weights = minimum_over_supports(h, v, row)
+            weights = weights_by_hand(h, v, row)
             assert round > 0 or (weights > 0).sum() > 1, "something is combined"
             combined.append(mean_state([experts[c].classifier for c in cohort], weights))
         for row, client in enumerate(cohort):
@@ -139,13 +141,6 @@ def test_weights_below_a_thousandth_are_dropped():
     variances = torch.tensor([9e-4, 1e-4], dtype=torch.float64)
     assert combination_weights(features, variances, 0).tolist() == [1.0, 0.0]
     assert combination_weights(features, 2 * variances, 0)[1] > 1e-3
-
-
-def test_clients_alike_get_the_mean_classifier_by_samples():
-    """Equal features: the weights are proportional to 1 / v, and v to 1 / n."""
-    features = torch.ones(3, 4, dtype=torch.float64)
-    weights = combination_weights(features, 1 / torch.tensor([13.0, 8.0, 11.0], dtype=torch.float64), 1)
-    assert weights.tolist() == pytest.approx([13 / 32, 8 / 32, 11 / 32], rel=1e-10)
 
 
 def test_what_leaves_and_reaches_a_client_is_what_the_paper_says(tmp_path):
@@ -198,20 +193,34 @@ def test_a_later_phase_starts_from_the_combined_classifiers(in_files, tmp_path):
         assert_same_bits(after, before)
 
 
-class CountingClassifier(nn.Module):
-    """An expert with batch normalization in the classifier, which has a counter."""
-
-    def __init__(self):
-        super().__init__()
-        self.extractor = nn.Sequential(nn.Linear(5, FEATURES), nn.Tanh())
-        self.classifier = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
-
-    def forward(self, x):
-        return self.classifier(self.extractor(x))
-
-
 def test_a_classifier_s_counter_is_the_client_s_own(tmp_path):
-    counting = mixture(expert=CountingClassifier(), optimizer=partial(sgd, lr=0.1))
-    fed = run([it(rounds=2)], counting, without_a_class(), tmp_path, backend=TrainerBackend())
+    """That of batch normalization."""
+    counting = Expert()
+    counting.classifier = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
+    module = mixture(expert=counting, optimizer=partial(sgd, lr=0.1))
+    fed = run([it(rounds=2)], module, without_a_class(), tmp_path, backend=TrainerBackend())
     counts = [fed.client_module("it", client).global_expert.classifier[0].num_batches_tracked for client in range(3)]
     assert len({int(count) for count in counts}) > 1
+
+
+# Quadratic programs over the simplex
+
+
+def gram(size, rank, seed):
+    rows = torch.randn(size, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return rows @ rows.T
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_minimum_is_that_of_the_best_support(size, seed):
+    matrix = gram(size, size + 1, seed)
+    torch.testing.assert_close(simplex_minimum(matrix), of_all_supports(matrix), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("matrix", [torch.zeros(4, 4), torch.ones(4, 4), gram(30, 5, 0), gram(40, 60, 1)])
+def test_singular_and_large_matrices_have_a_minimum_where_no_weight_would_lower_the_value(matrix):
+    weights = simplex_minimum(matrix)
+    assert (weights >= 0).all() and weights.sum().item() == pytest.approx(1)
+    gradient = matrix.double() @ weights
+    assert gradient.min().item() >= (weights @ gradient).item() - 1e-9

@@ -4,77 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import blobs, mixture, phase, run, two_quadratics
-from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS
+from helpers import blobs, mixture, run
 from helpers.reports import csv_rows
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
-from torch import nn
 
 from fedmoe_pl import Messages, Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import FeatureGate, GlobalOnly
 from fedmoe_pl.phases.participation import ClientError
-
-
-class Bank(LightningModule):
-    """Three weights, of which a client uses the first two; loss a/2 (w_i - b)^2, summed over them."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ParameterList([nn.Parameter(torch.tensor(float(i), dtype=torch.float64)) for i in range(3)])
-
-    def loss(self, batch):
-        a, b = batch[0].T
-        return sum((a / 2 * (weight - b) ** 2).mean() for weight in self.experts), {}
-
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)[0]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=RATE)
-
-
-class OnRequest(FedAvg):
-    """A client asks for the experts that it wants in the next round: at first the one of its number, then the next."""
-
-    messages = Messages(request=("wanted/",))
-
-    def server_send(self, server, client_id, request):
-        return {f"experts.{i}": server[f"experts.{i}"] for i in wanted(client_id, request)}
-
-    def client_final(self, client, constants):
-        update = super().client_final(client, constants)
-        asked = wanted(client.id, client.state)
-        update.sent = {f"experts.{i}": update.sent[f"experts.{i}"] for i in asked}
-        update.state = {"wanted/experts": torch.tensor([i + 1 for i in asked])}
-        return update
-
-    def combine(self, a, b):
-        a.sent.update(b.sent)  # here no two clients train the same expert
-        return a
-
-
-def wanted(client_id, tensors):
-    return tensors.get("wanted/experts", torch.tensor([client_id])).tolist()
-
-
-def test_a_client_is_sent_what_it_asks_for_and_its_request_is_traffic(tmp_path):
-    it = phase("it", OnRequest(), rounds=2)
-    federation = run([it], Bank(), two_quadratics(), tmp_path, STEPS, backend=TrainerBackend())
-    server = federation.run.states["it"].server
-    (_, b0), (_, b1) = LOSSES
-    r0, r1 = REMAINS.tolist()
-    once = b1 + r1 * (1 - b1)  # expert 1 by client 1 in the first round, then by client 0
-    expected = [b0 + r0 * (0 - b0), b0 + r0 * (once - b0), b1 + r1 * (2 - b1)]
-    assert [server[f"experts.{i}"].item() for i in range(3)] == pytest.approx(expected, rel=1e-12)
-    clients_and_rounds, number = 2 * 2, 8
-    traffic = federation.run.states["it"].traffic
-    assert traffic["parameters_down"] == traffic["parameters_up"] == clients_and_rounds
-    assert traffic["bytes_down"] == clients_and_rounds * number
-    assert traffic["bytes_up"] == clients_and_rounds * number + 2 * number, "a weight; an index in the second round"
 
 
 class NearestMean(FedAvg):

@@ -1,5 +1,6 @@
-"""IFCA with exploration: which clusters clients choose, how these are averaged, and when they go out of play."""
+"""IFCA with exploration: initial models, which clusters clients choose, how these are averaged, and when they stop."""
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -7,19 +8,107 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, TensorData, assert_same_bits, blobs, run
-from helpers.clusters import FIRST, Watch, chosen, cluster, clustered, conflicting, local_training, losses_by_hand, only
+from helpers import Expert, TensorData, assert_same_bits, blobs, phase, run
+from helpers.clusters import (
+    FIRST,
+    Watch,
+    chosen,
+    cluster,
+    clustered,
+    conflicting,
+    local_training,
+    losses_by_hand,
+    only,
+    tensors_of,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.ifca import cluster_picks
+from fedmoe_pl.algorithms.fedlease import clusters_of
 from fedmoe_pl.backends.local_client import begin_client
-from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.trees import copy_module
+from fedmoe_pl.models import ClusteredMoE, ConstantGate, GlobalOnly
+from fedmoe_pl.trees import copy_module, subtree
+
+# Initial models
+
+
+def two_clusters(seed):
+    return clustered(2, expert=Expert(classes=2), seed=seed)
+
+
+def losses_of_first_cluster(module, data) -> set[bool]:
+    """Whether clients choose the first cluster."""
+    return {first < second for first, second in (losses_by_hand(module, data, client) for client in range(6))}
+
+
+def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
+    """The choices are counted by hand; the first draw leaves a cluster without clients."""
+    data, watch = conflicting(), Watch()
+    module = next(
+        module
+        for seed in range(100)
+        if losses_of_first_cluster(module := two_clusters(seed), data) in ({True}, {False})
+    )
+
+    def server_of(algorithm, model, folder, **kwargs):
+        it = phase("IFCA", algorithm, gate=ConstantGate(FIRST[2]), train=Train(max_epochs=0))
+        return tensors_of(run([it], model, data, tmp_path / folder, **kwargs).run.states["IFCA"].server)
+
+    good = EpsilonGreedyIFCA(epsilon=1.0, good_init=0.5)
+    server = server_of(good, module, "good", callbacks=[watch])
+    drawn = copy_module(module)
+    drawn.load_state_dict({**module.state_dict(), **tensors_of(watch.servers[0])})
+    losses = [losses_by_hand(drawn, data, client) for client in range(6)]
+    assert [first < second for first, second in losses].count(True) == 3
+    weights = [expert.classifier[1].weight for m in (module, drawn) for expert in m.global_experts]
+    assert len({weight.sum().item() for weight in weights}) == 4, "both models are new, and not equal"
+    assert_same_bits(server_of(good, module, "again"), server)
+    other = server_of(good, module, "other", seed=1)
+    assert not torch.equal(other["global_experts.0.classifier.1.weight"], weights[2]), "draws depend on the seed"
+    kept = server_of(good, drawn, "kept")  # models that are good already are not drawn anew
+    assert_same_bits(kept, server_of(EpsilonGreedyIFCA(0.0), drawn, "one"))
+
+
+def test_of_numbers_of_clusters_that_are_as_good_the_lowest_is_taken():
+    """Where all clients are as far from each other, each silhouette is 0."""
+    assert clusters_of(1 - torch.eye(4, dtype=torch.float64), most=3).max() == 1
+
+
+class Convolutional(nn.Module):
+    """Images of 3x3 pixels to two classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).flatten(1).tanh())
+
+
+def test_new_draws_keep_what_clusters_share_and_end_if_no_draw_can_be_good(tmp_path, monkeypatch):
+    module = ClusteredMoE(Convolutional(), 2, gate=GlobalOnly(), clusters_share_fc=True)
+    images = torch.rand(12, 1, 3, 3)
+    data = TensorData(images, torch.arange(12) % 2, torch.arange(12).split(3), batch_size=3)
+    good = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), train=Train(max_epochs=0))
+    server = run([good], module, data, tmp_path).run.states["IFCA"].server
+    assert torch.equal(server["global_experts.0.fc.weight"], server["global_experts.1.fc.weight"])
+    assert not torch.equal(server["global_experts.0.conv.weight"], server["global_experts.1.conv.weight"])
+
+    monkeypatch.setattr("fedmoe_pl.algorithms.ifca._DRAWS", 3)
+    one_client = phase("IFCA", EpsilonGreedyIFCA(good_init=0.5), train=Train(max_epochs=0), clients_per_round=1)
+    with pytest.raises(MisconfigurationException, match=r"good_init is 0\.5, but must be lower for these data"):
+        run([one_client], module, data, tmp_path)
+
 
 # The choice
+
+
+def best_of(losses) -> int:
+    return min(range(3), key=losses.__getitem__)
 
 
 def test_without_exploration_every_client_picks_the_lowest_loss_on_its_training_samples():
@@ -29,8 +118,7 @@ def test_without_exploration_every_client_picks_the_lowest_loss_on_its_training_
         module = clustered(seed=seed, gate=only(0), expert=Expert(dropout=0.5))  # evaluated in eval mode
         training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), data)
         for client in range(5):
-            losses = losses_by_hand(copy_module(module), data, client)
-            assert chosen(training, client) == min(range(3), key=losses.__getitem__)
+            assert chosen(training, client) == best_of(losses_by_hand(copy_module(module), data, client))
             picked.add(chosen(training, client))
     assert picked == {0, 1, 2}
 
@@ -45,9 +133,8 @@ def test_the_lowest_loss_is_that_of_the_model_with_its_weights_of_classes():
         for client in range(5):
             x, y = (values[data.train_samples[client]] for values in (data.x, data.y))
             likelihoods = [expert(x).softmax(1)[range(len(y)), y] for expert in module.global_experts]
-            losses = [-(weight[y] * each.log()).sum() for each in likelihoods]
-            assert chosen(training, client) == min(range(3), key=losses.__getitem__)
-            differs = differs or chosen(training, client) != max(range(3), key=lambda k: likelihoods[k].log().sum())
+            assert chosen(training, client) == best_of([-(weight[y] * each.log()).sum() for each in likelihoods])
+            differs = differs or chosen(training, client) != best_of([-each.log().sum() for each in likelihoods])
     assert differs, "cross-entropy would choose another cluster"
 
 
@@ -101,14 +188,11 @@ def test_epsilon_follows_its_schedule():
 # Aggregation
 
 
-def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_stay(tmp_path):
+def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_stay():
     """Clients 0 and 2 train copies of cluster 1, client 1 of cluster 2; nobody of cluster 0."""
-    data = blobs((13, 8, 11))
-    module = clustered(gate=only(0))
-    algorithm = EpsilonGreedyIFCA()
-    server = algorithm.server_init(module)
-    training = local_training(module, algorithm, data)
-    updates, trained = [], []
+    data, module, algorithm = blobs((13, 8, 11)), clustered(gate=only(0)), EpsilonGreedyIFCA()
+    server, training = algorithm.server_init(module), local_training(module, algorithm, data)
+    updates = []
     for client_id, index in ((0, 1), (1, 2), (2, 1)):
         own = copy_module(module)
         client, constants, _ = begin_client(training, own, server, client_id, {}, 0)
@@ -116,24 +200,14 @@ def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_sta
         with torch.no_grad():
             for parameter in own.global_experts[0].parameters():
                 parameter.fill_(10.0 + client_id)
-        update = algorithm.client_final(client, constants)
-        assert cluster(update.sent, index) and not cluster(update.sent, 0)
-        assert not update.state
-        updates.append(update)
-        trained.append(10.0 + client_id)
-    a, b, c = updates
-    combined = algorithm.combine(algorithm.combine(a, b), c)
-    new = algorithm.server_update(server, combined)
+        updates.append(algorithm.client_final(client, constants))
+        assert cluster(updates[-1].sent, index) and not cluster(updates[-1].sent, 0) and not updates[-1].state
+    new = algorithm.server_update(server, functools.reduce(algorithm.combine, updates))
     assert_same_bits(cluster(new, 0), cluster(server, 0))
-    for tensor in cluster(new, 1).values():  # (13 * 10 + 11 * 12) / 24
-        torch.testing.assert_close(tensor, torch.full_like(tensor, 262 / 24))
-    for tensor in cluster(new, 2).values():
-        assert torch.equal(tensor, torch.full_like(tensor, 11.0))
+    for index, expected in ((1, (13 * 10 + 11 * 12) / 24), (2, 11.0)):
+        for tensor in cluster(new, index).values():
+            torch.testing.assert_close(tensor, torch.full_like(tensor, expected))
     assert cluster_picks(new).tolist() == [[0, 2, 1]]
-    for order in ((c, algorithm.combine(a, b)), (algorithm.combine(b, c), a), (b, algorithm.combine(c, a))):
-        other = algorithm.combine(*order)
-        torch.testing.assert_close(other.sent, combined.sent)
-        assert other.weight == combined.weight
 
 
 # Separation
@@ -209,18 +283,17 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_
     active = [3] + [int(server["clusters/active"].sum()) for server in watch.servers]
     assert active[-1] == 0 and set(active) >= {3, 0} and active == sorted(active, reverse=True)
     rows = federation.run.rows
-    down = [rows[0]["parameters_down"]] + [
-        b["parameters_down"] - a["parameters_down"] for a, b in itertools.pairwise(rows)
-    ]
-    assert down == [3 * per_cluster * number for number in active[:-1]]
-    up = [rows[0]["parameters_up"]] + [b["parameters_up"] - a["parameters_up"] for a, b in itertools.pairwise(rows)]
-    assert up == [3 * per_cluster if number else 0 for number in active[:-1]]
-    sizes = [row["bytes_up"] - row["parameters_up"] * 8 for row in rows]
-    assert sizes[0] == 3 * 4 * 8, "a client's message to the server is no parameter, but four numbers of 8 bytes"
+
+    def of_rounds(column):
+        return [after[column] - before[column] for before, after in itertools.pairwise([{column: 0}, *rows])]
+
+    assert of_rounds("parameters_down") == [3 * per_cluster * number for number in active[:-1]]
+    assert of_rounds("parameters_up") == [3 * per_cluster if number else 0 for number in active[:-1]]
+    own = rows[0]["bytes_up"] - rows[0]["parameters_up"] * 8
+    assert own == 3 * 4 * 8, "a client's message to the server is no parameter, but four numbers of 8 bytes"
     assert active.count(0) == 1 and len(rows) < 24, "the phase ends with its last cluster"
-    assert cluster_picks(federation.run.states["IFCA"].server).sum(1).tolist() == [
-        3 if number else 0 for number in active[:-1]
-    ]
+    picks = cluster_picks(federation.run.states["IFCA"].server).sum(1).tolist()
+    assert picks == [3 if number else 0 for number in active[:-1]]
     assert federation.results["IFCA"].spread("validation").mean > 0.6
     assert federation.results["IFCA"].selection == "last round"
 
@@ -232,18 +305,9 @@ def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
     federation = run([stopping_phase(8, patience=99)], clustered(), validated(), tmp_path, callbacks=[watch])
     server, last = federation.run.states["IFCA"].server, watch.servers[-2]
     assert server["clusters/active"].all()
-    restored = 0
-    for number in range(3):
-        best = {
-            name: tensor
-            for name, tensor in server.items()
-            if name.startswith(f"clusters/best/global_experts.{number}.")
-        }
-        for name, tensor in best.items():
-            assert torch.equal(server[name.removeprefix("clusters/best/")], tensor)
-        restored += any(
-            not torch.equal(last[name.removeprefix("clusters/best/")], tensor) for name, tensor in best.items()
-        )
+    best = subtree(server, "clusters/best/")
+    assert_same_bits({name: server[name] for name in best}, best)
+    restored = any(not torch.equal(last[name], tensor) for name, tensor in best.items())
     assert restored, "the test would show nothing if the last weights were the best"
 
 

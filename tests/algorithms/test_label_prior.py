@@ -8,28 +8,18 @@ from helpers.clusters import clustered, only
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase, Train
-from fedmoe_pl.algorithms import (
-    ClusterMixture,
-    EpsilonGreedyIFCA,
-    FedAvg,
-    FineTunedCluster,
-    FineTuning,
-    LabelPrior,
-    Local,
-    PFLMoE,
-)
+from fedmoe_pl import Phase, Train, algorithms
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly
 
 SIZES = (23, 8, 1)
 
 
 def fedavg(rounds=2, **kwargs) -> Phase:
-    return Phase("FedAvg", FedAvg("global_expert.*"), rounds=rounds, gate=GlobalOnly(), **kwargs)
+    return Phase("FedAvg", algorithms.FedAvg("global_expert.*"), rounds=rounds, gate=GlobalOnly(), **kwargs)
 
 
 def prior(algorithm=None, name="prior", **kwargs) -> Phase:
-    return Phase(name, algorithm or LabelPrior(), gate=GlobalOnly(), **kwargs)
+    return Phase(name, algorithm or algorithms.LabelPrior(), gate=GlobalOnly(), **kwargs)
 
 
 def fitted(path, *phases, model=None, data=None, ckpt_path=None, **kwargs):
@@ -46,7 +36,7 @@ def log_shares(data, client, classes=3):
 @pytest.mark.few("0.5")
 @pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
 def test_scores_are_those_of_the_federated_model_and_tau_times_the_logarithm_of_the_shares(tmp_path, tau):
-    run, data = fitted(tmp_path, fedavg(), prior(LabelPrior(tau))), blobs(SIZES)
+    run, data = fitted(tmp_path, fedavg(), prior(algorithms.LabelPrior(tau))), blobs(SIZES)
     for client in range(3):
         expected = run.client_module("FedAvg", client)(data.x) + tau * log_shares(data, client)
         torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
@@ -54,7 +44,7 @@ def test_scores_are_those_of_the_federated_model_and_tau_times_the_logarithm_of_
 
 def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
     data = blobs((60, 31, 1), validation_fraction=0.4)
-    run = fitted(tmp_path, fedavg(), prior(LabelPrior("auto")), data=data)
+    run = fitted(tmp_path, fedavg(), prior(algorithms.LabelPrior("auto")), data=data)
     chosen = [run.run.states["prior"].clients[client]["prior/tau"].item() for client in range(3)]
     with torch.no_grad():
         for client in range(2):
@@ -72,13 +62,13 @@ def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
 def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_path):
     data = blobs((23, 12))
     mixtures = [
-        Phase("equal", PFLMoE(), gate=EqualWeights(), train=Train(max_epochs=0)),
-        Phase("MF", PFLMoE(), gate=LinearGate(5).double()),
-        Phase("MFE", PFLMoE(), gate=FeatureGate(6).double()),
+        Phase("equal", algorithms.PFLMoE(), gate=EqualWeights(), train=Train(max_epochs=0)),
+        Phase("MF", algorithms.PFLMoE(), gate=LinearGate(5).double()),
+        Phase("MFE", algorithms.PFLMoE(), gate=FeatureGate(6).double()),
     ]
     for one in mixtures:
         one.start = {"global_expert": "prior", "local_expert": "tuned"}
-    tuned = Phase("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly())
+    tuned = Phase("tuned", algorithms.FineTuning(gate_fraction=0.25), gate=LocalOnly())
     run = fitted(tmp_path, fedavg(), prior(), tuned, *mixtures, data=data)
     for client in range(2):
         before, local = (run.client_module(name, client) for name in ("FedAvg", "tuned"))
@@ -94,7 +84,7 @@ def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_p
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("start", "copied"), [("prior", "prior"), (None, "FedAvg")])
 def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_its_start(start, copied, tmp_path):
-    tuned = Phase("tuned", FineTuning(), start=start, gate=LocalOnly(), train=Train(max_epochs=0))
+    tuned = Phase("tuned", algorithms.FineTuning(), start=start, gate=LocalOnly(), train=Train(max_epochs=0))
     run, x = fitted(tmp_path, fedavg(), prior(), tuned), blobs(SIZES).x
     before, after = (run.client_module(name, 1) for name in (copied, "tuned"))
     assert torch.equal(after.local_expert(x), before.global_expert(x))
@@ -104,12 +94,12 @@ def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_
 def test_of_clusters_it_corrects_all_or_the_chosen_one(tmp_path):
     data = blobs((23, 12))
     phases = [
-        Phase("Local", Local("local_expert.*"), gate=only(3)),
-        Phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
-        Phase("all", LabelPrior(expert="global_experts"), gate=only(0)),
-        Phase("mixture", ClusterMixture(), gate=EqualWeights(), start="all", train=Train(max_epochs=0)),
-        Phase("own", FineTunedCluster(), start="IFCA", gate=only(0), train=Train(max_epochs=0)),
-        Phase("prior", LabelPrior(expert="global_experts.0"), start="own", gate=only(0)),
+        Phase("Local", algorithms.Local("local_expert.*"), gate=only(3)),
+        Phase("IFCA", algorithms.EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
+        Phase("all", algorithms.LabelPrior(expert="global_experts"), gate=only(0)),
+        Phase("mixture", algorithms.ClusterMixture(), gate=EqualWeights(), start="all", train=Train(max_epochs=0)),
+        Phase("own", algorithms.FineTunedCluster(), start="IFCA", gate=only(0), train=Train(max_epochs=0)),
+        Phase("prior", algorithms.LabelPrior(expert="global_experts.0"), start="own", gate=only(0)),
     ]
     run = fitted(tmp_path, *phases, model=clustered(3), data=data)
     for client in range(2):
@@ -129,8 +119,8 @@ def test_of_clusters_it_corrects_all_or_the_chosen_one(tmp_path):
 def test_an_expert_after_an_embedding_is_corrected(tmp_path):
     names = ["embedding.*", "experts.0.*"]
     phases = [
-        Phase("FedAvg", FedAvg(names, names), gate=GlobalOnly()),
-        Phase("prior", LabelPrior(expert="experts.0"), gate=GlobalOnly()),
+        Phase("FedAvg", algorithms.FedAvg(names, names), gate=GlobalOnly()),
+        Phase("prior", algorithms.LabelPrior(expert="experts.0"), gate=GlobalOnly()),
     ]
     run, data = fitted(tmp_path, *phases, model=sparse_mixture()), blobs(SIZES)
     for client in range(3):
@@ -140,7 +130,9 @@ def test_an_expert_after_an_embedding_is_corrected(tmp_path):
 
 def test_it_needs_a_federated_model_that_is_not_corrected_yet(tmp_path):
     with pytest.raises(MisconfigurationException, match="start is 'Local', but must be a federated phase"):
-        federation(tmp_path, [Phase("Local", Local()), prior(start="Local")])
+        federation(tmp_path, [Phase("Local", algorithms.Local()), prior(start="Local")])
     with pytest.raises(MisconfigurationException, match="a phase in which 'global_expert' has no label prior yet"):
         federation(tmp_path, [fedavg(), prior(), prior(name="twice", start="prior")])
-    assert not LabelPrior(expert="global_experts.1").missing_start([LabelPrior(expert="global_experts.0"), FedAvg()])
+    assert not algorithms.LabelPrior(expert="global_experts.1").missing_start(
+        [algorithms.LabelPrior(expert="global_experts.0"), algorithms.FedAvg()]
+    )

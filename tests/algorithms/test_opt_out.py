@@ -152,40 +152,35 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
 # Specialist and gate
 
 
-def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_loop_in_every_space(tmp_path):
-    phases = three_phases(0.4, clients_per_round=None)
-    phases[2].train.optimizer = adam
-    for mixing in MIXINGS:
-        datamodule, model = blobs((7, 5)), mixture(gate())
-        model.mixing = mixing
-        federation = run(phases, model, datamodule, tmp_path / mixing, seed=4)
-        for client in range(2):
-            module = copy.deepcopy(federation.client_module("FedAvg", client))
-            module.gate, module.local_expert = copy.deepcopy(model.gate), copy.deepcopy(module.global_expert)
-            samples = datamodule.train_samples[client]
-            batches = datamodule.batches(samples, generator=client_generator(4, client, 3))
-            specialist = module.local_expert
+@pytest.mark.few("logits", "probabilities_without_log")
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_loop_in_every_space(mixing, tmp_path):
+    phases, datamodule, model = three_phases(0.4, clients_per_round=None), blobs((7, 5)), mixture(gate())
+    phases[2].train.optimizer, model.mixing = adam, mixing
+    federation = run(phases, model, datamodule, tmp_path, seed=4)
 
-            def alone(x, y, expert=specialist, mixing=mixing):
-                if mixing == "probabilities_without_log":
-                    return -expert(x).softmax(1)[torch.arange(len(y)), y].mean()
-                return F.cross_entropy(expert(x), y)
+    def alone(x, y):
+        if mixing == "probabilities_without_log":
+            return -module.local_expert(x).softmax(1)[torch.arange(len(y)), y].mean()
+        return F.cross_entropy(module.local_expert(x), y)
 
-            train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=2, loss=alone)
-            stage = federation.client_module("Fine-tuned", client)
-            torch.testing.assert_close(tensors(stage, "local_"), tensors(module, "local_"), rtol=1e-12, atol=1e-12)
+    for client in range(2):
+        before = federation.client_module("FedAvg", client)
+        module = copy.deepcopy(before)
+        module.gate, module.local_expert = copy.deepcopy(model.gate), copy.deepcopy(module.global_expert)
+        samples = datamodule.train_samples[client]
+        batches = datamodule.batches(samples, generator=client_generator(4, client, 3))
+        train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=2, loss=alone)
+        stage = federation.client_module("Fine-tuned", client)
+        torch.testing.assert_close(tensors(stage, "local_"), tensors(module, "local_"), rtol=1e-12, atol=1e-12)
 
-            generator = client_generator(4, client, 4)  # also seeds what the gate draws from
-            module.gate.reset_parameters()
-            batches = datamodule.batches(samples, generator=generator)
-            by_hand = partial(loss_by_hand, module, mixing)
-            train_by_hand(module, ("local_expert.", "gate."), batches, adam, max_epochs=2, loss=by_hand)
-            actual = federation.client_module("Mixture", client).state_dict()
-            torch.testing.assert_close(actual, module.state_dict(), rtol=1e-12, atol=1e-12)
-            assert_same_bits(
-                tensors(federation.client_module("Mixture", client), "global_"),
-                tensors(federation.client_module("FedAvg", client), "global_"),
-            )
+        generator = client_generator(4, client, 4)  # also seeds what the gate draws from
+        module.gate.reset_parameters()
+        batches, by_hand = datamodule.batches(samples, generator=generator), partial(loss_by_hand, module, mixing)
+        train_by_hand(module, ("local_expert.", "gate."), batches, adam, max_epochs=2, loss=by_hand)
+        actual = federation.client_module("Mixture", client)
+        torch.testing.assert_close(actual.state_dict(), module.state_dict(), rtol=1e-12, atol=1e-12)
+        assert_same_bits(tensors(actual, "global_"), tensors(before, "global_"))
 
 
 def adam(parameters):

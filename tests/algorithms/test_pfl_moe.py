@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, KNNPer, LabelPrior, Local, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
-from fedmoe_pl.phases.phase import Phase, Train
-from fedmoe_pl.phases.starts import find_starts
+from fedmoe_pl.phases.phase import Train
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.seeds import derive_seed
 
@@ -32,31 +31,28 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.02, weight_decay=5e-4)
 
 
-def personalization(gate=None, **stage_3):
-    """PFL-MFE in the official code's schedule, on a federated model that every client has trained once."""
-    return [
-        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("PFL-FB", FineTuning("local_expert.classifier.*", 0.25), train=Train(max_epochs=3, batch_size=3)),
-        phase("PFL-MFE", PFLMoE(0.25), gate=gate, train=Train(max_epochs=4, batch_size=2, optimizer=adam), **stage_3),
-    ]
+def begun(federation, model, client):
+    """A client's model, and the loss of its local expert, after FedAvg and before its personalization."""
+    module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
+    module.local_expert = copy.deepcopy(module.global_expert)
+    return module, lambda x, y: F.cross_entropy(module.local_expert(x), y)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5)])
 def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
+    """PFL-MFE in the official code's schedule, on a federated model that every client has trained once."""
     datamodule, model = blobs((13, 22)), mixture(gate)
-    federation = run(personalization(), model, datamodule, tmp_path, seed=7)
+    phases = [
+        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
+        phase("PFL-FB", FineTuning("local_expert.classifier.*", 0.25), train=Train(max_epochs=3, batch_size=3)),
+        phase("PFL-MFE", PFLMoE(0.25), train=Train(max_epochs=4, batch_size=2, optimizer=adam)),
+    ]
+    federation = run(phases, model, datamodule, tmp_path, seed=7)
     for client in range(2):
         gate_samples, expert_samples = hand_split(datamodule, client, 7)
-        module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
-        module.local_expert = copy.deepcopy(module.global_expert)
-
+        module, expert_loss = begun(federation, model, client)  # whatever the gate, stage 2 trains the expert alone
         batches = datamodule.batches(expert_samples, 3, client_generator(7, client, 1))
-        expert = module.local_expert
-
-        def expert_loss(x, y, expert=expert):  # whatever the gate, stage 2 trains the expert alone
-            return F.cross_entropy(expert(x), y)
-
         train_by_hand(module, "local_expert.classifier.", batches, momentum_sgd, max_epochs=3, loss=expert_loss)
         stage_2 = federation.client_module("PFL-FB", client)
         torch.testing.assert_close(stage_2.state_dict(), module.state_dict(), rtol=1e-11, atol=1e-13)
@@ -102,22 +98,16 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
     def optimizer(parameters):  # of the expert in even and of the gate in odd rounds
         return torch.optim.SGD(parameters, lr=gate_lr if gate_lr and round % 2 else 0.1, momentum=0.9)
 
-    interleaved = PFLMoE(0.25, interleaved=True)
     phases = [
         phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("PFL-MFE", interleaved, rounds=4, train=Train(max_epochs=1)),
+        phase("PFL-MFE", PFLMoE(0.25, interleaved=True), rounds=4, train=Train(max_epochs=1)),
     ]
     federation = run(phases, model, datamodule, tmp_path, seed=7)
     for client in range(2):
         gate_samples, expert_samples = hand_split(datamodule, client, 7)
-        module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
-        module.local_expert = copy.deepcopy(module.global_expert)
+        module, expert_loss = begun(federation, model, client)
         client_generator(7, client, 1)
         module.gate.reset_parameters()
-
-        def expert_loss(x, y, expert=module.local_expert):
-            return F.cross_entropy(expert(x), y)
-
         for round in range(4):
             samples = gate_samples if round % 2 else expert_samples
             batches = datamodule.batches(samples, generator=client_generator(7, client, 1 + round))
@@ -170,23 +160,3 @@ def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_
 def test_a_gate_without_samples_of_its_own_trains_on_all_of_them():
     algorithm, client = PFLMoE(0), Client(0, 0, 0, LightningModule(), torch.arange(40), {}, None)
     assert algorithm.client_samples(client) is client.samples
-
-
-def test_phases_start_from_the_last_one_that_has_what_they_need():
-    algorithms = {
-        "FedAvg": FedAvg(),
-        "Local": Local(),
-        "three quarters": FineTuning(gate_fraction=0.25),
-        "whole": FineTuning(),
-        "prior": LabelPrior(),
-        "kNN": KNNPer(),
-        "MFE": PFLMoE(0.25),
-        "MFE on all": PFLMoE(0),
-        "interleaved": PFLMoE(interleaved=True),
-        "specialists": SpecialistMixture(),
-        "more": FedAvg(),
-    }
-    starts = find_starts([Phase(name, algorithm) for name, algorithm in algorithms.items()])
-    assert starts.pop("MFE") == "three quarters" and starts.pop("MFE on all") == starts.pop("specialists") == "whole"
-    assert {name for name, start in starts.items() if start == "initial"} == {"FedAvg", "Local", "more"}
-    assert {*starts.values()} == {"initial", "FedAvg"}

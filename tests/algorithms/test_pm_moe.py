@@ -1,33 +1,26 @@
 """PM-MoE: a pool of all clients' classifiers, sent once, under a gate of each client's own."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, assert_same_bits, blobs, client_generator, mixture, tensors
+from helpers import assert_same_bits, blobs, client_generator, methods, mixture, tensors
+from helpers.methods import pooled
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, PMMoE
-from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE
+from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate
 from fedmoe_pl.trees import subtree
 
+fedper = partial(methods.fedper, clients_per_round=None)
 POOL = 3 * 21  # 6 features, 3 classes, a classifier for each of three clients
 
 
-def pooled(num_experts=3, top_k=2) -> PooledMoE:
-    torch.manual_seed(5)
-    gate = MLPGate(num_experts, 6, dropout=0.0)
-    return PooledMoE(Expert(), num_experts, gate, top_k, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
-
-
-def fedper(**kwargs) -> Phase:
-    algorithm = FedAvg("local_expert.extractor.*", "local_expert.*")
-    return Phase("FedPer", algorithm, gate=LocalOnly(), **{"rounds": 2, **kwargs})
-
-
 def pm_moe(**kwargs) -> Phase:
-    return Phase("PM-MoE", PMMoE(), **{"start": "FedPer", "train": Train(max_epochs=2), "model": pooled(), **kwargs})
+    return Phase("PM-MoE", PMMoE(), **{"start": "FedPer", "train": Train(max_epochs=2), "model": pooled(3), **kwargs})
 
 
 def fitted(path, *phases, sizes=(13, 8, 11), ckpt_path=None, **kwargs):
@@ -117,7 +110,7 @@ def test_what_has_no_pool_of_trained_classifiers_is_refused(tmp_path, sentence):
 
 
 def test_equal_weights_are_an_ensemble_that_needs_no_training(tmp_path):
-    run = fitted(tmp_path, fedper(), pm_moe(gate=EqualWeights(), model=pooled(top_k=None)))
+    run = fitted(tmp_path, fedper(), pm_moe(gate=EqualWeights(), model=pooled(3, top_k=None)))
     x, module = blobs().x, run.client_module("PM-MoE", 1)
     features = module.local_expert.extractor(x)
     torch.testing.assert_close(module(x), sum(head(features) for head in module.pool) / 3)

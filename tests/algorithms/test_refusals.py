@@ -6,11 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import blobs, mixture, phase, run, sparse_mixture
+from helpers import Expert, blobs, mixture, phase, run, sparse_mixture
+from helpers.adapted import adapted
 from helpers.architectures import pair
 from helpers.backends import WithBatchNorm
 from helpers.bare import sgd
 from helpers.clusters import clustered, only
+from helpers.methods import METHODS, data
 from helpers.mixtures_of_learners import learners
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -18,27 +20,6 @@ from torch import nn
 from fedmoe_pl import aggregation, algorithms
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, GaussianNoise, UnderAttack
 from fedmoe_pl.aggregation.aggregation import Cohort
-from fedmoe_pl.algorithms import (
-    ClusterMixture,
-    EpsilonGreedyIFCA,
-    FedAPEN,
-    FedAvg,
-    FedBN,
-    FedEM,
-    FedJETs,
-    FedKD,
-    FedMix,
-    FedMoEDA,
-    FedProto,
-    FedRoD,
-    FineTuning,
-    KNNPer,
-    LabelPrior,
-    Local,
-    PFedMe,
-    PFLMoE,
-    Scaffold,
-)
 from fedmoe_pl.algorithms.server_optimizers import FedAdam
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, MixtureWeights, PersonalizedMoE, SparseMoE
@@ -49,6 +30,12 @@ OUT_OF_RANGE = [
     (algorithms.FedProx, {"mu": "high"}),
     (algorithms.Ditto, {"weighting": "size"}),
     (algorithms.PFedMe, {"inner_steps": 0}),
+    (algorithms.FedLEASE, {"warmup_rounds": 0}),
+    *((algorithms.HetLoRA, {"ranks": ranks}) for ranks in ([], [2, 0], [1.5])),
+    (algorithms.CoMiGS, {"router_every": 0}),
+    (algorithms.CoMiGS, {"router_steps": -1}),
+    (algorithms.CoMiGS, {"importance": 1.0}),
+    (algorithms.CoMiGS, {"balance": -1.0}),
     (algorithms.FedMoEDA, {"top_p": "none"}),
     (algorithms.LabelPrior, {"tau": "validation"}),
     (algorithms.EpsilonGreedyIFCA, {"epsilon": 0, "schedule": "power"}),
@@ -72,33 +59,56 @@ def with_part(module, **parts):
     return module
 
 
+def quantized():
+    module = adapted()
+    module.base.first.weight = nn.Parameter(torch.zeros(6, 5, dtype=torch.int8), requires_grad=False)
+    return module
+
+
+def tied():
+    module = adapted()
+    module.base.output = nn.Linear(5, 6, bias=False)
+    module.base.output.weight = module.base.first.weight
+    return module
+
+
+def without_adapters():
+    return with_part(adapted(), global_expert=nn.ModuleDict({"first": nn.Linear(5, 6)}))
+
+
 MISFITS = {
-    "load_balancing": (FedMix(1), with_part(sparse_mixture(), load_balancing=0.1)),
-    "loss": (FedEM(), with_part(learners(), criterion=nn.CrossEntropyLoss(label_smoothing=0.1))),
-    "num_experts": (FedJETs(1), with_part(sparse_mixture(), num_experts=[1, 2])),
-    "local_expert": (FineTuning(), with_part(mixture(LinearGate(5)), local_expert=nn.Linear(5, 3))),
-    "local_expert of theta": (PFedMe(), with_part(mixture(optimizer=sgd), local_expert=nn.Linear(5, 3))),
-    "expert without a linear layer": (LabelPrior(), PersonalizedMoE(nn.Sequential(nn.Flatten()))),
-    "global_expert without an extractor": (KNNPer(), PersonalizedMoE(nn.Linear(5, 3))),
-    "global_expert without prototypes": (FedProto(), PersonalizedMoE(nn.Linear(5, 3))),
-    "local_expert without an extractor": (FedKD(), PersonalizedMoE(nn.Linear(5, 3))),
-    "expert without a bias": (LabelPrior(), PersonalizedMoE(nn.Linear(5, 3, bias=False))),
-    "model of clusters": (EpsilonGreedyIFCA(), mixture()),
-    "model of learners": (FedEM(), sparse_mixture()),
-    "model of shared experts": (FedMix(1), learners()),
-    "model with proxies": (FedMoEDA(), learners()),
-    "gate of one cluster": (EpsilonGreedyIFCA(), clustered(gate=only(1))),
-    "gate with each client's weights": (FedAPEN(), mixture(EqualWeights())),
-    "mixing of probabilities": (FedAPEN(), pair(gate=MixtureWeights(), mixing="probabilities")),
-    "mixing of two heads": (FedRoD(), with_part(mixture(), mixing="probabilities")),
-    "mixing of logits": (FedEM(), SparseMoE(nn.Identity(), nn.Linear(5, 3), gate=MixtureWeights())),
-    "shared without batch normalization": (FedBN(), mixture()),
-    "shared without some elsewhere": (FedBN("*.classifier.*"), mixture(expert=WithBatchNorm())),
-    "similarity of frozen layers": (FedMoEDA(similarity="updates", trainable="gate.*"), sparse_mixture()),
-    "momentum": (Scaffold(), mixture()),
-    "weight_decay": (Scaffold(), mixture(optimizer=partial(sgd, weight_decay=0.1))),
-    "optimizer of two rates": (Scaffold(), with_part(mixture(LinearGate(5), optimizer=sgd), gate_lr=0.7)),
-    "optimizer": (PFedMe(), mixture(optimizer=partial(torch.optim.Adam, lr=0.1))),
+    "load_balancing": (algorithms.FedMix(1), with_part(sparse_mixture(), load_balancing=0.1)),
+    "loss": (algorithms.FedEM(), with_part(learners(), criterion=nn.CrossEntropyLoss(label_smoothing=0.1))),
+    "num_experts": (algorithms.FedJETs(1), with_part(sparse_mixture(), num_experts=[1, 2])),
+    "local_expert": (algorithms.FineTuning(), with_part(mixture(LinearGate(5)), local_expert=nn.Linear(5, 3))),
+    "local_expert of theta": (algorithms.PFedMe(), with_part(mixture(optimizer=sgd), local_expert=nn.Linear(5, 3))),
+    "expert without a linear layer": (algorithms.LabelPrior(), PersonalizedMoE(nn.Sequential(nn.Flatten()))),
+    "global_expert without an extractor": (algorithms.KNNPer(), PersonalizedMoE(nn.Linear(5, 3))),
+    "global_expert without prototypes": (algorithms.FedProto(), PersonalizedMoE(nn.Linear(5, 3))),
+    "local_expert without an extractor": (algorithms.FedKD(), PersonalizedMoE(nn.Linear(5, 3))),
+    "expert without a bias": (algorithms.LabelPrior(), PersonalizedMoE(nn.Linear(5, 3, bias=False))),
+    "model of clusters": (algorithms.EpsilonGreedyIFCA(), mixture()),
+    "model of learners": (algorithms.FedEM(), sparse_mixture()),
+    "model of shared experts": (algorithms.FedMix(1), learners()),
+    "model with proxies": (algorithms.FedMoEDA(), learners()),
+    "gate of one cluster": (algorithms.EpsilonGreedyIFCA(), clustered(gate=only(1))),
+    "gate with each client's weights": (algorithms.FedAPEN(), mixture(EqualWeights())),
+    "mixing of probabilities": (algorithms.FedAPEN(), pair(gate=MixtureWeights(), mixing="probabilities")),
+    "mixing of two heads": (algorithms.FedRoD(), with_part(mixture(), mixing="probabilities")),
+    "mixing of logits": (algorithms.FedEM(), SparseMoE(nn.Identity(), nn.Linear(5, 3), gate=MixtureWeights())),
+    "shared without batch normalization": (algorithms.FedBN(), mixture()),
+    "shared without some elsewhere": (algorithms.FedBN("*.classifier.*"), mixture(expert=WithBatchNorm())),
+    "similarity of frozen layers": (algorithms.FedMoEDA(similarity="updates", trainable="gate.*"), sparse_mixture()),
+    "momentum": (algorithms.Scaffold(), mixture()),
+    "weight_decay": (algorithms.Scaffold(), mixture(optimizer=partial(sgd, weight_decay=0.1))),
+    "optimizer of two rates": (algorithms.Scaffold(), with_part(mixture(LinearGate(5), optimizer=sgd), gate_lr=0.7)),
+    "optimizer": (algorithms.PFedMe(), mixture(optimizer=partial(torch.optim.Adam, lr=0.1))),
+    "base with quantized weights": (algorithms.FedExLoRA(), quantized()),
+    "base with tied weights": (algorithms.FedExLoRA(), tied()),
+    "model without adapters": (algorithms.FedExLoRA(), without_adapters()),
+    "model without adapters of a rank": (algorithms.HetLoRA([1]), without_adapters()),
+    "ranks above that of the module": (algorithms.FlexLoRA([2, 4]), adapted(3)),
+    "model with two whole experts": (algorithms.FedDPA(), mixture()),
 }
 
 
@@ -108,6 +118,27 @@ def test_what_does_not_fit_is_refused(case):
     with pytest.raises(InvalidArgumentError) as error:
         algorithm.server_init(module)
     assert error.value.argument == case.split(" ")[0]
+
+
+def test_experts_of_different_shapes_are_refused():
+    with pytest.raises(MisconfigurationException, match="global_expert"):
+        algorithms.FedALT().server_init(with_part(mixture(), local_expert=Expert(classes=4)))
+
+
+@pytest.mark.parametrize("name", ["Scaffold", "PFedMe", "CoMiGS"])
+def test_accumulated_gradients_are_refused(name, tmp_path):
+    """A last step of fewer batches is smaller, and counts as one all the same."""
+    method = METHODS[name]
+    (its_phase,) = method.phases()
+    its_phase.train.trainer = {"accumulate_grad_batches": 2}
+    with pytest.raises(MisconfigurationException, match="accumulate_grad_batches is 2"):
+        run([its_phase], method.model(), data(**method.split), tmp_path)
+
+
+def test_epochs_that_never_reach_the_body_of_fedrep_are_refused_before_any_training(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        run([phase("it", algorithms.FedRep(head_epochs=2))], mixture(optimizer=sgd), blobs(), tmp_path, max_epochs=2)
+    assert error.value.argument == "train.max_epochs" and "global_expert.extractor.1." in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +157,7 @@ def test_an_aggregation_that_does_not_fit_the_cohort_is_refused(check, argument)
 @pytest.mark.parametrize("needed", ["global_exprt", "head"])
 def test_a_part_that_the_model_lacks_is_refused_before_training(needed):
     with pytest.raises(AttributeError, match=f"has no attribute `{needed}`"):
-        KNNPer(expert=needed).server_init(mixture())
+        algorithms.KNNPer(expert=needed).server_init(mixture())
 
 
 class Scaled(nn.Module):
@@ -142,7 +173,10 @@ class Scaled(nn.Module):
 
 def test_a_bias_that_does_not_shift_the_scores_is_refused_when_a_client_has_samples_for_it(tmp_path):
     model = mixture(expert=Scaled())
-    phases = [phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly()), phase("prior", LabelPrior())]
+    phases = [
+        phase("FedAvg", algorithms.FedAvg("global_expert.*"), gate=GlobalOnly()),
+        phase("prior", algorithms.LabelPrior()),
+    ]
     with pytest.raises(InvalidArgumentError, match="whose bias is added to the scores"):
         run(phases, model, blobs(), tmp_path)
 
@@ -153,7 +187,15 @@ def test_a_name_with_a_slash_is_that_of_an_algorithm_s_tensor():
     module.local_expert = copy.deepcopy(module.global_expert)
     clusters = clustered()
     clusters.local_expert.add_module("a/b", nn.Linear(3, 3))
-    checked = [(each, module) for each in (FedAvg(), Local(), FineTuning(), PFLMoE(interleaved=True))]
-    for algorithm, model in [*checked, (ClusterMixture(), clusters)]:
+    checked = [
+        (each, module)
+        for each in (
+            algorithms.FedAvg(),
+            algorithms.Local(),
+            algorithms.FineTuning(),
+            algorithms.PFLMoE(interleaved=True),
+        )
+    ]
+    for algorithm, model in [*checked, (algorithms.ClusterMixture(), clusters)]:
         with pytest.raises(MisconfigurationException, match="must not contain '/'"):
             algorithm.server_init(model)

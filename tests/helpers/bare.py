@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fedmoe_pl.models import GlobalOnly, PersonalizedMoE
 from helpers import client_generator, mixture, tensors
@@ -65,31 +64,3 @@ def assert_near(actual, expected, tolerance=1e-10):
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
-
-
-class Point(nn.Module):
-    """An expert that returns its only parameter, whatever its input."""
-
-    def __init__(self, *start):
-        super().__init__()
-        self.place = nn.Parameter(torch.tensor(start, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.place.expand(len(x), -1)
-
-
-class Quadratic(PersonalizedMoE):
-    """Two points with the loss h / 2 ||place - c||^2, with a center c = (y, -y) for every label y."""
-
-    curvature = 1.0
-
-    def loss_of(self, scores, y, reduction="mean"):
-        centers = torch.stack((y, -y), 1).to(scores)
-        values = self.curvature / 2 * ((scores - centers) ** 2).sum(1)
-        return values.mean() if reduction == "mean" else values
-
-
-def quadratic(rate, start=(2.0, 5.0), curvature=1.0) -> Quadratic:
-    module = Quadratic(Point(*start), gate=GlobalOnly(), optimizer=partial(torch.optim.SGD, lr=rate))
-    module.curvature = curvature
-    return module

@@ -12,51 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Phase, algorithms
 from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
-from fedmoe_pl.algorithms import (
-    APFL,
-    FD,
-    FML,
-    ClusterMixture,
-    CoMiGS,
-    Ditto,
-    EpsilonGreedyIFCA,
-    FedALA,
-    FedALT,
-    FedAPEN,
-    FedAvg,
-    FedBN,
-    FedDPA,
-    FedEM,
-    FedExLoRA,
-    FedJETs,
-    FedKD,
-    FedLEASE,
-    FedMix,
-    FedMoEDA,
-    FedPAC,
-    FedProto,
-    FedProx,
-    FedRep,
-    FedRoD,
-    FineTunedCluster,
-    FineTuning,
-    FlexLoRA,
-    HetLoRA,
-    KNNPer,
-    LabelPrior,
-    Local,
-    OptInFedAvg,
-    PerFedAvg,
-    PFedMe,
-    PFedMM,
-    PFedMoE,
-    PFLMoE,
-    PMMoE,
-    Scaffold,
-    SpecialistMixture,
-)
 from fedmoe_pl.deployment.audit import without_numbers
 from fedmoe_pl.models import (
     ClusteredAdapterMoE,
@@ -129,7 +86,7 @@ def one(algorithm, gate=GlobalOnly, **kwargs) -> Callable[[], list[Phase]]:
 
 
 def fedavg(**kwargs) -> Phase:
-    return phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), **kwargs)
+    return phase("FedAvg", algorithms.FedAvg("global_expert.*"), gate=GlobalOnly(), **kwargs)
 
 
 def linear_gate() -> LinearGate:
@@ -137,30 +94,31 @@ def linear_gate() -> LinearGate:
     return LinearGate(5).double()
 
 
-def pooled() -> PooledMoE:
+def pooled(num_experts=5, top_k=2) -> PooledMoE:
     torch.manual_seed(5)
-    gate = MLPGate(len(SIZES), 6, dropout=0.0)
-    return PooledMoE(Expert(), len(SIZES), gate, 2, optimizer=sgd).double()
+    gate = MLPGate(num_experts, 6, dropout=0.0)
+    return PooledMoE(Expert(), num_experts, gate, top_k, optimizer=sgd).double()
 
 
-def fedper() -> Phase:
-    return phase("FedPer", FedAvg("local_expert.extractor.*", "local_expert.*"), gate=LocalOnly())
+def fedper(**kwargs) -> Phase:
+    algorithm = algorithms.FedAvg("local_expert.extractor.*", "local_expert.*")
+    return phase("FedPer", algorithm, gate=LocalOnly(), **kwargs)
 
 
 def ifca() -> list[Phase]:
     torch.manual_seed(5)
     return [
-        alone("Local", Local("local_expert.*"), gate=only(3)),
-        phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
+        alone("Local", algorithms.Local("local_expert.*"), gate=only(3)),
+        phase("IFCA", algorithms.EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
     ]
 
 
 def opted_out() -> list[Phase]:
-    algorithm = OptInFedAvg("global_expert.*", opt_out_clients=0.3, opt_out_data=0.3)
+    algorithm = algorithms.OptInFedAvg("global_expert.*", opt_out_clients=0.3, opt_out_data=0.3)
     return [
         phase("opt-out", algorithm, gate=GlobalOnly()),
-        alone("tuned", FineTuning(), gate=LocalOnly()),
-        alone("mixture", SpecialistMixture(), gate=linear_gate()),
+        alone("tuned", algorithms.FineTuning(), gate=LocalOnly()),
+        alone("mixture", algorithms.SpecialistMixture(), gate=linear_gate()),
     ]
 
 
@@ -172,104 +130,120 @@ ADAPTERS = ["base.*", "local_expert.*"]
 GATE = ["gate.*"]
 IFCA = ["local_expert.*", "gate.*"]
 METHODS = {
-    "Local": Method(lambda: [alone("it", Local(), gate=linear_gate())], private=["*"]),
-    "FedAvg": Method(one(lambda: FedAvg("global_expert.*"))),
-    "FedAvg of everything": Method(one(FedAvg), private=["gate.*"]),
+    "Local": Method(lambda: [alone("it", algorithms.Local(), gate=linear_gate())], private=["*"]),
+    "FedAvg": Method(one(lambda: algorithms.FedAvg("global_expert.*"))),
+    "FedAvg of everything": Method(one(algorithms.FedAvg), private=["gate.*"]),
     "TrimmedMean": Method(lambda: [fedavg(aggregation=TrimmedMean(1), clients_per_round=4)]),
     "DifferentialPrivacy": Method(lambda: [fedavg(aggregation=DifferentialPrivacy(0.0, 1.0, 0.1, quantile=0.5))]),
     "SecureAggregation": Method(lambda: [fedavg(secure_aggregation=True, clients_per_round=4)]),
-    "FedProx": Method(one(lambda: FedProx(0.1, "global_expert.*"))),
-    "Scaffold": Method(one(lambda: Scaffold("global_expert.*")), lambda: mixture(optimizer=sgd)),
+    "FedProx": Method(one(lambda: algorithms.FedProx(0.1, "global_expert.*"))),
+    "Scaffold": Method(one(lambda: algorithms.Scaffold("global_expert.*")), lambda: mixture(optimizer=sgd)),
     "FedPer": Method(lambda: [fedper()], private=["global_expert.*", "local_expert.classifier.*", "gate.*"]),
     "FedRep": Method(
-        one(lambda: FedRep(head_epochs=1)), private=["local_expert.*", "global_expert.classifier.*", "gate.*"]
+        one(lambda: algorithms.FedRep(head_epochs=1)),
+        private=["local_expert.*", "global_expert.classifier.*", "gate.*"],
     ),
     "FedBN": Method(
-        one(lambda: FedBN("global_expert.*")),
+        one(lambda: algorithms.FedBN("global_expert.*")),
         lambda: mixture(expert=WithBatchNorm()),
         ["local_expert.*", "gate.*", "global_expert.extractor.1.*"],
     ),
-    "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
-    "FedRoD": Method(one(FedRoD, None)),
-    "FedALT": Method(one(FedALT, None), lambda: in_layers(gate=TokenGate()), ["base.*", "global_expert.*", "gate.*"]),
+    "FedALA": Method(one(lambda: algorithms.FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
+    "FedRoD": Method(one(algorithms.FedRoD, None)),
+    "FedALT": Method(
+        one(algorithms.FedALT, None), lambda: in_layers(gate=TokenGate()), ["base.*", "global_expert.*", "gate.*"]
+    ),
     "CoMiGS": Method(
-        one(lambda: CoMiGS(2, 1), None),
+        one(lambda: algorithms.CoMiGS(2, 1), None),
         lambda: in_layers(gate=TokenGate()),
         split={"validation_fraction": 0.2},
         stacks=False,
     ),
     "FedLEASE": Method(
-        one(lambda: FedLEASE(1), None, **everything(rounds=3)),
+        one(lambda: algorithms.FedLEASE(1), None, **everything(rounds=3)),
         lambda: in_layers(ClusteredAdapterMoE),
         ["base.*", "head.*"],
     ),
     "FedDPA": Method(
-        one(FedDPA, lambda: SimilarityGate(6)), in_layers, ["base.*", "local_expert.*", "gate.*", "head.*"]
+        one(algorithms.FedDPA, lambda: SimilarityGate(6)), in_layers, ["base.*", "local_expert.*", "gate.*", "head.*"]
     ),
-    "FedExLoRA": Method(one(FedExLoRA, None), adapted, ADAPTERS),
-    "HetLoRA": Method(one(lambda: HetLoRA([1, 3, 2]), None), lambda: adapted(3), ADAPTERS),
-    "FlexLoRA": Method(one(lambda: FlexLoRA([1, 2]), None), lambda: adapted(2), ADAPTERS),
-    "FML": Method(one(FML, LocalOnly), pair),
-    "FedAPEN": Method(one(FedAPEN, MixtureWeights), pair),
-    "FedKD": Method(one(FedKD, LocalOnly, **everything()), lambda: pair(hidden=(6,))),
-    "FedProto": Method(one(FedProto), private=["global_expert.*", "local_expert.*", "gate.*"]),
-    "FD": Method(one(FD), private=["global_expert.*", "local_expert.*", "gate.*"]),
-    "FedPAC": Method(one(FedPAC)),
-    "Ditto": Method(one(Ditto, LocalOnly)),
-    "APFL": Method(one(lambda: APFL(alpha_lr=0.1), LocalOnly), private=["local_expert.*", "gate.*", "mixture/*"]),
-    "PFedMe": Method(one(PFedMe, LocalOnly), lambda: mixture(optimizer=sgd)),
-    "PerFedAvg": Method(one(PerFedAvg)),
-    "FedEM": Method(one(FedEM, None), learners, GATE),
-    "PFedMM": Method(one(PFedMM, None), lambda: learners(embedding=backbone()), GATE),
-    "FedMix": Method(one(FedMix, None), lambda: sparse_mixture(4), []),
+    "FedExLoRA": Method(one(algorithms.FedExLoRA, None), adapted, ADAPTERS),
+    "HetLoRA": Method(one(lambda: algorithms.HetLoRA([1, 3, 2]), None), lambda: adapted(3), ADAPTERS),
+    "FlexLoRA": Method(one(lambda: algorithms.FlexLoRA([1, 2]), None), lambda: adapted(2), ADAPTERS),
+    "FML": Method(one(algorithms.FML, LocalOnly), pair),
+    "FedAPEN": Method(one(algorithms.FedAPEN, MixtureWeights), pair),
+    "FedKD": Method(one(algorithms.FedKD, LocalOnly, **everything()), lambda: pair(hidden=(6,))),
+    "FedProto": Method(one(algorithms.FedProto), private=["global_expert.*", "local_expert.*", "gate.*"]),
+    "FD": Method(one(algorithms.FD), private=["global_expert.*", "local_expert.*", "gate.*"]),
+    "FedPAC": Method(one(algorithms.FedPAC)),
+    "Ditto": Method(one(algorithms.Ditto, LocalOnly)),
+    "APFL": Method(
+        one(lambda: algorithms.APFL(alpha_lr=0.1), LocalOnly), private=["local_expert.*", "gate.*", "mixture/*"]
+    ),
+    "PFedMe": Method(one(algorithms.PFedMe, LocalOnly), lambda: mixture(optimizer=sgd)),
+    "PerFedAvg": Method(one(algorithms.PerFedAvg)),
+    "FedEM": Method(one(algorithms.FedEM, None), learners, GATE),
+    "PFedMM": Method(one(algorithms.PFedMM, None), lambda: learners(embedding=backbone()), GATE),
+    "FedMix": Method(one(algorithms.FedMix, None), lambda: sparse_mixture(4), []),
     "FedJETs": Method(
         lambda: [
-            phase("common", FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"]), gate=GlobalOnly()),
-            phase("it", FedJETs(anchors=False), start="common"),
+            phase(
+                "common",
+                algorithms.FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"]),
+                gate=GlobalOnly(),
+            ),
+            phase("it", algorithms.FedJETs(anchors=False), start="common"),
         ],
         lambda: sparse_mixture(4),
         ["experts.1.*"],
     ),
     "FedMoEDA": Method(
-        one(lambda: FedMoEDA(top_p=2, interval=1), None, **everything(rounds=3)), sparse_mixture, GATE, ["experts.*"]
+        one(lambda: algorithms.FedMoEDA(top_p=2, interval=1), None, **everything(rounds=3)),
+        sparse_mixture,
+        GATE,
+        ["experts.*"],
     ),
-    "PFedMoE": Method(one(PFedMoE, None), of_three_architectures, ["local_experts.*", "header.*", "gate.*"]),
+    "PFedMoE": Method(one(algorithms.PFedMoE, None), of_three_architectures, ["local_experts.*", "header.*", "gate.*"]),
     "PMMoE": Method(
-        lambda: [fedper(), alone("PM-MoE", PMMoE(), start="FedPer", model=pooled())],
+        lambda: [fedper(), alone("PM-MoE", algorithms.PMMoE(), start="FedPer", model=pooled())],
         private=["global_expert.*", "gate.*"],
         handed=["local_expert.classifier.*"],
     ),
     "FineTunedFedPer": Method(
         lambda: [
-            phase("FedPer", FedAvg("global_expert.extractor.*"), gate=GlobalOnly()),
-            alone("tuned", FineTuning("local_expert.extractor.*"), gate=LocalOnly(), start="FedPer"),
+            phase("FedPer", algorithms.FedAvg("global_expert.extractor.*"), gate=GlobalOnly()),
+            alone("tuned", algorithms.FineTuning("local_expert.extractor.*"), gate=LocalOnly(), start="FedPer"),
         ],
         private=["global_expert.classifier.*", "local_expert.*", "gate.*"],
     ),
-    "KNNPer": Method(lambda: [fedavg(), alone("kNN-Per", KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]),
+    "KNNPer": Method(
+        lambda: [fedavg(), alone("kNN-Per", algorithms.KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]
+    ),
     "LabelPrior": Method(
         lambda: [
             fedavg(),
-            alone("prior", LabelPrior(), gate=GlobalOnly()),
-            alone("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly()),
-            alone("MF", PFLMoE(), gate=linear_gate(), start={"global_expert": "prior", "local_expert": "tuned"}),
+            alone("prior", algorithms.LabelPrior(), gate=GlobalOnly()),
+            alone("tuned", algorithms.FineTuning(gate_fraction=0.25), gate=LocalOnly()),
+            alone(
+                "MF", algorithms.PFLMoE(), gate=linear_gate(), start={"global_expert": "prior", "local_expert": "tuned"}
+            ),
         ],
         private=["prior/*", "local_expert.*", "gate.*"],
     ),
     "PFLMoE": Method(
         lambda: [
             fedavg(),
-            alone("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly()),
-            alone("MF", PFLMoE(), gate=linear_gate()),
-            alone("interleaved", PFLMoE(interleaved=True), rounds=2, gate=linear_gate()),
+            alone("tuned", algorithms.FineTuning(gate_fraction=0.25), gate=LocalOnly()),
+            alone("MF", algorithms.PFLMoE(), gate=linear_gate()),
+            alone("interleaved", algorithms.PFLMoE(interleaved=True), rounds=2, gate=linear_gate()),
         ]
     ),
     "SpecialistMixture": Method(opted_out),
     "IFCA": Method(
         lambda: [
             *ifca(),
-            alone("fine-tuned", FineTunedCluster(), gate=only(0), start="IFCA"),
-            alone("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), start="IFCA"),
+            alone("fine-tuned", algorithms.FineTunedCluster(), gate=only(0), start="IFCA"),
+            alone("mixture", algorithms.ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), start="IFCA"),
         ],
         lambda: clustered(3),
         IFCA,
@@ -288,7 +262,7 @@ FEW_METHODS = (
 
 
 def kind(tensor):
-    """The name without numbers, and without the factors of which FedKD may send a tensor."""
+    """The name without numbers, and without the factors of which algorithms.FedKD may send a tensor."""
     return re.sub("/[usv]$", "", without_numbers(f".{tensor}"))
 
 

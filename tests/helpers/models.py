@@ -28,10 +28,6 @@ def trainer(tmp_path, **kwargs) -> Trainer:
     return Trainer(default_root_dir=tmp_path, accelerator="cpu", **(off | kwargs))
 
 
-def small_images(n=4, channels=1, size=16, seed=0):
-    return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(seed))
-
-
 def in_channels_last(module):
     """Whether each convolution has the strides of channels-last, also those that have only one input channel."""
     weights = [part.weight for part in module.modules() if isinstance(part, nn.Conv2d)]

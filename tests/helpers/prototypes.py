@@ -3,9 +3,7 @@
 import torch
 from torch import Generator
 
-from fedmoe_pl import Federation
-from helpers import TensorData, phase
-from helpers.runs import federation
+from helpers import TensorData
 
 SIZES = (13, 8, 11)
 OWN_CLASSES = ([1, 2], [0, 2], [0, 1])  # of each client
@@ -23,20 +21,3 @@ def without_a_class(sizes=SIZES, **kwargs) -> TensorData:
     data = TensorData(x, y, parts, (x_test, y_test), torch.float64, **{"batch_size": 4, **kwargs})
     data.setup()
     return data
-
-
-def federate(algorithm, path, rounds=3, **kwargs) -> Federation:
-    """A federation of two of the clients per round, with checkpoints, that has not begun."""
-    phases = [phase("it", algorithm, rounds=rounds, clients_per_round=2)]
-    return federation(path, phases, trainer={"max_epochs": 2, "accelerator": "cpu"}, **kwargs)
-
-
-def personalized(algorithm, make_model, path, rounds=2) -> tuple[Federation, Federation]:
-    """A finished federation, and two newcomers who trained ``rounds`` local rounds from its checkpoint."""
-    first = federate(algorithm, path / "first")
-    first.fit(make_model(), without_a_class())
-    later = federate(algorithm, path / "later")
-    data = without_a_class((9, 6))
-    data.x = data.x + 0.1  # none of the federation's samples
-    later.personalize(make_model(), data, str(first.run_dir / "checkpoints/last.ckpt"), rounds)
-    return first, later

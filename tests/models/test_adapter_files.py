@@ -38,50 +38,35 @@ class Pictures(nn.Module):
         return self.head(self.pointwise(self.conv(self.embedding(x)[:, None]).relu()).mean((2, 3)))
 
 
-def bert():
-    config = transformers.BertConfig(
-        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=3
-    )
-    return transformers.BertForSequenceClassification(config), LoRA(
-        ["query", "dense"], r=2, lora_alpha=6, modules_to_save=["classifier"]
-    )
-
-
 def gpt2():
-    return transformers.GPT2Config(
-        vocab_size=9,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        n_positions=8,
-        num_labels=3,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    return transformers.GPT2Config(**sizes, num_labels=3, pad_token_id=0, bos_token_id=None, eos_token_id=None)
 
 
-BASES = {
-    "linear": bert,
-    "Conv1D and embedding": lambda: (
-        transformers.GPT2ForSequenceClassification(gpt2()),
-        LoRA(["c_attn", "wte"], r=2, use_rslora=True, modules_to_save=["score"]),
-    ),
-    "no head": lambda: (transformers.GPT2ForSequenceClassification(gpt2()), LoRA(["c_attn", "c_proj"], r=2)),
-    "Conv2d and embedding": lambda: (
-        Pictures(),
-        LoRA("embedding|conv|pointwise", r=2, lora_alpha=3, modules_to_save=["head"]),
-    ),
+def classifier(name, **config):
+    config = {"num_labels": 3, "pad_token_id": 0, "vocab_size": 9, **config}
+    return getattr(transformers, f"{name}ForSequenceClassification")(getattr(transformers, f"{name}Config")(**config))
+
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+MODELS = {
+    "Bert": lambda: classifier("Bert", **SMALL),
+    "Roberta": lambda: classifier("Roberta", max_position_embeddings=16, **SMALL),
+    "DistilBert": lambda: classifier("DistilBert", dim=8, hidden_dim=8, n_layers=1, n_heads=2),
+    "GPT2": lambda: transformers.GPT2ForSequenceClassification(gpt2()),
+    "Pictures": Pictures,
 }
+BERT = LoRA(["query", "dense"], r=2, lora_alpha=6, modules_to_save=["classifier"])
+CONV1D = LoRA(["c_attn", "wte"], r=2, use_rslora=True, modules_to_save=["score"])
 
 
-def mixture(name="linear", kind=LayerwiseAdapterMoE, gate=None, **arguments):
+def mixture(name="Bert", lora=BERT, kind=LayerwiseAdapterMoE, gate=None, **arguments):
     """A mixture without a zero in its factors, and its base as it was."""
     torch.manual_seed(0)
-    base, lora = BASES[name]()
+    base = MODELS[name]().double()
     fresh = copy.deepcopy(base).eval()
-    pad = None if name.startswith("Conv2d") else 0
-    module = kind(base, lora, gate or ConstantGate(0.3), pad_token_id=pad, **arguments)
+    pad = None if name == "Pictures" else 0
+    module = kind(base, lora, gate or ConstantGate(0.25), pad_token_id=pad, **arguments).double()
     for parameter in module.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.5)
@@ -99,39 +84,61 @@ def saved(module, fresh, adapter, folder, **arguments):
     return peft.PeftModel.from_pretrained(copy.deepcopy(fresh), str(folder), **arguments).eval()
 
 
+LOADED = [
+    ("Bert", BERT),
+    ("GPT2", CONV1D),
+    ("GPT2", LoRA(["c_attn", "c_proj"], r=2)),
+    ("Pictures", LoRA("embedding|conv|pointwise", r=2, lora_alpha=3, modules_to_save=["head"])),
+    ("Bert", LoRA("all-linear", r=2)),
+    # heads and other layers, with adapters or trained as a whole
+    ("GPT2", LoRA(["c_attn", "score"], r=2)),
+    ("DistilBert", LoRA(["q_lin"], r=2, modules_to_save=["classifier"])),  # which pre_classifier ends with
+    ("Bert", LoRA(["query", "word_embeddings"], r=2, modules_to_save=["embeddings", "classifier"])),
+    ("Bert", LoRA(["classifier"], r=2)),
+    ("Bert", LoRA(["query"], r=2, modules_to_save=["output"])),
+    ("GPT2", LoRA("all-linear", r=2)),
+    ("GPT2", LoRA("all-linear", r=2, modules_to_save=["score"])),
+    ("Roberta", LoRA("all-linear", r=2)),
+    ("Roberta", LoRA(["query"], r=2, modules_to_save=["classifier.out_proj"])),
+    ("Roberta", LoRA(["query", "classifier.dense"], r=2, modules_to_save=["out_proj"])),
+    ("DistilBert", LoRA("all-linear", r=2)),
+    ("DistilBert", LoRA("all-linear", r=2, modules_to_save=["classifier"], exclude_modules=["pre_classifier"])),
+]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize(("name", "lora"), LOADED)
+def test_experts_mixtures_and_merged_weights_have_the_same_logits_in_peft_and_transformers(name, lora, tmp_path):
+    module, fresh = mixture(name, lora)
+    before, expected = {key: tensor.clone() for key, tensor in module.state_dict().items()}, module(IDS)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
+    for expert in ("global_expert", "local_expert"):
+        one = adapter_of(module, expert)
+        close(logits_of(saved(module, fresh, one, tmp_path / expert), module), getattr(module, expert)(IDS))
+    read = read_adapter(tmp_path / "global_expert", module)
+    assert_same_bits(read, {key: before[key] for key in before if key.startswith(("global_expert.", "head."))})
+    mixed = adapter_of_mixture(module)
+    assert mixed.lora.r == 4, "the sum of ranks"
+    close(logits_of(saved(module, fresh, mixed, tmp_path / "mixed"), module), expected)
+    save_base(merged(module.plain_base(), mixed), tmp_path)
+    if name == "Pictures":
+        loaded = Pictures().double()
+        loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    else:
+        loaded = type(fresh).from_pretrained(tmp_path)
+    close(logits_of(loaded.eval(), module), expected)
+    assert_same_bits(module.state_dict(), before)
+    assert torch.equal(module(IDS), expected)
+
+
+@pytest.mark.parametrize("name", [0, 1, 2, 3])
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("kind", [AdapterMoE, LayerwiseAdapterMoE])
-def test_peft_loads_every_expert_with_the_same_logits(name, kind, tmp_path):
-    module, fresh = mixture(name, kind)
+def test_peft_loads_every_expert_of_a_mixture_of_outputs(name, tmp_path):
+    module, fresh = mixture(*LOADED[name], AdapterMoE)
     for expert in ("global_expert", "local_expert"):
         loaded = saved(module, fresh, adapter_of(module, expert), tmp_path / expert)
         torch.testing.assert_close(logits_of(loaded, module), getattr(module, expert)(IDS))
     assert not torch.allclose(module.global_expert(IDS), module.local_expert(IDS))
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_constant_weights_inside_of_layers_are_one_adapter_of_the_sum_of_ranks(name, tmp_path):
-    module, fresh = mixture(name)
-    adapter = adapter_of_mixture(module)
-    assert adapter.lora.r == 4
-    loaded = saved(module, fresh, adapter, tmp_path)
-    torch.testing.assert_close(logits_of(loaded, module), module(IDS))
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_merged_weights_compute_the_mixture_and_leave_the_module_as_it_is(name, tmp_path):
-    module, fresh = mixture(name)
-    before, expected = {key: tensor.clone() for key, tensor in module.state_dict().items()}, module(IDS)
-    save_base(merged(module.plain_base(), adapter_of_mixture(module)), tmp_path)
-    if isinstance(fresh, transformers.PreTrainedModel):
-        loaded = type(fresh).from_pretrained(tmp_path).eval()
-    else:
-        loaded = Pictures()
-        loaded.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    torch.testing.assert_close(logits_of(loaded, module), expected)
-    assert_same_bits(module.state_dict(), before)
-    assert torch.equal(module(IDS), expected)
 
 
 def test_a_gate_that_keeps_one_expert_gives_its_adapter():
@@ -154,70 +161,37 @@ def test_outputs_tokens_and_blocks_are_mixed_by_no_adapter(kind, gate, arguments
 
 
 def test_the_configuration_has_what_peft_needs(tmp_path):
+    plain = {"peft_type": "LORA", "task_type": "SEQ_CLS", "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
+    of_bert = {"r": 2, "lora_alpha": 6, "use_rslora": False, "fan_in_fan_out": False}
+    of_gpt2 = {"r": 2, "use_rslora": True, "fan_in_fan_out": True}
+    for name, lora, expected in (("Bert", BERT, of_bert), ("GPT2", CONV1D, of_gpt2)):
+        module, fresh = mixture(name, lora)
+        saved(module, fresh, adapter_of(module, "global_expert"), tmp_path / name)
+        written = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert {key: written[key] for key in plain | expected} == plain | expected
+        assert sorted(written["target_modules"]) == sorted(lora.target_modules)
+        assert {*lora.modules_to_save} <= {*written["modules_to_save"]}
+
+
+DIFFERENT = {
+    "LoRA: r is 4, but must be 2, as in '": {"r": 4},
+    "LoRA: lora_alpha is 8, but must be 6, as in '": {"lora_alpha": 8},
+    "LoRA: use_rslora is True, but must be False, as in '": {"use_rslora": True},
+    r"^Only the folder .*dense.lora_A.*: its target_modules is \['dense', 'query'\], and .* \['query'\]\.$": {
+        "target_modules": ["query"]
+    },
+    "^Only the model has .*key.lora_A.weight: its target_modules is": {"target_modules": ["key", "query", "dense"]},
+    r"dense.lora_A.weight: its exclude_modules is None, and .* \['0.output": {"exclude_modules": ["0.output.dense"]},
+    "^Only the folder '.*' has classifier.bias: its modules_to_save is .* the model None": {"modules_to_save": []},
+}
+
+
+@pytest.mark.parametrize("message", DIFFERENT)
+def test_an_adapter_that_differs_is_refused_with_both_values(message, tmp_path):
     module, fresh = mixture()
     saved(module, fresh, adapter_of(module, "global_expert"), tmp_path)
-    written = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert sorted(written["target_modules"]) == ["dense", "query"]
-    expected = {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS",
-        "r": 2,
-        "lora_alpha": 6,
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    assert {key: written[key] for key in expected} == expected
-    assert "classifier" in written["modules_to_save"]
-    module, fresh = mixture("Conv1D and embedding")
-    saved(module, fresh, adapter_of(module, "global_expert"), tmp_path / "gpt2")
-    written = json.loads((tmp_path / "gpt2" / "adapter_config.json").read_text())
-    assert (written["fan_in_fan_out"], written["use_rslora"]) == (True, True)
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_what_was_written_is_read_again(name, tmp_path):
-    module, fresh = mixture(name)
-    saved(module, fresh, adapter_of(module, "global_expert"), tmp_path)
-    tensors = read_adapter(tmp_path, module)
-    state = module.state_dict()
-    assert {*tensors} == {key for key in state if key.startswith(("global_expert.", "head."))}
-    assert_same_bits(tensors, {key: state[key] for key in tensors})
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"r": 4}, r"LoRA: r is 4, but must be 2, as in '"),
-        ({"lora_alpha": 8}, r"LoRA: lora_alpha is 8, but must be 6, as in '"),
-        ({"use_rslora": True}, r"LoRA: use_rslora is True, but must be False, as in '"),
-        (
-            {"target_modules": ["query"]},
-            r"^Only the folder '.*' has .*dense.lora_A.weight: its target_modules is \['dense', 'query'\], and that of "
-            r"the model \['query'\]\.$",
-        ),
-        (
-            {"target_modules": ["key", "query", "dense"]},
-            r"^Only the model has .*key.lora_A.weight: its target_modules is",
-        ),
-        (
-            {"exclude_modules": ["0.output.dense"]},
-            r"dense.lora_A.weight: its exclude_modules is None, and .* \['0.output",
-        ),
-        (
-            {"modules_to_save": []},
-            r"^Only the folder '.*' has classifier.bias: its modules_to_save is .*and that of the model None",
-        ),
-    ],
-)
-def test_an_adapter_that_differs_is_refused_with_both_values(other, message, tmp_path):
-    module, fresh = mixture()
-    saved(module, fresh, adapter_of(module, "global_expert"), tmp_path)
-    base, lora = bert()
     with pytest.raises(MisconfigurationException, match=message):
-        read_adapter(tmp_path, AdapterMoE(base, LoRA(**{**vars(lora), **other})))
+        read_adapter(tmp_path, AdapterMoE(MODELS["Bert"](), dataclasses.replace(BERT, **DIFFERENT[message])))
 
 
 def test_folders_without_an_adapter_or_with_a_damaged_one_are_refused(tmp_path):
@@ -357,7 +331,7 @@ def given(base, folder, **arguments):
 @pytest.mark.parametrize("way", [True, False, "gaussian", "orthogonal", "mica", "pissa", "pissa_niter_2", "olora"])
 def test_an_adapter_of_peft_starts_with_the_logits_that_peft_gives_it_or_is_refused(way, tmp_path):
     torch.manual_seed(0)
-    base, lora = bert()
+    base, lora = MODELS["Bert"](), BERT
     model = given(copy.deepcopy(base), tmp_path, init_lora_weights=way)
     model.save_pretrained(str(tmp_path))
     module = AdapterMoE(base, lora, GlobalOnly(), pad_token_id=0).eval()
@@ -372,7 +346,7 @@ def test_an_adapter_of_peft_starts_with_the_logits_that_peft_gives_it_or_is_refu
 @pytest.mark.filterwarnings("ignore:PiSSA changes the base weights")
 def test_an_adapter_that_peft_has_converted_starts_with_its_logits(tmp_path):
     torch.manual_seed(0)
-    base, lora = bert()
+    base, lora = MODELS["Bert"](), BERT
     model = given(copy.deepcopy(base), tmp_path, init_lora_weights="pissa", modules_to_save=None)
     first = peft.get_peft_model(copy.deepcopy(base), copy.deepcopy(model.peft_config["default"]))
     first.peft_config["default"].init_lora_weights = True  # as in peft's documentation
@@ -386,7 +360,7 @@ def test_an_adapter_that_peft_has_converted_starts_with_its_logits(tmp_path):
 
 def test_the_base_s_embedding_in_a_folder_is_no_part_of_an_adapter_and_another_one_is_refused(tmp_path):
     torch.manual_seed(0)
-    base, lora = BASES["Conv1D and embedding"]()
+    base, lora = MODELS["GPT2"](), CONV1D
     arguments = {"target_modules": ["c_attn", "wte"], "lora_alpha": 8, "use_rslora": True, "modules_to_save": ["score"]}
     model = given(copy.deepcopy(base), tmp_path, fan_in_fan_out=True, **arguments)
     model.save_pretrained(str(tmp_path), save_embedding_layers=True)
@@ -397,62 +371,6 @@ def test_the_base_s_embedding_in_a_folder_is_no_part_of_an_adapter_and_another_o
     nn.init.ones_(base.transformer.wte.weight)
     with pytest.raises(MisconfigurationException, match=r"^Only the folder '.*' has transformer.wte.base_layer.weight"):
         read_adapter(tmp_path, module)
-
-
-# --- heads and other layers, with adapters or trained as a whole ---
-
-
-def classifier(name, **config):
-    config = {"num_labels": 3, "pad_token_id": 0, "vocab_size": 9, **config}
-    return getattr(transformers, f"{name}ForSequenceClassification")(getattr(transformers, f"{name}Config")(**config))
-
-
-SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-MODELS = {
-    "Bert": lambda: classifier("Bert", **SMALL),
-    "Roberta": lambda: classifier("Roberta", max_position_embeddings=16, **SMALL),
-    "DistilBert": lambda: classifier("DistilBert", dim=8, hidden_dim=8, n_layers=1, n_heads=2),
-    "GPT2": lambda: transformers.GPT2ForSequenceClassification(gpt2()),
-}
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("name", "lora"),
-    [
-        ("Bert", LoRA("all-linear", r=2)),
-        ("GPT2", LoRA(["c_attn", "score"], r=2)),
-        ("DistilBert", LoRA(["q_lin"], r=2, modules_to_save=["classifier"])),  # which pre_classifier ends with
-        ("Bert", LoRA(["query", "word_embeddings"], r=2, modules_to_save=["embeddings", "classifier"])),
-        ("Bert", LoRA(["classifier"], r=2)),
-        ("Bert", LoRA(["query"], r=2, modules_to_save=["output"])),
-        ("GPT2", LoRA("all-linear", r=2)),
-        ("GPT2", LoRA("all-linear", r=2, modules_to_save=["score"])),
-        ("Roberta", LoRA("all-linear", r=2)),
-        ("Roberta", LoRA(["query"], r=2, modules_to_save=["classifier.out_proj"])),
-        ("Roberta", LoRA(["query", "classifier.dense"], r=2, modules_to_save=["out_proj"])),
-        ("DistilBert", LoRA("all-linear", r=2)),
-        ("DistilBert", LoRA("all-linear", r=2, modules_to_save=["classifier"], exclude_modules=["pre_classifier"])),
-    ],
-)
-def test_adapters_of_heads_and_layers_trained_as_a_whole_are_loaded_by_peft_and_transformers(name, lora, tmp_path):
-    torch.manual_seed(0)
-    base = MODELS[name]().double()
-    fresh = copy.deepcopy(base).eval()
-    module = LayerwiseAdapterMoE(base, lora, ConstantGate(0.25), pad_token_id=0).double()
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            nn.init.normal_(parameter, std=0.5)
-    module.eval()
-    one, mixed = adapter_of(module, "global_expert"), adapter_of_mixture(module)
-    close = partial(torch.testing.assert_close, rtol=0, atol=1e-13)
-    close(logits_of(saved(module, fresh, one, tmp_path / "one"), module), module.global_expert(IDS))
-    state = module.state_dict()
-    read = read_adapter(tmp_path / "one", module)
-    assert_same_bits(read, {key: state[key] for key in state if key.startswith(("global_expert.", "head."))})
-    close(logits_of(saved(module, fresh, mixed, tmp_path / "mixed"), module), module(IDS))
-    save_base(merged(module.plain_base(), mixed), tmp_path / "merged")
-    close(logits_of(type(fresh).from_pretrained(tmp_path / "merged").eval(), module), module(IDS))
 
 
 def test_what_peft_would_train_as_a_whole_and_adapt_is_refused_before_training():
@@ -467,7 +385,7 @@ def test_what_peft_would_train_as_a_whole_and_adapt_is_refused_before_training()
 @pytest.mark.parametrize("is_cast", [True, False])
 def test_factors_have_the_types_and_bits_that_peft_gives_them(is_cast, tmp_path):
     """On a base in bfloat16, float32 unless asked otherwise."""
-    base, lora = bert()
+    base, lora = MODELS["Bert"](), BERT
     base.to(torch.bfloat16)
     fresh = copy.deepcopy(base)
     torch.manual_seed(1)
@@ -487,7 +405,7 @@ def test_factors_have_the_types_and_bits_that_peft_gives_them(is_cast, tmp_path)
 
 
 def test_small_steps_on_a_base_in_bfloat16_change_the_factors():
-    base, lora = bert()
+    base, lora = MODELS["Bert"](), BERT
     module = AdapterMoE(base.to(torch.bfloat16), lora, GlobalOnly(), pad_token_id=0)
     factors = [p for name, p in module.named_parameters() if name.startswith("global_expert") and "lora_A" in name]
     for name, parameter in module.named_parameters():

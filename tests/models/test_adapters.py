@@ -12,7 +12,6 @@ from helpers.adapters import adapters
 from helpers.backends import local_training
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.func import functional_call
 
 from fedmoe_pl.algorithms import FedALT, FedLEASE, Local
 from fedmoe_pl.backends.freezing import Freezing
@@ -157,8 +156,7 @@ def test_an_expert_takes_a_dict_as_keyword_arguments_as_its_base_does():
 def expected_of_tokens(module, weigh):
     """The mixture in float64, layer by layer; ``weigh`` gives the weights of a layer from its input."""
     state = {name: tensor.double() for name, tensor in module.state_dict().items()}
-    x = F.embedding(IDS, state["base.embedding.weight"])
-    h = x
+    x = h = F.embedding(IDS, state["base.embedding.weight"])
     for name in ("mlp.0", "mlp.2"):
         out = F.linear(h, state[f"base.{name}.weight"], state[f"base.{name}.bias"])
         weights = weigh(name, h, state)
@@ -191,45 +189,6 @@ def test_a_gate_of_samples_weighs_all_tokens_of_a_sample_alike():
     assert not torch.equal(weights[0], weights[1])
     torch.testing.assert_close(module(IDS).double(), expected_of_tokens(module, weigh), rtol=1e-4, atol=1e-5)
     assert torch.equal(module.mix_by(IDS, module.mix(IDS)[1]), module(IDS))
-
-
-def test_blocks_are_computed_once_per_expert_and_their_outputs_are_mixed():
-    module = tokens(gate=TokenGate(), blocks=["mlp"])
-    state = {name: tensor.double() for name, tensor in module.state_dict().items()}
-    x = F.embedding(IDS, state["base.embedding.weight"])
-    weights = (x @ state["gate.routers.mlp.weight"].T).softmax(-1)
-    outputs = []
-    for expert in ("global_expert", "local_expert"):
-        h = x
-        for name in ("mlp.0", "mlp.2"):
-            a, b = (state[f"{expert}.{name}.lora_{factor}.weight"] for factor in "AB")
-            h = F.linear(h, state[f"base.{name}.weight"], state[f"base.{name}.bias"]) + 2 * (h @ a.T @ b.T)
-            h = F.gelu(h) if name == "mlp.0" else h
-        outputs.append(h)
-    mixed = weights[..., :1] * outputs[0] + weights[..., 1:] * outputs[1]
-    expected = F.linear(
-        (x + mixed).mean(1), state["head.classifier.linear.weight"], state["head.classifier.linear.bias"]
-    )
-    torch.testing.assert_close(module(IDS).double(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_layers_outside_of_blocks_have_the_global_expert_alone():
-    lora = LoRA(["mlp.0", "classifier.linear"], r=2)
-    module = tokens(gate=EqualWeights(), lora=lora, blocks=["mlp"])
-    before = module(IDS)
-    nn.init.ones_(module.local_expert.classifier.linear.lora_B.weight)
-    assert torch.equal(module(IDS), before)
-    nn.init.ones_(module.global_expert.classifier.linear.lora_B.weight)
-    assert not torch.equal(module(IDS), before)
-
-
-def test_top_k_weighs_the_chosen_experts_only():
-    logits = torch.tensor([[[0.0, 1.0]]])
-    for top_k, expected in ((1, [0.0, 0.731059]), (2, [0.268941, 0.731059])):
-        gate = TokenGate(top_k)
-        gate.fit_to_layers(gate, {"layer": 1}, 2)
-        gate.routers.layer.weight.data = logits[0].T
-        torch.testing.assert_close(gate.weights("layer", torch.ones(1, 1, 1)), torch.tensor([[expected]]))
 
 
 @pytest.mark.parametrize("kind", [TokenGate, AdaptiveTokenGate])
@@ -272,25 +231,6 @@ def test_a_part_that_the_base_does_not_call_is_not_trained_as_a_whole():
     module = LayerwiseAdapterMoE(Encoder(), LoRA(["linear1"], r=1, modules_to_save=["out_proj"]))
     with pytest.raises(MisconfigurationException, match=r"modules_to_save is '.*out_proj', but must be layers"):
         module(torch.zeros(2, 3, 8))
-
-
-def test_an_adapted_embedding_and_convolution_change_by_the_scaled_product():
-    class Pictures(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.conv = nn.Embedding(9, 4), nn.Conv2d(1, 3, 3)
-
-        def forward(self, x):
-            return self.conv(self.embedding(x)[:, None]).mean((2, 3))
-
-    module = drawn(LayerwiseAdapterMoE(Pictures(), LoRA(["embedding", "conv"], r=2, lora_alpha=6), GlobalOnly()))
-    state = dict(module.state_dict())
-    a, b = (state[f"global_expert.embedding.lora_embedding_{factor}"] for factor in "AB")
-    c, d = (state[f"global_expert.conv.lora_{factor}.weight"] for factor in "AB")
-    table = state["base.embedding.weight"] + 3 * (b @ a).T
-    kernel = state["base.conv.weight"] + 3 * torch.einsum("orij,rchw->ochw", d, c)
-    expected = F.conv2d(F.embedding(IDS, table)[:, None], kernel, state["base.conv.bias"]).mean((2, 3))
-    torch.testing.assert_close(module(IDS), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_adapted_embedding_does_not_train_padding():
@@ -437,12 +377,6 @@ def test_a_copy_computes_with_its_own_adapters(duplicate):
     assert torch.equal(module(IDS), expected)
 
 
-def test_other_tensors_can_take_the_place_of_its_own():
-    module, other = tokens(gate=TokenGate()), drawn(tokens(gate=TokenGate()).double())
-    state = {name: tensor.float() for name, tensor in other.state_dict().items()}
-    torch.testing.assert_close(functional_call(module, state, (IDS,)), other(IDS).float(), rtol=1e-4, atol=1e-5)
-
-
 def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
     from lightning.pytorch import Trainer
 
@@ -489,58 +423,39 @@ def test_a_fused_layer_of_torch_asks_its_adapters_in_eval_mode_too():
         torch.testing.assert_close(module.eval()(x), module.train()(x))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"r": 0}, "r is 0"),
-        ({"lora_dropout": 1.0}, "lora_dropout is 1.0"),
-        ({"lora_alpha": 0}, "lora_alpha is 0"),
-    ],
-)
-def test_numbers_out_of_their_range_are_refused(arguments, message):
+MLP = LoRA(["mlp.0"])
+REFUSED = [
+    ("r is 0", lambda: LoRA(["layer"], r=0)),
+    ("lora_dropout is 1.0", lambda: LoRA(["layer"], lora_dropout=1.0)),
+    ("lora_alpha is 0", lambda: LoRA(["layer"], lora_alpha=0)),
+    (
+        "modules_to_save is 'clasifier'.*, mlp",
+        lambda: AdapterMoE(Tokens(), LoRA(["mlp.0"], modules_to_save=["clasifier"])),
+    ),
+    (r"target_modules is \['q_proj'\].* peft says: .*not found", lambda: AdapterMoE(Tokens(), LoRA(["q_proj"]))),
+    ("AdapterMoE: lora is {.*a fedmoe_pl.models.LoRA", lambda: AdapterMoE(Tokens(), {"target_modules": ["mlp.0"]})),
+    ("blocks is 'mpl'", lambda: LayerwiseAdapterMoE(Tokens(), MLP, blocks=["mpl"])),
+    ("no linear layer", lambda: LayerwiseAdapterMoE(Tokens(), LoRA(["embedding"]), TokenGate())),
+    ("top_k is 3", lambda: LayerwiseAdapterMoE(Tokens(), MLP, TokenGate(3))),
+    ("mixing is 'probabilities'", lambda: LayerwiseAdapterMoE(Tokens(), MLP, mixing="probabilities")),
+    ("pooling is 'first'", lambda: AdapterMoE(Tokens(), MLP, pooling="first")),
+    ("max_clusters is 1", lambda: ClusteredAdapterMoE(Tokens(), MLP, max_clusters=1)),
+    ("does not read features", lambda: ClusteredAdapterMoE(Tokens(), MLP, FeatureGate(6))),
+    ("weighs 3", lambda: AdapterMoE(Tokens(), MLP, ConstantGate([0.2, 0.3, 0.5]))),
+    ("base is 'bert', but must be a module", lambda: AdapterMoE("bert", MLP)),
+    (
+        "base is a PeftModel, but .* without adapters of peft",
+        lambda: LayerwiseAdapterMoE(peft.PeftModel(Tokens(), MLP.config()), MLP),
+    ),
+    ("modules_to_save", lambda: AdapterMoE(Tokens(), MLP, FeatureGate(6))(IDS)),
+    ("gate is a TokenGate.* unless the model is a Layerwise", lambda: AdapterMoE(Tokens(), MLP, TokenGate())(IDS)),
+]
+
+
+@pytest.mark.parametrize(("message", "make"), REFUSED)
+def test_what_does_not_fit_is_refused(message, make):
     with pytest.raises(MisconfigurationException, match=message):
-        LoRA(["layer"], **arguments)
-
-
-@pytest.mark.parametrize(
-    ("kind", "lora", "arguments", "message"),
-    [
-        (
-            AdapterMoE,
-            LoRA(["mlp.0"], modules_to_save=["clasifier"]),
-            {},
-            "modules_to_save is 'clasifier'.*, mlp",
-        ),
-        (AdapterMoE, LoRA(["q_proj"]), {}, r"target_modules is \['q_proj'\].* peft says: .*not found"),
-        (AdapterMoE, {"target_modules": ["mlp.0"]}, {}, "AdapterMoE: lora is {.*a fedmoe_pl.models.LoRA"),
-        (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"blocks": ["mpl"]}, "blocks is 'mpl'"),
-        (LayerwiseAdapterMoE, LoRA(["embedding"]), {"gate": TokenGate()}, "no linear layer"),
-        (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"gate": TokenGate(3)}, "top_k is 3"),
-        (LayerwiseAdapterMoE, LoRA(["mlp.0"]), {"mixing": "probabilities"}, "mixing is 'probabilities'"),
-        (AdapterMoE, LoRA(["mlp.0"]), {"pooling": "first"}, "pooling is 'first'"),
-        (ClusteredAdapterMoE, LoRA(["mlp.0"]), {"max_clusters": 1}, "max_clusters is 1"),
-        (ClusteredAdapterMoE, LoRA(["mlp.0"]), {"gate": FeatureGate(6)}, "does not read features"),
-        (AdapterMoE, LoRA(["mlp.0"]), {"gate": ConstantGate([0.2, 0.3, 0.5])}, "weighs 3"),
-    ],
-)
-def test_what_does_not_fit_is_refused(kind, lora, arguments, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        kind(Tokens(), lora, **arguments)
-
-
-def test_a_base_is_a_module_and_not_its_name_or_one_of_peft():
-    lora = LoRA(["mlp.0"])
-    with pytest.raises(MisconfigurationException, match="base is 'bert', but must be a module"):
-        AdapterMoE("bert", lora)
-    with pytest.raises(MisconfigurationException, match=r"base is a PeftModel, but .* without adapters of peft"):
-        LayerwiseAdapterMoE(peft.PeftModel(Tokens(), lora.config()), lora)
-
-
-def test_gates_that_need_what_is_missing_are_refused():
-    with pytest.raises(MisconfigurationException, match="modules_to_save"):
-        AdapterMoE(Tokens(), LoRA(["mlp.0"]), FeatureGate(6))(IDS)
-    with pytest.raises(MisconfigurationException, match=r"gate is a TokenGate.* unless the model is a Layerwise"):
-        AdapterMoE(Tokens(), LoRA(["mlp.0"]), TokenGate())(IDS)
+        make()
 
 
 def test_weights_of_samples_need_layers_that_keep_samples_apart():
@@ -582,67 +497,56 @@ def test_a_mixture_of_clusters_weighs_its_places_by_the_number_of_clusters():
 
 
 class SequenceFirst(nn.Module):
-    """Layers that read samples (B, T, F) as (T, B, F), as recurrent layers and encoders of torch do by default."""
+    """Layers or a head that read samples (B, T, F) as (T, B, F), as recurrent layers of torch do by default."""
 
-    def __init__(self):
+    def __init__(self, head_alone=False):
         super().__init__()
-        self.layer, self.last = nn.Linear(2, 2), nn.Linear(2, 3)
+        self.layer, self.last, self.head_alone = nn.Linear(2, 2), nn.Linear(2, 3), head_alone
 
     def forward(self, x):
+        if self.head_alone:
+            return self.last(self.layer(x).tanh().transpose(0, 1)).mean(0)
         return self.last(self.layer(x.transpose(0, 1)).tanh().mean(0))
 
 
 @pytest.mark.parametrize("tokens_of_sample", [3, 4, 5])
-@pytest.mark.parametrize("gate", [FeatureGate(2), LinearGate(), EqualWeights(), TokenGate()])
-def test_layers_that_have_the_sequence_first_are_refused_also_if_there_are_as_many_tokens_as_samples(
+@pytest.mark.parametrize("gate", [FeatureGate(2), LinearGate(), EqualWeights(), TokenGate(), None])
+def test_layers_and_features_that_have_the_sequence_first_are_refused_also_if_there_are_as_many_tokens_as_samples(
     gate, tokens_of_sample
 ):
-    module = LayerwiseAdapterMoE(SequenceFirst(), LoRA(["layer"], r=1, modules_to_save=["last"]), copy.deepcopy(gate))
-    with pytest.raises(MisconfigurationException, match=r"target_modules is 'layer', but .* keeps the samples apart"):
+    lora, allowed = LoRA(["layer"], r=1, modules_to_save=["last"]), "target_modules is 'layer', but .*"
+    if gate is None:
+        module, allowed = AdapterMoE(SequenceFirst(head_alone=True), lora, FeatureGate(2)), "modules_to_save that"
+    else:
+        module = LayerwiseAdapterMoE(SequenceFirst(), lora, copy.deepcopy(gate))
+    with pytest.raises(MisconfigurationException, match=f"{allowed} keeps the samples apart"):
         module(torch.zeros(4, tokens_of_sample, 2))
 
 
-@pytest.mark.parametrize("tokens_of_sample", [3, 4, 5])
-def test_features_that_have_the_sequence_first_are_refused(tokens_of_sample):
-    class HeadOfSequences(SequenceFirst):
-        def forward(self, x):
-            return self.last(self.layer(x).tanh().transpose(0, 1)).mean(0)
+class OfOnesOwn(TokenGate):
+    """Weights of which a function makes others."""
 
-    module = AdapterMoE(HeadOfSequences(), LoRA(["layer"], r=1, modules_to_save=["last"]), FeatureGate(2))
-    with pytest.raises(MisconfigurationException, match=r"modules_to_save that keeps the samples apart"):
-        module(torch.zeros(4, tokens_of_sample, 2))
+    def __init__(self, change):
+        super().__init__(init_std=1.0)
+        self.change = change
 
-
-class Doubled(TokenGate):
     def weights(self, path, x):
-        return 2 * super().weights(path, x)
-
-
-class BelowZero(TokenGate):
-    def weights(self, path, x):
-        return 9 * super().weights(path, x) - 4
-
-
-class OfAllTokens(TokenGate):
-    def weights(self, path, x):
-        weights = super().weights(path, x)
-        return weights.mean(1, keepdim=True).expand_as(weights)
-
-
-class OfAllSamples(TokenGate):
-    def weights(self, path, x):
-        weights = super().weights(path, x)
-        return weights.mean(0, keepdim=True).expand_as(weights)
+        return self.change(super().weights(path, x))
 
 
 @pytest.mark.parametrize(
-    ("gate", "allowed"),
-    [(Doubled, "at least 0"), (BelowZero, "at least 0"), (OfAllTokens, "by itself"), (OfAllSamples, "by itself")],
+    ("change", "allowed"),
+    [
+        (lambda weights: 2 * weights, "at least 0"),
+        (lambda weights: 9 * weights - 4, "at least 0"),
+        (lambda weights: weights.mean(1, keepdim=True).expand_as(weights), "by itself"),  # of all tokens
+        (lambda weights: weights.mean(0, keepdim=True).expand_as(weights), "by itself"),  # of all samples
+    ],
 )
-def test_a_token_gate_of_ones_own_keeps_to_what_a_gate_is(gate, allowed):
+def test_a_token_gate_of_ones_own_keeps_to_what_a_gate_is(change, allowed):
     torch.manual_seed(0)
     with pytest.raises(MisconfigurationException, match=allowed):
-        tokens(LayerwiseAdapterMoE, gate=gate(init_std=1.0))
+        tokens(LayerwiseAdapterMoE, gate=OfOnesOwn(change))
 
 
 @pytest.mark.parametrize(

@@ -8,61 +8,54 @@ from helpers import assert_same_bits
 from helpers.models import in_channels_last
 from torch import nn
 
-from fedmoe_pl.models import (
-    CNN,
-    IFCACNN,
-    LEAFCNN,
-    VGG16,
-    ClusteredMoE,
-    ConvBlock,
-    ConvExpert,
-    EqualWeights,
-    FeatureGate,
-    GateCNN,
-    LeNet5,
-    LinearGate,
-    NetworkGate,
-    PersonalizedMoE,
-    RepresentationMoE,
-    SparseMoE,
-    SwitchNormGate,
-    TwoConvCNN,
-)
+from fedmoe_pl import models
 from fedmoe_pl.models.layers import FanOutConv2d, draw_anew, to_channels_last
 
 CHANNELS_LAST = torch.channels_last
 
 
-class NarrowVGG16(VGG16):
+class NarrowVGG16(models.VGG16):
     """The layers of VGG-16 with few channels, the last one as small as in the whole network: one pixel."""
 
     _WIDTHS = (8, "M", 8, 8, "M", 8, "M", 8, "M", 512, "M")
 
 
 def opt_out(**kwargs):
-    return PersonalizedMoE(TwoConvCNN(1, 3, 16), gate=NetworkGate(TwoConvCNN(1, 1, 16)), **kwargs)
+    return models.PersonalizedMoE(
+        models.TwoConvCNN(1, 3, 16), gate=models.NetworkGate(models.TwoConvCNN(1, 1, 16)), **kwargs
+    )
 
 
 def clustered(**kwargs):
-    gate = NetworkGate(GateCNN(1, 3, image_size=16))
-    return ClusteredMoE(LEAFCNN(1, 3, 8, 4, 16, image_size=16), 2, gate=gate, mixing="probabilities", **kwargs)
+    gate = models.NetworkGate(models.GateCNN(1, 3, image_size=16))
+    return models.ClusteredMoE(
+        models.LEAFCNN(1, 3, 8, 4, 16, image_size=16), 2, gate=gate, mixing="probabilities", **kwargs
+    )
 
 
 def representation(**kwargs):
-    return RepresentationMoE(CNN(5, 1, 3), [CNN(4, 1, 3)], gate=SwitchNormGate(1024, 8), **kwargs)
+    return models.RepresentationMoE(
+        models.CNN(5, 1, 3), [models.CNN(4, 1, 3)], gate=models.SwitchNormGate(1024, 8), **kwargs
+    )
 
 
 def sparse(**kwargs):
-    return SparseMoE(ConvBlock(1, 8, 16), ConvExpert(8, 3, 6, 4, 16), **kwargs)
+    return models.SparseMoE(models.ConvBlock(1, 8, 16), models.ConvExpert(8, 3, 6, 4, 16), **kwargs)
 
 
 MIXTURES = {
-    "LeNet5": (lambda **kwargs: PersonalizedMoE(LeNet5(1, 3), gate=LinearGate(), **kwargs), (1, 32, 32)),
-    "LeNet5 in colour": (lambda **kwargs: PersonalizedMoE(LeNet5(3, 3), gate=FeatureGate(), **kwargs), (3, 32, 32)),
-    "VGG16": (lambda **kwargs: PersonalizedMoE(NarrowVGG16(3, 3), **kwargs), (3, 32, 32)),
+    "LeNet5": (
+        lambda **kwargs: models.PersonalizedMoE(models.LeNet5(1, 3), gate=models.LinearGate(), **kwargs),
+        (1, 32, 32),
+    ),
+    "LeNet5 in colour": (
+        lambda **kwargs: models.PersonalizedMoE(models.LeNet5(3, 3), gate=models.FeatureGate(), **kwargs),
+        (3, 32, 32),
+    ),
+    "VGG16": (lambda **kwargs: models.PersonalizedMoE(NarrowVGG16(3, 3), **kwargs), (3, 32, 32)),
     "TwoConvCNN": (opt_out, (1, 16, 16)),
     "LEAFCNN": (clustered, (1, 16, 16)),
-    "IFCACNN": (lambda **kwargs: ClusteredMoE(IFCACNN(1, 3), 1, **kwargs), (1, 32, 32)),
+    "IFCACNN": (lambda **kwargs: models.ClusteredMoE(models.IFCACNN(1, 3), 1, **kwargs), (1, 32, 32)),
     "CNN": (representation, (1, 32, 32)),
     "ConvBlock": (sparse, (1, 16, 16)),
 }
@@ -110,12 +103,14 @@ def test_the_format_is_asked_for_and_survives_copies(make):
 
 def test_layers_without_a_size_get_the_format_when_they_are_sized():
     network = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(1))
-    assert in_channels_last(PersonalizedMoE(LeNet5(), gate=NetworkGate(network), channels_last=True))
+    assert in_channels_last(
+        models.PersonalizedMoE(models.LeNet5(), gate=models.NetworkGate(network), channels_last=True)
+    )
 
 
 def test_a_volume_stays_as_it_is():
     expert = nn.Sequential(nn.Conv3d(2, 2, 2), nn.Flatten(), nn.Linear(2, 3))
-    module = PersonalizedMoE(expert, gate=EqualWeights(), channels_last=True)
+    module = models.PersonalizedMoE(expert, gate=models.EqualWeights(), channels_last=True)
     assert module(torch.zeros(1, 2, 2, 2, 2)).shape == (1, 3)
     assert module.global_expert[0].weight.is_contiguous()
 

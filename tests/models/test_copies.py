@@ -61,15 +61,13 @@ def test_torchscript_may_be_in_a_module_if_it_is_frozen(tmp_path):
     federation(tmp_path, [Phase("p", FedAvg())]).fit(module, data())
 
 
-def hook(module):
-    module.body.weight.register_hook(lambda gradient: 0 * gradient)
-
-
-def hook_after_accumulation(module):
-    module.body.weight.register_post_accumulate_grad_hook(lambda weight: None)
-
-
-@pytest.mark.parametrize("change", [hook, hook_after_accumulation])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.body.weight.register_hook(lambda gradient: 0 * gradient),
+        lambda module: module.body.weight.register_post_accumulate_grad_hook(lambda weight: None),
+    ],
+)
 def test_hooks_of_parameters_are_refused(tmp_path, change):
     refused = refusal(tmp_path, Own(change))
     assert refused.argument == "body.weight" and "on_after_backward" in refused.allowed
@@ -80,21 +78,20 @@ def transposed(module):
     module.tied.weight.data = module.body.weight.data.T
 
 
-def in_a_buffer(module):
-    module.register_buffer("tied", module.body.weight.data[:2])
+TIED = {
+    "transposed": transposed,
+    "in a buffer": lambda module: module.register_buffer("tied", module.body.weight.data[:2]),
+    "frozen": lambda module: setattr(module, "tied", nn.Parameter(module.body.weight.data, requires_grad=False)),
+}
 
 
-def frozen(module):
-    module.tied = nn.Parameter(module.body.weight.data, requires_grad=False)
-
-
-@pytest.mark.parametrize("change", [transposed, in_a_buffer, frozen])
-def test_memory_that_a_trained_parameter_shares_is_refused(tmp_path, change):
-    refused = refusal(tmp_path, Own(change))
+@pytest.mark.parametrize("name", TIED)
+def test_memory_that_a_trained_parameter_shares_is_refused(tmp_path, name):
+    refused = refusal(tmp_path, Own(TIED[name]))
     sentence = r"Own: (body|tied)(\.weight)? is 'in the memory of (body|tied)(\.weight)?', but must be in memory of its"
     assert "same Parameter" in refused.allowed
     with pytest.raises(InvalidArgumentError, match=sentence):
-        check_copies(Own(change))
+        check_copies(Own(TIED[name]))
 
 
 def test_the_same_parameter_frozen_ones_and_memory_beside_each_other_may_be_in_a_module():
@@ -115,24 +112,14 @@ def test_phases_may_not_tie_a_gates_parameters_by_their_memory(tmp_path):
     assert refusal(tmp_path, PersonalizedMoE(Expert()), gate=gate).owner == "LinearGate"
 
 
-def closure(module):
-    module.block = lambda x: module.body(x).tanh()
+def with_block(make):
+    """Sets an attribute to what is made of the module."""
+    return lambda module: setattr(module, "block", make(module))
 
 
-def closure_of_a_closure(module):
-    def outer(x):
-        return inner["one"][0](x)
-
+def of_a_closure(module):
     inner = {"one": [partial(lambda x: module.twice(x))]}
-    module.block = outer
-
-
-def default(module):
-    module.block = lambda x, *, weight=module.body.weight: x @ weight
-
-
-def in_a_list(module):
-    module.block = [len, partial(lambda: module.body.weight.abs().sum())]
+    return lambda x: inner["one"][0](x)
 
 
 def replaced_forward(module):
@@ -140,49 +127,41 @@ def replaced_forward(module):
     module.body.forward = lambda x: 2 * forward(x)
 
 
-def replaced_method(module):
-    module.block = MethodType(lambda self, x: module.body(x), module)
-
-
 def in_a_layer(module):
     module.head = nn.Sequential(module.head)
     module.head.function = lambda x: module.body(x)
 
 
-of_this_file = None
+FUNCTIONS = {
+    "closure": (with_block(lambda module: lambda x: module.body(x).tanh()), "block"),
+    "closure of a closure": (with_block(of_a_closure), "block"),
+    "default": (with_block(lambda module: lambda x, *, weight=module.body.weight: x @ weight), "block"),
+    "in a list": (
+        with_block(lambda module: [len, partial(lambda: module.body.weight.abs().sum())]),
+        "a value in block",
+    ),
+    "replaced forward": (replaced_forward, "body.forward"),
+    "method": (with_block(lambda module: MethodType(lambda self, x: module.body(x), module)), "a value in block"),
+    "in a layer": (in_a_layer, "head.function"),
+    "weak reference": (lambda module: vars(module).update(block=ref(module.head)), "block"),
+    "hook": (lambda module: module.body.register_forward_hook(lambda *_: module.twice(0)), "a hook of body"),
+    "pre hook": (lambda module: module.register_forward_pre_hook(lambda *_: module.twice(0)), "a hook of the module"),
+}
 
 
-def in_its_file(module):
-    module.block = lambda x: of_this_file(x)
-
-
-def weak_reference(module):
-    vars(module)["block"] = ref(module.head)
-
-
-@pytest.mark.parametrize(
-    ("change", "argument"),
-    [
-        (closure, "block"),
-        (closure_of_a_closure, "block"),
-        (default, "block"),
-        (in_a_list, "a value in block"),
-        (replaced_forward, "body.forward"),
-        (replaced_method, "a value in block"),
-        (in_a_layer, "head.function"),
-        (weak_reference, "block"),
-        (lambda module: module.body.register_forward_hook(lambda *_: module.twice(0)), "a hook of body"),
-        (lambda module: module.register_forward_pre_hook(lambda *_: module.twice(0)), "a hook of the module"),
-    ],
-)
-def test_functions_that_use_the_original_module_are_refused(tmp_path, change, argument):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_use_the_original_module_are_refused(tmp_path, name):
+    change, argument = FUNCTIONS[name]
     refused = refusal(tmp_path, Own(change))
     assert (refused.owner, refused.argument) == ("Own", argument)
     assert refused.because.startswith("it uses the original ")
 
 
+of_this_file = None
+
+
 def test_a_function_that_finds_the_module_in_its_file_is_refused(monkeypatch):
-    module = Own(in_its_file)
+    module = Own(with_block(lambda module: lambda x: of_this_file(x)))
     check_copies(module)
     monkeypatch.setitem(globals(), "of_this_file", module.body)
     sentence = "Own: block is a function, but must be a method, a module, or a partial of one, because it uses the orig"

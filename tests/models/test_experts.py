@@ -103,19 +103,25 @@ def pool_relu(x):
     return F.max_pool2d(F.relu(x), 2)
 
 
+def two_convolutions(p, x):
+    return pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
+
+
 def pfedmoe(p, x):
-    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
-    return fc(p, "classifier", F.relu(fc(p, "extractor.9", F.relu(fc(p, "extractor.7", x)))))
+    x = F.relu(fc(p, "extractor.7", two_convolutions(p, x)))
+    return fc(p, "classifier", F.relu(fc(p, "extractor.9", x)))
 
 
 def leaf(p, x):
-    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
-    return fc(p, "classifier.3", F.dropout(F.relu(fc(p, "classifier.0", x)), 0.8))
+    return fc(p, "classifier.3", F.dropout(F.relu(fc(p, "classifier.0", two_convolutions(p, x))), 0.8))
 
 
 def ifca(p, x):
     x = lrn(pool_relu(conv(p, "extractor.0", x)))
-    x = F.max_pool2d(lrn(F.relu(conv(p, "extractor.4", x))), 2).flatten(1)
+    return dropped(p, F.max_pool2d(lrn(F.relu(conv(p, "extractor.4", x))), 2).flatten(1))
+
+
+def dropped(p, x):
     x = F.dropout(F.relu(fc(p, "classifier.0", x)), 0.5)
     return fc(p, "classifier.5", F.relu(fc(p, "classifier.3", x)))
 
@@ -127,15 +133,9 @@ def lrn(x):
     return x / (1 + 0.001 / 9 / 4 * window) ** 0.75
 
 
-def two_conv(p, x):
-    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
-    x = F.dropout(F.relu(fc(p, "classifier.0", x)), 0.5)
-    return fc(p, "classifier.5", F.relu(fc(p, "classifier.3", x)))
-
-
 def lenet5(p, x):
-    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
-    return fc(p, "classifier.4", F.relu(fc(p, "classifier.2", F.relu(fc(p, "classifier.0", x)))))
+    x = F.relu(fc(p, "classifier.0", two_convolutions(p, x)))
+    return fc(p, "classifier.4", F.relu(fc(p, "classifier.2", x)))
 
 
 def vgg16(p, x):
@@ -151,8 +151,7 @@ def vgg16(p, x):
 
 
 def fedavg(p, x):
-    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
-    return fc(p, "classifier.2", F.relu(fc(p, "classifier.0", x)))
+    return fc(p, "classifier.2", F.relu(fc(p, "classifier.0", two_convolutions(p, x))))
 
 
 LAYERS = {
@@ -161,7 +160,7 @@ LAYERS = {
     "CNN": (CNN(5), pfedmoe),
     "LEAFCNN": (LEAFCNN(conv1_channels=4, hidden=16), leaf),
     "IFCACNN": (IFCACNN(), ifca),
-    "TwoConvCNN": (TwoConvCNN(), two_conv),
+    "TwoConvCNN": (TwoConvCNN(), lambda p, x: dropped(p, two_convolutions(p, x))),
     "FedAvgCNN": (FedAvgCNN(), fedavg),
 }
 

@@ -7,16 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.models import (
-    ClusteredMoE,
-    EqualWeights,
-    FeatureGate,
-    FixedGate,
-    GlobalOnly,
-    LocalOnly,
-    NetworkGate,
-    PersonalizedMoE,
-)
+from fedmoe_pl import models
 from fedmoe_pl.models.inputs import batch_size_of, call, inputs_and_targets, inputs_of
 
 
@@ -43,9 +34,11 @@ PAIR = (X, Y)
 
 
 @pytest.mark.parametrize("output", [torch.Tensor, dict, UserDict])
-@pytest.mark.parametrize("gate", [GlobalOnly(), LocalOnly(), EqualWeights(), NetworkGate(Network(4, 2))])
-def test_a_mixture_computes_the_same_with_dicts(gate: FixedGate, output: type) -> None:
-    module = PersonalizedMoE(Expert(output), Expert(output), gate=gate)
+@pytest.mark.parametrize(
+    "gate", [models.GlobalOnly(), models.LocalOnly(), models.EqualWeights(), models.NetworkGate(Network(4, 2))]
+)
+def test_a_mixture_computes_the_same_with_dicts(gate: models.FixedGate, output: type) -> None:
+    module = models.PersonalizedMoE(Expert(output), Expert(output), gate=gate)
     for batch in ({"values": X, "labels": Y}, UserDict(labels=Y, values=X), ({"values": X}, Y)):
         loss, metrics = module.loss(batch)
         expected_loss, expected = module.loss(PAIR)
@@ -56,7 +49,7 @@ def test_a_mixture_computes_the_same_with_dicts(gate: FixedGate, output: type) -
 
 
 def test_clusters_and_their_gate_read_dicts() -> None:
-    module = ClusteredMoE(Expert(), num_clusters=2, target_key="y")
+    module = models.ClusteredMoE(Expert(), num_clusters=2, target_key="y")
     assert torch.equal(module.loss({"values": X, "y": Y})[0], module.loss(PAIR)[0])
 
 
@@ -67,13 +60,13 @@ def test_a_gate_of_features_reads_them_of_dicts() -> None:
 
     expert = Expert()
     expert.extractor = Extractor(4, 3)
-    module = PersonalizedMoE(expert, gate=FeatureGate(3))
+    module = models.PersonalizedMoE(expert, gate=models.FeatureGate(3))
     assert torch.equal(module.loss({"values": X, "labels": Y})[0], module.loss(PAIR)[0])
 
 
 def test_integers_get_weights_in_the_default_precision() -> None:
     ids = {"flag": torch.tensor(1), "ids": torch.zeros(5, 2, dtype=torch.int64)}
-    weights = EqualWeights()(ids)
+    weights = models.EqualWeights()(ids)
     assert weights.shape == (5, 2) and weights.dtype == torch.float32 and batch_size_of(ids) == 5
 
 

@@ -177,7 +177,7 @@ def test_a_plain_trainer_logs_no_accuracy_of_values(tmp_path):
     fitted = trainer(tmp_path, max_epochs=1)
     fitted.fit(module, loader, loader)
     assert {*fitted.callback_metrics} == {
-        *("train_loss", "train_gate/global_expert", "validation_loss", "validation_gate/global_expert"),
+        *("train_loss", "train_gate/global_expert", "validation_loss", "validation_gate/global_expert")
     }
 
 

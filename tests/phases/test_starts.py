@@ -3,7 +3,17 @@
 import pytest
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import ClusterMixture, FedAvg, FineTunedCluster, FineTuning, Local, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    FedAvg,
+    FineTunedCluster,
+    FineTuning,
+    KNNPer,
+    LabelPrior,
+    Local,
+    PFLMoE,
+    SpecialistMixture,
+)
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import LinearGate
 from fedmoe_pl.phases.starts import chain_of_starts, find_starts
@@ -46,33 +56,27 @@ def test_a_mixture_with_a_local_expert_that_is_untrained_or_has_seen_the_gate_s_
 
 
 def test_a_mixture_may_go_back_to_its_personalized_expert_or_start_from_the_user_s_own_model():
-    phases = [
-        FEDERATED,
-        ALL,
-        QUARTER,
-        Phase("frozen", Local("gate.*"), start="quarter"),
-        Phase("gate", PFLMoE(), start="frozen"),
-        Phase("again", PFLMoE(), start="gate"),
-        Phase("specialists", SpecialistMixture(), start="all"),
-        Phase("own", PFLMoE(), start="initial"),
-        Phase("interleaved", PFLMoE(interleaved=True), start="F"),
-        Phase("default", PFLMoE()),
-        Phase("longer", PFLMoE(), start="interleaved"),
+    """Without a start, a phase has the last one with what it needs."""
+    given = [  # a phase, and what it starts from
+        (FEDERATED, "initial"),
+        (Phase("prior", LabelPrior()), "F"),
+        (Phase("kNN", KNNPer()), "F"),
+        (ALL, "F"),
+        (QUARTER, "F"),
+        (Phase("frozen", Local("gate.*"), start="quarter"), "quarter"),
+        (Phase("gate", PFLMoE(), start="frozen"), "frozen"),
+        (Phase("again", PFLMoE(), start="gate"), "gate"),
+        (Phase("specialists", SpecialistMixture()), "all"),
+        (Phase("on all", PFLMoE(0)), "all"),
+        (Phase("own", PFLMoE(), start="initial"), "initial"),
+        (Phase("interleaved", PFLMoE(interleaved=True)), "F"),
+        (Phase("default", PFLMoE()), "quarter"),
+        (Phase("longer", PFLMoE(), start="interleaved"), "interleaved"),
+        (Phase("more", FedAvg()), "initial"),
     ]
+    phases = [phase for phase, _ in given]
     starts = find_starts(phases)
-    assert starts == {
-        "F": "initial",
-        "all": "F",
-        "quarter": "F",
-        "frozen": "quarter",
-        "gate": "frozen",
-        "again": "gate",
-        "specialists": "all",
-        "own": "initial",
-        "interleaved": "F",
-        "default": "quarter",
-        "longer": "interleaved",
-    }
+    assert starts == {phase.name: start for phase, start in given}
     names = [phase.name for phase in chain_of_starts(phases, starts, "again")]
     assert names == ["again", "gate", "frozen", "quarter", "F"]
     assert [phase.name for phase in chain_of_starts(phases, starts, "own")] == ["own"]

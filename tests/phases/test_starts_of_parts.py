@@ -7,7 +7,7 @@ import torch
 from helpers import Expert, assert_same_bits, client_generator, mixture, tensors, train_by_hand
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
-from helpers.runs import Kill, assert_same, data, federation
+from helpers.runs import assert_same, data, federation
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
@@ -24,7 +24,6 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.algorithms.algorithm import chooses_model
-from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SparseMoE
@@ -153,19 +152,6 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_memory_and_in_files(
         assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].clients[client])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "evaluation_point", [("on_client_end", 14), ("on_phase_end", 2)]
-)  # a client of the mixture; before it
-def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole, tmp_path, evaluation_point):
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, callbacks=[Kill(*evaluation_point)])
-    resumed = fitted(tmp_path, ckpt_path="last")
-    states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["Mixture"] for run in (resumed, whole)]
-    assert_same(dict(states[0].clients), dict(states[1].clients))
-    assert_same({**vars(states[0]), "clients": None}, {**vars(states[1]), "clients": None})
-
-
 def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):
     later = federation(tmp_path, phases())
     later.personalize(model(), data(sizes=(9, 6)), str(whole.run_dir / "checkpoints/last.ckpt"), rounds=2)
@@ -176,50 +162,42 @@ def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):
         assert not torch.equal(module.gate.linear.weight, gate().linear.weight), "the gate is trained"
 
 
-def own(**kwargs) -> Phase:
-    """A phase with a model of another architecture."""
-    return Phase("own", FedAvg("global_expert.*"), model=mixture(expert=Expert(hidden=7)), gate=GlobalOnly(), **kwargs)
+def after(*others, algorithm=None, name="G", **start):
+    """Phases after FedAvg, the last of which starts its parts from some of them."""
+    return [fedavg(), *others, Phase(name, algorithm or PFLMoE(), start=start)]
 
 
 LOCAL = Phase("Local", Local("local_expert.*"))
-REFUSED = [
-    lambda: [
-        fedavg(),
-        Phase("G", Local(), start={"local_expert": "Ditto"}),
-    ],
-    lambda: [
-        fedavg(),
-        LOCAL,
-        Phase("G", PFLMoE(), start={"global_expert": "FedAvg", "local_expert": "Local"}),
-    ],
-    lambda: [
-        fedavg(),
-        LOCAL,
-        Phase("both", Local("gate.*"), start={"global_expert": "FedAvg", "local_expert": "Local"}),
+BOTH_PARTS = {"global_expert": "FedAvg", "local_expert": "Local"}
+REFUSED = {
+    "a phase that is not there": after(algorithm=Local(), local_expert="Ditto"),
+    "an expert that has seen the gate's samples": after(LOCAL, **BOTH_PARTS),
+    "also two phases before": [
+        *after(LOCAL, algorithm=Local("gate.*"), name="both", **BOTH_PARTS),
         Phase("G", PFLMoE(), start={"global_expert": "FedAvg", "local_expert": "both"}),
     ],
-    lambda: [
-        fedavg(),
-        own(),
-        Phase("G", Local(), start={"global_expert": "FedAvg", "local_expert": "own"}),
-    ],
-]
+    "a model of another architecture": after(
+        Phase("own", FedAvg("global_expert.*"), model=mixture(expert=Expert(hidden=7)), gate=GlobalOnly()),
+        algorithm=Local(),
+        global_expert="FedAvg",
+        local_expert="own",
+    ),
+}
 
 
-@pytest.mark.parametrize("phases", REFUSED)
-def test_a_start_that_misses_something_is_refused(phases):
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_start_that_misses_something_is_refused(case):
     with pytest.raises(InvalidArgumentError) as error:
-        find_starts(phases())
+        find_starts(REFUSED[case])
     assert (error.value.owner, error.value.argument) == ("Phase 'G'", "start")
 
 
 def test_a_gate_with_samples_of_its_own_may_meet_an_expert_that_has_not_seen_them():
     fine_tuned = Phase("Fine-tuned", FineTuning(gate_fraction=0.25))
-    start = {"global_expert": "again", "local_expert": "Fine-tuned"}
     again = Phase("again", FedAvg("global_expert.*"), start={"global_expert": "FedAvg"})
-    assert find_starts([fedavg(), fine_tuned, again, Phase("G", PFLMoE(), start=start)])["G"] == start
-    after_it = Phase("H", PFLMoE(), start="G")  # follows the local expert, not the global one
-    find_starts([fedavg(), fine_tuned, again, Phase("G", PFLMoE(), start=start), after_it])
+    phases = after(fine_tuned, again, global_expert="again", local_expert="Fine-tuned")
+    phases.append(Phase("H", PFLMoE(), start="G"))  # follows the local expert, not the global one
+    assert find_starts(phases)["G"] == {"global_expert": "again", "local_expert": "Fine-tuned"}
 
 
 class Two(PersonalizedMoE):

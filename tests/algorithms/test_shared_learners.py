@@ -1,4 +1,4 @@
-"""FedEM against two rounds in bare PyTorch, and its limits."""
+"""FedEM and pFedMM, mixtures of shared learners, against two rounds in bare PyTorch, and their limits."""
 
 import copy
 from functools import partial
@@ -7,29 +7,40 @@ import pytest
 import torch
 from helpers import assert_same_bits, blobs, phase, run, tensors
 from helpers.backends import local_training
-from helpers.mixtures_of_learners import RATE, learners, rounds_by_hand
+from helpers.mixtures_of_learners import RATE, backbone, learners, rounds_by_hand
+from helpers.runs import federation
 from torch import nn
 
-from fedmoe_pl import Federation, Phase
-from fedmoe_pl.algorithms import FedEM
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedEM, PFedMM
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.phases.participation import sample_cohort
 
 momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.01)
 
 
-@pytest.mark.few("2")
-@pytest.mark.parametrize("clients_per_round", [None, 2])
-def test_two_rounds_are_those_of_bare_pytorch_with_an_optimizer_for_each_learner(tmp_path, clients_per_round):
-    data, model = blobs(), learners(optimizer=momentum)
-    em = phase("FedEM", FedEM(), rounds=2, clients_per_round=clients_per_round)
-    state = run([em], model, data, tmp_path).run.states["FedEM"]
+def of_learners(module):
+    """An optimizer for each learner."""
+    return [momentum(expert.parameters()) for expert in module.experts]
+
+
+def of_backbone(module):
+    """Three times the rate for the backbone of three learners, with the same decay in a step."""
+    of_embedding = momentum(module.embedding.parameters(), lr=3 * RATE, weight_decay=0.01 / 3)
+    return [momentum(module.experts.parameters()), of_embedding]
+
+
+@pytest.mark.few("2", "pFedMM")
+@pytest.mark.parametrize(
+    ("algorithm", "backbone", "optimizers", "clients_per_round"),
+    [(FedEM(), None, of_learners, None), (FedEM(), None, of_learners, 2), (PFedMM(), backbone(), of_backbone, None)],
+    ids=["all", "2", "pFedMM"],
+)
+def test_two_rounds_are_those_of_bare_pytorch(algorithm, backbone, optimizers, clients_per_round, tmp_path):
+    data, model = blobs(), learners(embedding=backbone, optimizer=momentum)
+    it = phase("it", algorithm, rounds=2, clients_per_round=clients_per_round)
+    state = run([it], model, data, tmp_path).run.states["it"]
     cohorts = [sample_cohort(range(3), clients_per_round or 3, 0, round) for round in range(2)]
-    assert len(cohorts[0]) == (clients_per_round or 3)
-
-    def optimizers(module):
-        return [momentum(expert.parameters()) for expert in module.experts]
-
     server, weights = rounds_by_hand(model, data, cohorts, 2, optimizers)
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
     assert state.clients.keys() == weights.keys()
@@ -82,17 +93,12 @@ def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step
 
 
 def test_a_newcomer_estimates_its_weights_and_leaves_the_learners_as_they_are(tmp_path):
-    arguments = {"enable_progress_bar": False, "logger": False}
-    phases = [Phase("FedEM", FedEM(), rounds=3)]
-    federation = Federation(phases, default_root_dir=str(tmp_path), **arguments)
-    federation.fit(learners(), blobs())
-    data = blobs(sizes=(9, 6))
-    later = Federation(phases, default_root_dir=str(tmp_path / "later"), **arguments)
-    later.personalize(learners(), data, str(federation.run_dir / "checkpoints/last.ckpt"), rounds=10)
-    server = federation.run.states["FedEM"].server
+    data, (first, later) = blobs((9, 6)), [federation(tmp_path, [Phase("FedEM", FedEM(), rounds=3)]) for _ in range(2)]
+    first.fit(learners(), blobs())
+    later.personalize(learners(), data, str(first.run_dir / "checkpoints/last.ckpt"), rounds=10)
     for client in (0, 1):
         module = later.client_module("FedEM", client).eval()
-        assert_same_bits(tensors(module, "experts."), server)
+        assert_same_bits(tensors(module, "experts."), first.run.states["FedEM"].server)
         x, y = data.x[data.train_samples[client]], data.y[data.train_samples[client]]
         likelihood = torch.stack([expert(x).softmax(1)[range(len(y)), y] for expert in module.experts], 1).detach()
         pi = torch.full((3,), 1 / 3, dtype=torch.float64)

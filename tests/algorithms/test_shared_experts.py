@@ -1,0 +1,182 @@
+"""FedMix and FedJETs, whose clients choose some experts of all, against rounds in bare PyTorch, and their limits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, phase, run, tensors
+from helpers.runs import federation
+from helpers.shared_experts import FOUR, choosy, logits_of_gate, loss_of_likelihood, rounds_by_hand
+from lightning.pytorch import Callback
+
+from fedmoe_pl import Phase, Train
+from fedmoe_pl.algorithms import FedAvg, FedJETs, FedMix
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.fedjets import most_distant
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.phases.participation import sample_cohort
+
+# FedMix
+
+
+@torch.no_grad()
+def responsibilities(module, pair, x, y):
+    """Their sums over a client's samples."""
+    z = module.embedding(x)
+    p = logits_of_gate(module, z)[:, pair].softmax(1)
+    joint = p * torch.stack([module.experts[expert](z).softmax(1)[range(len(y)), y] for expert in pair], 1)
+    return (joint / joint.sum(1, keepdim=True)).sum(0).tolist()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+@pytest.mark.parametrize("clients_per_round", [None, 2])
+def test_three_rounds_are_those_of_bare_pytorch(tmp_path, clients_per_round, entropy_weight):
+    data, model = blobs(FOUR), choosy()
+    algorithm = FedMix(entropy_weight=entropy_weight)
+    mix = phase("FedMix", algorithm, rounds=3, clients_per_round=clients_per_round)
+    state = run([mix], model, data, tmp_path).run.states["FedMix"]
+    cohorts = [sample_cohort(range(4), clients_per_round or 4, 0, round) for round in range(3)]
+    server, trained, asked = rounds_by_hand(model, data, cohorts, 2, responsibilities, entropy_weight)
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
+    assert {client: tree["experts/asked"].tolist() for client, tree in state.clients.items()} == asked
+    assert all(tree.keys() == {"experts/asked"} for tree in state.clients.values())
+    updates = sum(map(len, cohorts))
+    parameters = updates * (5 * 6 + 6 + 4 * 6 + 2 * 43)  # embedding, proxies, and the two experts that are trained
+    assert state.traffic["parameters_up"] == parameters
+    requests = updates - len({client for cohort in cohorts for client in cohort})  # none in a client's first round
+    assert state.traffic["bytes_up"] == 8 * (parameters + 2 * updates + 2 * requests), "of two numbers each"
+    if clients_per_round is None:
+        assert trained[0] == {0: [0, 3], 1: [2, 3], 2: [0, 3], 3: [0, 2]}, "clients differ, and an expert is left"
+
+
+def test_where_the_gate_s_weights_underflow_the_losses_share_a_sample_out():
+    data, model = blobs(FOUR), choosy()
+    with torch.no_grad():
+        for proxy, far in zip(model.gate.proxies, (0.0, 0.0, 1e6, 0.0), strict=True):
+            proxy.weight.fill_(far)  # embeddings are above 0: the weights of all but expert 2 are 0
+    samples = data.train_samples[0]
+    weights = FedMix().expert_weights(Client(0, 0, 0, model, samples, {}, data), [0, 3])
+    z, y = model.embedding(data.x[samples]), data.y[samples]
+    right = torch.stack([model.experts[expert](z).softmax(1)[range(len(y)), y] for expert in (0, 3)], 1)
+    torch.testing.assert_close(weights, (right / right.sum(1, keepdim=True)).sum(0).detach())
+
+
+def test_responsibilities_are_computed_without_dropout():
+    data, model = blobs(FOUR), choosy()
+    samples, before = data.train_samples[0], model.embedding
+    weights = []
+    for model.embedding in (before, torch.nn.Sequential(before, torch.nn.Dropout(0.5))):
+        weights.append(FedMix().expert_weights(Client(0, 0, 0, model.train(), samples, {}, data), [0, 3]))
+    assert torch.equal(*weights)
+
+
+def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_each_sample(tmp_path):
+    first, later = (federation(tmp_path, [Phase("FedMix", FedMix(), rounds=2)]) for _ in range(2))
+    first.fit(choosy(), blobs(FOUR))
+    later.personalize(choosy(), blobs((9, 6)), str(first.run_dir / "checkpoints/last.ckpt"), rounds=3)
+    for one, client in ((first, 3), (later, 1)):
+        assert_same_bits(tensors(one.client_module("FedMix", client)), first.run.states["FedMix"].server)
+        data = one.run.datamodule
+        module, x, y = one.client_module("FedMix", client).eval(), data.x[data.global_test], data.y[data.global_test]
+        z = module.embedding(x)
+        chosen = logits_of_gate(module, z).argmax(1)
+        outputs = torch.stack([expert(z) for expert in module.experts])[chosen, range(len(x))]
+        accuracy = (outputs.argmax(1) == y).double().mean().item()
+        assert one.results["FedMix"].clients[client].global_test == pytest.approx(accuracy)
+
+
+def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(tmp_path):
+    data, seen = blobs((20, 13, 16, 15), validation_fraction=0.3), []
+
+    class Seen(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            ((x, y),) = trainer.val_dataloaders
+            of_own_experts = loss_of_likelihood(pl_module, x, y, pl_module.training_step.__self__.constants["experts"])
+            seen.append((trainer.callback_metrics["validation_loss"].item(), of_own_experts))
+
+    mix = phase(
+        "it", FedMix(), rounds=2, evaluate=True, train=Train(callbacks=[Seen()], trainer={"limit_val_batches": 1.0})
+    )
+    federation = run([mix], choosy(), data, tmp_path)
+    for client in range(4):
+        samples = data.validation_samples[client]
+        loss = loss_of_likelihood(federation.client_module("it", client).eval(), data.x[samples], data.y[samples])
+        assert federation.results["it"].clients[client].validation_loss == pytest.approx(loss, abs=1e-10)
+    assert len(seen) == 2 * 4 * 2  # rounds, clients, epochs
+    for logged, expected in seen:
+        assert logged == pytest.approx(expected, abs=1e-6)
+
+
+# FedJETs
+
+
+COMMON = FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"])
+
+
+def phases(rounds=2, anchors=True, **kwargs) -> list[Phase]:
+    return [
+        Phase("common", COMMON, rounds=2, gate=GlobalOnly()),
+        Phase("FedJETs", FedJETs(anchors=anchors), rounds=rounds, **kwargs),
+    ]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("anchors", [False, True])
+def test_two_rounds_are_those_of_bare_pytorch(tmp_path, anchors):
+    data, model = blobs(FOUR), choosy()
+    states = run(phases(anchors=anchors), model, data, tmp_path).run.states
+    common = copy.deepcopy(model)
+    common.load_state_dict({**common.state_dict(), **states["common"].server})
+    for expert in common.experts:
+        expert.load_state_dict(common.experts[0].state_dict())
+    expert_of = {}
+    if anchors:
+        expert_of = {client: expert for expert, client in enumerate(most_distant(data.class_shares, 4).tolist())}
+        assert expert_of.keys() == {0, 1, 2, 3}
+
+    def by_samples(module, pair, x, y):
+        return [len(x)] * 2
+
+    server, trained, asked = rounds_by_hand(
+        common, data, [range(4)] * 2, 2, by_samples, anchors=expert_of, frozen=("embedding.",), rounds_before=2
+    )
+    state = states["FedJETs"]
+    own = {name: tensor for name, tensor in state.server.items() if "/" not in name}
+    assert own.keys() == {name for name in server if not name.startswith("embedding.")}
+    torch.testing.assert_close(own, {name: server[name] for name in own}, rtol=0, atol=1e-10)
+    assert {client: tree["experts/asked"].tolist() for client, tree in state.clients.items()} == asked
+    for client, expert in expert_of.items():
+        assert all(expert in pairs[client] for pairs in trained)
+    if not anchors:
+        assert len({tuple(pair) for pair in trained[0].values()}) > 1
+
+
+def test_the_validation_loss_is_that_of_the_likelihood_without_the_anchors_term(tmp_path):
+    data = blobs((20, 13, 16, 15), validation_fraction=0.3)
+    federation = run(phases(1), choosy(), data, tmp_path)
+    for client in range(4):
+        samples = data.validation_samples[client]
+        module = federation.client_module("FedJETs", client).eval()
+        loss = loss_of_likelihood(module, data.x[samples], data.y[samples])
+        assert federation.results["FedJETs"].clients[client].validation_loss == pytest.approx(loss, abs=1e-10)
+
+
+def test_anchors_are_the_clients_with_the_most_distant_labels():
+    shares = torch.tensor([[0.3, 0.3, 0.4], [1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    assert sorted(most_distant(shares, 3).tolist()) == [1, 3, 4]
+    assert sorted(most_distant(shares, 9).tolist()) == [0, 1, 2, 3, 4], "there are no more clients"
+    assert len({*most_distant(torch.ones(4, 3) / 3, 3).tolist()}) == 3, "no client is anchor of two experts"
+
+
+def test_an_anchor_s_loss_makes_the_gate_choose_its_expert_and_pads_do_not_count():
+    module, x, y = choosy(), torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
+    constants = {"experts": [0, 2], "anchor": -1}
+    plain = FedJETs().client_loss(module, (x, y), constants)
+    anchored = FedJETs().client_loss(module, (x, y), {**constants, "anchor": 2})
+    chosen = F.cross_entropy(module.gate(module.embedding(x)).log(), torch.full((6,), 2))
+    torch.testing.assert_close(anchored, plain + chosen)
+    expected = FedJETs().client_loss(module, (x[:4], y[:4]), {**constants, "anchor": 2})
+    y[4:] = -100
+    torch.testing.assert_close(FedJETs().client_loss(module, (x, y), {**constants, "anchor": 2}), expected)
