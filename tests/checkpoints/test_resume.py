@@ -1,12 +1,6 @@
 """A run that was stopped anywhere ends with the bits of one that was not."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +10,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Evaluate, Federation
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.files import write_json
-from fedmoe_pl.cli import main
 from fedmoe_pl.commands.predict import evaluate_all
 from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate
 
 OTHER = pytest.mark.filterwarnings("ignore:ckpt_path is .*, a run with another configuration")
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -53,41 +45,6 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_n
     assert_same(content, expected)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
-    command = ["fit", "--config", str(REPOSITORY / "configs/quickstart.yaml"), "--federation.phases", PHASES]
-    command += ["--federation.logger", "false"]
-    command += ["--data.init_args.num_clients", "4", "--data.init_args.partitioner", "IID"]
-    command += ["--data.init_args.batch_size", "100", "--federation.name", "run"]
-
-    def arguments(folder):
-        return [*command, "--federation.default_root_dir", str(tmp_path / folder)]
-
-    rounds = tmp_path / "killed/run/version_0/rounds.csv"
-    killed = [sys.executable, "cli.py", *arguments("killed")]
-    with subprocess.Popen(killed, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while (not rounds.is_file() or len(rounds.read_text().splitlines()) < 4) and time.monotonic() < deadline:
-            with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
-                process.wait(0.1)
-        os.kill(process.pid, signal.SIGKILL)
-    assert len(rounds.read_text().splitlines()) < 26
-    subprocess.run([*killed, "--ckpt_path", "last"], cwd=REPOSITORY, check=True, capture_output=True)
-    main(arguments("whole"))
-    content, expected = (
-        load_checkpoint(tmp_path / folder / "run/version_0/checkpoints/last.ckpt") for folder in ("killed", "whole")
-    )
-    assert_same(content, expected)
-    assert rounds.read_bytes() == (tmp_path / "whole/run/version_0/rounds.csv").read_bytes()
-
-
-PHASES = """[
-  {name: FedAvg, algorithm: {class_path: FedAvg, init_args: {shared: global_expert.*}}, rounds: 25, gate: {class_path:
-   ConstantGate, init_args: {weight: 1.0}}},
-  {name: PFL-FT, algorithm: {class_path: FineTuning}}]"""
 
 
 def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):

@@ -125,8 +125,14 @@ def test_predictions_and_newcomers_of_a_continued_run_are_those_of_a_whole_one(w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["finished/PFL-FB.ckpt", "finished/PFL-MF.ckpt", "rows.jsonl"])
-def test_a_command_that_a_signal_ends_is_continued_with_two_devices(tmp_path, monkeypatch, file):
+@pytest.mark.parametrize(
+    ("file", "signum"),
+    [
+        *((name, signal.SIGTERM) for name in ("finished/PFL-FB.ckpt", "finished/PFL-MF.ckpt", "rows.jsonl")),
+        ("rows.jsonl", signal.SIGKILL),
+    ],
+)
+def test_a_command_that_a_signal_ends_is_continued_with_two_devices(tmp_path, monkeypatch, file, signum):
     """The quickstart's own command, ended as soon as a file of its checkpoints is there."""
     monkeypatch.undo()  # the command has a process of its own, in which nothing is replaced
     monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
@@ -140,9 +146,10 @@ def test_a_command_that_a_signal_ends_is_continued_with_two_devices(tmp_path, mo
         while not (ended / "checkpoints" / file).is_file():
             with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
                 process.wait(0.01)
-        process.terminate()
+        process.send_signal(signum)
     begun, phases = (load_checkpoint(folder / FILE)["phases"] for folder in (ended, whole))
-    assert process.returncode == 128 + signal.SIGTERM and len(begun) < len(phases)
+    ended_with = 128 + signum if signum == signal.SIGTERM else -signum
+    assert process.returncode == ended_with and len(begun) < len(phases)
     main([*arguments, "--ckpt_path", "last"])
     assert_same(load_checkpoint(ended / FILE)["phases"], phases)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
