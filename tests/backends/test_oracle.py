@@ -97,6 +97,8 @@ STACKED = {  # what a stack trains, and does not refuse
     "clipped": Case(setting="clip by norm", data="one batch each"),
     "frozen": Case("frozen", algorithm=SHARED),
     "BatchNorm": Case("BatchNorm", optimizer="AdamW"),
+    "batches that cannot be padded": Case(loss="term of the batch"),
+    "two groups and a schedule": Case(optimizer="two groups", scheduler="StepLR"),
 }
 OF_FIELDS = {"net": NETS, "loss": LOSSES, "optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithm": ALGORITHMS}
 OF_FIELDS |= {"setting": SETTINGS, "data": DATA}

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import (
     Expert,
     PureOneWeight,
@@ -16,7 +15,7 @@ from helpers import (
     sparse_mixture,
     two_quadratics,
 )
-from helpers.backends import FEW, UNEQUAL, TwoGroups, assert_agree, begin, images, local_training, train
+from helpers.backends import FEW, UNEQUAL, assert_agree, begin, images, local_training, train
 from helpers.clusters import clustered
 from helpers.quadratics import LOSSES, RATE
 from torch import nn
@@ -45,16 +44,6 @@ from fedmoe_pl.models import (
     SmallMLP,
     SparseMoE,
 )
-
-
-class NoClassIgnored(PersonalizedMoE):
-    """A loss that does not know of labels to ignore, so that batches cannot be padded."""
-
-    def loss(self, batch):
-        x, y = batch
-        logits, weights = self.mix(x)
-        return ((logits - F.one_hot(y, 3)) ** 2).mean(), {"logits": logits, "gate_weights": weights}
-
 
 PLAIN = partial(torch.optim.SGD, lr=0.1)
 OPTIMIZERS = {
@@ -108,11 +97,6 @@ def words():
     return data
 
 
-def of_class(kind):
-    made = mixture(LinearGate(5))
-    return kind(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
-
-
 def unequal():
     return blobs(UNEQUAL, batch_size=10)
 
@@ -139,6 +123,11 @@ class Balanced(PersonalizedMoE):
         return loss, values
 
 
+def balanced_in_training():
+    made = mixture(LinearGate(5))
+    return Balanced(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
+
+
 def mixed(gate, mixing):
     module = mixture(gate)
     module.mixing = mixing
@@ -158,10 +147,8 @@ OTHERS = {
         mixing: (partial(mixed, NetworkGate(nn.Linear(5, 1)), mixing), SpecialistMixture(), unequal, {})
         for mixing in ("probabilities", "log_probabilities", "probabilities_without_log")
     },
-    "two parameter groups and a schedule": (lambda: of_class(TwoGroups), FedAvg(), unequal, {}),
-    "batches that cannot be padded": (lambda: of_class(NoClassIgnored), FedAvg(), unequal, {}),
     "a head that only training uses": (lambda: mixture(LinearGate(5), TrainsMore()), FedAvg(), unequal, {}),
-    "a loss of batches that only training has": (lambda: of_class(Balanced), FedAvg(), unequal, {}),
+    "a loss of batches that only training has": (balanced_in_training, FedAvg(), unequal, {}),
     "ids of words": (lambda: mixture(ConstantGate(0.5), WordExpert()), FedAvg(), words, {}),
     "looked-up words": (lambda: mixture(FeatureGate(6), WordExpert()), PFLMoE(), words, {}),
     "a head on looked-up words": (

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -188,34 +187,6 @@ def test_a_result_of_another_run_is_taken_from_its_files(whole, tmp_path, enable
         assert_same(dict(run.run.states[name].clients), dict(whole.run.states[name].clients))
     if enable_checkpointing:
         assert_only_needed_files(run)  # what is kept is this run's own
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_a_missing_or_damaged_file_ends_in_one_sentence(tmp_path, damage):
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, name="stopped", callbacks=[Kill("on_round_end", 5)])
-    stopped = tmp_path / "stopped/version_0" / CLIENT_STATES
-    given = phases()
-    for original in (next((stopped / phase).iterdir()) for phase in ("FedPer", "again")):
-        shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
-        shutil.copytree(tmp_path / "stopped", tmp_path / "damaged")
-        path = tmp_path / "damaged/version_0" / CLIENT_STATES / original.relative_to(stopped)
-        if damage == "missing":
-            path.unlink()
-        else:
-            path.write_bytes(original.read_bytes()[:-100])
-        given[0].ckpt_path = str(path.parents[2] / "last.ckpt")
-        attempts = [{"name": "damaged", "ckpt_path": "last"}]
-        if path.parent.name == "FedPer":
-            attempts.append({"name": "new", "its_phases": given})
-        for attempt in attempts:
-            with pytest.raises(MisconfigurationException) as error:
-                fitted(tmp_path, **attempt)
-            sentence = str(error.value)
-            assert sentence.startswith(f"Federation: '{path}', which holds what client ")
-            assert sentence.endswith(".") and "\n" not in sentence
-    assert damage != "missing" or not (tmp_path / "new").exists(), "refused before any training"
 
 
 def test_a_file_holds_a_tensor_and_not_what_it_is_a_view_of(tmp_path):

@@ -1,17 +1,23 @@
-"""Accuracies of the clients' models against scikit-learn and counting by hand, and how they spread."""
+"""Accuracies of the clients' models against scikit-learn and counting by hand, how they spread, and as data frames."""
 
 import math
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
-from helpers import Expert, blobs, mixture, phase, run
+from helpers import Expert, blobs, mixture, phase, run, runs
 from helpers.backends import local_training
+from helpers.configurations import REPOSITORY
+from helpers.reports import csv_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
-from sklearn.metrics import accuracy_score, recall_score
+from scipy.stats import bootstrap
+from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
 from torchmetrics import Accuracy
 
 from fedmoe_pl import Select
@@ -344,3 +350,43 @@ def test_the_spread_of_what_was_not_measured_is_refused(metric):
     with pytest.raises(InvalidArgumentError) as refused:
         evaluation([0.5, 0.7]).spread(metric)
     assert refused.value.allowed == "one of local_test, reweighted_test, global_test, validation"
+
+
+PAGE = REPOSITORY / "docs/guide/results.md"
+
+
+def test_the_frames_are_clients_csv(tmp_path):
+    fed = runs.federation(tmp_path)
+    frame = pandas.concat(each.to_pandas() for each in fed.fit(runs.model(), runs.data()).values())
+    rows = csv_rows(fed.run_dir / "clients.csv")
+    assert list(frame.columns) == [*rows[0]]
+    for (_, ours), row in zip(frame.iterrows(), rows, strict=True):
+        assert (ours["method"], str(ours["client"])) == (row["method"], row["client"])
+        assert ours["global_test"] == float(row["global_test"])
+        assert math.isnan(ours["local_test"]) and row["local_test"] == ""
+
+
+def test_the_statistics_of_the_page_are_those_of_other_programs(tmp_path):
+    fed = runs.federation(tmp_path)
+    samples = runs.data(sizes=(20, 31, 12), test_fraction=0.4)
+    results = fed.fit(runs.model(), samples)
+    fed.predict(runs.model(), samples)
+    section = PAGE.read_text().split("## Other statistics")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    found: dict[str, Any] = {}
+    exec(code.replace("runs/quickstart/version_0", str(fed.run_dir)), found)
+    for name, evaluation in results.items():
+        own = np.sort(evaluation.values("local_test"))
+        n, order = len(own), np.arange(1, len(own) + 1)
+        assert found["lowest"][name] == own[0] and found["best_tenth"][name] == own[-1]
+        assert found["gini"][name] == pytest.approx(((2 * order - n - 1) * own).sum() / (n * own.sum()))
+        assert found["jain"][name] == pytest.approx(own.sum() ** 2 / (n * (own**2).sum()))
+        assert found["weighted"][name] == pytest.approx(evaluation.local_test_pooled)
+        rows = found["predictions"].query("method == @name")
+        assert (found["confusion"].loc[name].values == confusion_matrix(rows.label, rows.prediction)).all()
+        for client, of_client in rows.groupby("client"):
+            labels = sorted({*of_client.label})
+            expected = recall_score(of_client.label, of_client.prediction, labels=labels, average=None)
+            assert found["recall"][name, client].values == pytest.approx(expected)
+    resampled = bootstrap([found["difference"]], np.mean, method="percentile", rng=0)
+    assert found["interval"] == pytest.approx([*resampled.confidence_interval], abs=0.02)

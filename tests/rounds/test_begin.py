@@ -65,7 +65,7 @@ def whole(tmp_path_factory) -> Federation:
 @pytest.mark.parametrize("file", ["checkpoints/last.ckpt", "clients/FedAvg/all_clients.ckpt"])
 def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(whole, file, tmp_path):
     given = phases()
-    given[1].ckpt_path, given[1].rounds = str(whole.run_dir / file), 1000
+    given[1].ckpt_path = str(whole.run_dir / file)
     run = federation(tmp_path, given)
     results = run.fit(model(), data())
     assert_same(run.run.states["PFL-MF"].clients, whole.run.states["PFL-MF"].clients)
@@ -156,11 +156,15 @@ def test_a_server_that_holds_tensors_of_single_clients_is_refused_for_others(alg
     more = {"gate": LocalOnly() if algorithm is Ditto else GlobalOnly(), "train": Train(max_epochs=2)}
     run = federation(tmp_path / "before", [Phase("it", algorithm(), **more)])
     run.fit(model(), named(a=a, b=b, c=c))
+    before = run.run.states["it"].server
     given = [Phase("it", algorithm(), **more, ckpt_path=str(run.run_dir / "checkpoints/last.ckpt"))]
     after = federation(tmp_path / "after", given)
     if algorithm is FedPAC:
         with pytest.raises(MisconfigurationException, match="because its server holds tensors of single clients"):
             after.fit(model(), named(c=c, a=a))
+        run.personalize(model(), named(d=torch.arange(32, 41)))
+        for server, has_others in ((before, True), (run.run.states["it"].server, False)):
+            assert any(name.startswith(FedPAC.per_client) for name in server) == has_others
         return
     with pytest.warns(UserWarning, match="clients c, a may hold out"):
         after.fit(model(), named(c=c, a=a))
