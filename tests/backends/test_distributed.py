@@ -18,17 +18,7 @@ from helpers import blobs, mixture, momentum_sgd, sparse_mixture
 from helpers.backends import WithBatchNorm, local_training, train_clients
 from helpers.ingredients import TowardsReceived, drift
 from helpers.methods import METHODS
-from helpers.ranks import (
-    Centered,
-    Hangs,
-    Ignoring,
-    Manual,
-    Misbehaves,
-    Own,
-    adam,
-    own_mean,
-    sample_weighted,
-)
+from helpers.ranks import Centered, Hangs, Ignoring, Manual, Misbehaves, Own, adam, own_mean, sample_weighted
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import CPU, trained_round, wait_until, workers
 from lightning.fabric.utilities.exceptions import MisconfigurationException

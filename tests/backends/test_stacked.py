@@ -123,11 +123,6 @@ class Balanced(PersonalizedMoE):
         return loss, values
 
 
-def balanced_in_training():
-    made = mixture(LinearGate(5))
-    return Balanced(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
-
-
 def mixed(gate, mixing):
     module = mixture(gate)
     module.mixing = mixing
@@ -148,7 +143,7 @@ OTHERS = {
         for mixing in ("probabilities", "log_probabilities", "probabilities_without_log")
     },
     "a head that only training uses": (lambda: mixture(LinearGate(5), TrainsMore()), FedAvg(), unequal, {}),
-    "a loss of batches that only training has": (balanced_in_training, FedAvg(), unequal, {}),
+    "a loss of batches that only training has": (lambda: mixture(LinearGate(5), kind=Balanced), FedAvg(), unequal, {}),
     "ids of words": (lambda: mixture(ConstantGate(0.5), WordExpert()), FedAvg(), words, {}),
     "looked-up words": (lambda: mixture(FeatureGate(6), WordExpert()), PFLMoE(), words, {}),
     "a head on looked-up words": (

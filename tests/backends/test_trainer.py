@@ -1,6 +1,5 @@
 """Clients in Trainers of their own, and in one that they share: its bits, what it costs, what it frees."""
 
-import copy
 import gc
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from helpers import (
     assert_same_bits,
     blobs,
     mixture,
-    momentum_sgd,
     phase,
     run,
     two_quadratics,
@@ -150,8 +148,7 @@ LEAN = {
 @pytest.mark.few("clipping", "half precision")
 @pytest.mark.parametrize("name", LEAN)
 def test_a_bare_loop_respects_the_arguments_of_the_trainer(name):
-    made = mixture(LinearGate(5), expert=Expert(dropout=0.3), dtype=torch.float32)
-    module = TwoGroups(made.global_expert, made.local_expert, made.gate)
+    module = mixture(LinearGate(5), Expert(dropout=0.3), torch.float32, kind=TwoGroups)
     data = blobs(FEW, dtype=torch.float32)
     lean = local_training(module, FedAvg(), data, 3, **LEAN[name])
     ordinary = local_training(module, FedAvg(), data, 3, **LEAN[name], callbacks=[EveryBatch()])
@@ -206,8 +203,7 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
         def on_train_batch_end(self, *arguments):
             Hooked.called += 1
 
-    made = mixture()
-    module = Hooked(made.global_expert, copy.deepcopy(made.local_expert), None, optimizer=momentum_sgd).double()
+    module = mixture(kind=Hooked)
     training = local_training(module, FedAvg(), blobs((4, 4), batch_size=4), max_epochs=3)
     assert "its own training_step or hooks" in str(needs_every_batch(training))
     train(AutoBackend(), training)
@@ -337,13 +333,12 @@ class CatchesAndFails(PersonalizedMoE):
 
 
 def test_a_question_whose_refusal_becomes_another_error_is_answered_by_a_trainer(served):
-    made, results = mixture(LinearGate(5)), []
+    module, results = mixture(LinearGate(5), kind=CatchesAndFails), []
     for callbacks in (None, [EveryBatch()]):
-        module = CatchesAndFails(made.global_expert, made.local_expert, made.gate, optimizer=made.optimizer)
         results.append(train(TrainerBackend(), local_training(module, FedAvg(), blobs(FEW), callbacks=callbacks))[0])
     assert len(served) == 1
     assert_same_bits(*(update.sent for update in results))
-    assert not torch.equal(results[0].sent["gate.linear.weight"], made.gate.linear.weight)
+    assert not torch.equal(results[0].sent["gate.linear.weight"], module.gate.linear.weight)
 
 
 class SendsViews(FedAvg):
@@ -487,15 +482,9 @@ class SetUpOnce(TensorData):
 sizes = []
 
 
-def of_loss():
-    made = mixture()
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    return InItsLoss(made.global_expert, made.local_expert, optimizer=sgd).double()
-
-
 CASES = {
     "a callback": (mixture, [Noting()]),
-    "a mixture's loss": (of_loss, None),
+    "a mixture's loss": (partial(mixture, kind=InItsLoss), None),
     "a training step": (InItsStep, None),
 }
 

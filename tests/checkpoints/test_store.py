@@ -99,10 +99,7 @@ def test_a_run_stopped_in_a_round_goes_on_to_the_same_bits(whole, tmp_path):
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     ("call", "n"),
-    [
-        *(("os.replace", n) for n in (4, 5, 6, 8, 9, 10, 19, 33)),
-        *(("pathlib.Path.unlink", n) for n in (1, 4, 6, 8)),
-    ],
+    [*(("os.replace", n) for n in (4, 5, 6, 8, 9, 10, 19, 33)), *(("pathlib.Path.unlink", n) for n in (1, 4, 6, 8))],
 )
 def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
     whole, tmp_path, monkeypatch, call, moment, n

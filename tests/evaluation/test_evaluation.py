@@ -81,8 +81,7 @@ def expected_evaluation(model, tensors, datamodule, client) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "fractions",
-    [{}, {"test_fraction": 0.3}, {"test_fraction": 0.25, "validation_fraction": 0.25}],
+    "fractions", [{}, {"test_fraction": 0.3}, {"test_fraction": 0.25, "validation_fraction": 0.25}]
 )
 def test_accuracies_are_those_of_counting_by_hand_for_every_client(fractions):
     datamodule = blobs((17, 30, 23), **fractions)

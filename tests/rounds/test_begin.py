@@ -124,10 +124,7 @@ def test_clients_of_the_same_names_go_on_with_what_they_kept_when_others_join_le
     a, b, c, d = torch.arange(41).split([13, 8, 11, 9])
     before = per(model(), named(a=a, b=b, c=c), tmp_path / "before")
     path = str(before.run_dir / "checkpoints/last.ckpt")
-    with pytest.warns(
-        UserWarning,
-        match="client d begins anew; clients c, a may hold out other samples, which follow",
-    ):
+    with pytest.warns(UserWarning, match="client d begins anew; clients c, a may hold out other samples, which follow"):
         after = per(model(), named(c=c, d=d, a=b), tmp_path / "after", ckpt_path=path)  # b leaves, a's data change
     kept, new = (run.run.states["it"].clients for run in (before, after))
     assert [*new] == [0, 2]
