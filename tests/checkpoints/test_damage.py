@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -289,7 +290,7 @@ def test_the_checkpoint_before_is_whole_at_every_round(whole, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["missing", "cut", "client", "round", "phase"])
-def test_what_a_client_keeps_is_not_missing_damaged_or_taken_from_another_file(copy, tmp_path, kind):
+def test_what_a_client_keeps_is_not_missing_damaged_or_taken_from_another_file(copy, kind):
     kept = load_checkpoint(copy / CHECKPOINT)["phases"]["FedPer"].clients
     (mine,), (other,) = (kept.paths(client) for client in [*kept][:2])
     client, round = mine.stem.split("_")
@@ -301,14 +302,22 @@ def test_what_a_client_keeps_is_not_missing_damaged_or_taken_from_another_file(c
     elif kind == "client":
         shutil.copy(other, mine)
     else:
-        write_tensors(mine, read_tensors(mine), **{**owner, kind: "7" if kind == "round" else "Local"})
+        write_tensors(mine, read_tensors(mine), **{**owner, kind: "7" if kind == "round" else "other"})
     sentence = refusal(copy, may_write=True)
     assert sentence.startswith(f"Federation: '{mine}', which holds what client {client} keeps, is missing, damaged or")
-    given = phases()
-    given[1].ckpt_path = str(copy / CHECKPOINT)
-    with pytest.raises(MisconfigurationException) as error:
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut"])
+def test_a_given_result_needs_the_files_of_its_clients(copy, tmp_path, kind):
+    path, given = one_of(copy, f"{CLIENT_STATES}/Local"), phases()
+    path.write_bytes(path.read_bytes()[:-100])
+    sentence = f"Federation: '{path}', which holds what client "
+    if kind == "missing":
+        path.unlink()
+        assert refusal(copy).startswith(sentence)
+    given[0].ckpt_path = str(copy / CHECKPOINT)
+    with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
         federation(tmp_path, given, name="new").fit(model(), data())
-    assert str(error.value) == sentence
     assert kind != "missing" or not (tmp_path / "new").exists(), "refused before any training"
 
 
