@@ -47,11 +47,16 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     assert (results["FedAvg"].round, results["FedAvg"].selection) == (best, "best round by global_test")
     assert results["FedAvg"].spread("global_test").mean == max(accuracies)
 
+    given = Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1.0))
+    given.ckpt_path = str(run.run_dir / "checkpoints/last.ckpt")
+    assert federation(tmp_path / "given", [given], seed=5).fit(model(), data())["FedAvg"].round == best
+
     short = Phase("FedAvg", FedAvg("global_expert.*"), rounds=best, gate=ConstantGate(1.0))
     expected = federation(tmp_path / "short", [short], seed=5)
     expected.fit(model(), data())
     state = run.client_module("PFL-FT", 0).global_expert.state_dict()
     assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))
+    assert run.personalize(model(), data(sizes=(9,)))["FedAvg"].round == best, "also for newcomers"
 
 
 @pytest.fixture(scope="module")
