@@ -16,9 +16,10 @@ import pytest
 import torch
 from helpers import Expert, TensorData, blobs, mixture, phase, sparse_mixture
 from helpers import pretended as device_of_tests
-from helpers.backends import FEW, Keeping, TwoGroups, WithBatchNorm, local_training
+from helpers.backends import FEW, TwoGroups, WithBatchNorm, local_training
 from helpers.clusters import all_phases, clustered
 from helpers.configurations import REPOSITORY
+from helpers.ingredients import build
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.models import OnBase
@@ -149,7 +150,7 @@ ALONE = {
     ),
     "a queue in the module": (
         lambda: [phase("last", FedAvg("*.extractor.*"), rounds=2)],
-        lambda: mixture(LinearGate(5), Keeping("a queue")),
+        lambda: build("queue"),
         points,
     ),
     "LSTM": (

@@ -51,7 +51,7 @@ def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
     found = tables(page)
     assert (status, page.splitlines()[-1]) == (0, "Everything ran."), page
     assert [*found] == [
-        *("Machine", "Tests", "Rounds", "Personalization of PFL-MoE", "PFL-MoE, configs/quickstart.yaml"),
+        *("Machine", "Tests", "Rounds", "Personalization of PFL-MoE", "PFL-MoE, configs/quickstart.yaml")
     ]
     assert "| torch | " in page and "| date | 20" in page
     (tests,) = found["Tests"]

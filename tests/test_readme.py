@@ -1,6 +1,7 @@
-"""What README and documentation show is run as it stands; the tutorials are executed when the pages are built."""
+"""What README, documentation and examples show is run as it stands; the tutorials when the pages are built."""
 
 import re
+import runpy
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -140,3 +141,24 @@ def test_every_public_class_is_in_the_reference():
 
 def test_the_citation_has_the_version():
     assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == fedmoe_pl.__version__
+
+
+SCRIPTS = sorted((REPOSITORY / "examples").glob("*.py"))
+LAST_LINES = {
+    "own_algorithm.py": "       tensorboard --logdir runs/own_algorithm/version_0",
+    "own_model_and_data.py": "classes of three tumours: [0, 0, 0]",
+    "plain_trainer.py": "weights of global and local expert",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.few(1)
+def test_a_script_runs(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith(LAST_LINES[script.name])
+
+
+def test_the_documentation_shows_every_script():
+    assert SCRIPTS and all(f"../../examples/{script.name}\n" in page("tutorials/examples.md") for script in SCRIPTS)

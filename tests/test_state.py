@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, phase, run
+from helpers.ingredients import CachedNorm, Own, Temperature
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torchmetrics.classification import MulticlassAccuracy
@@ -18,38 +18,6 @@ from fedmoe_pl.models import GlobalOnly, PersonalizedMoE
 from fedmoe_pl.trees import load_tree
 
 SIZES, SEED = (12, 8, 9), 3
-
-
-class Tempered(nn.Linear):
-    """Has a temperature that falls in training, as extra state."""
-
-    temperature = 1.0
-
-    def get_extra_state(self):
-        return torch.tensor(self.temperature, dtype=torch.float64)
-
-    def set_extra_state(self, state):
-        self.temperature = state.item()
-
-    def forward(self, x):
-        self.temperature *= 0.9 if self.training else 1
-        return super().forward(x) / self.temperature
-
-
-class Cached(nn.Linear):
-    """Divides by the norm that its weight had when it was loaded."""
-
-    norm = 1.0
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.register_load_state_dict_post_hook(self.cache)
-
-    def cache(self, part, keys):
-        self.norm = self.weight.detach().norm()
-
-    def forward(self, x):
-        return super().forward(x) / self.norm
 
 
 class Clamped(nn.Linear):
@@ -106,22 +74,15 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-class Plain(LightningModule):
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+class Plain(Own):
     """A user's own module."""
 
     def __init__(self, part=nn.Linear):
-        super().__init__()
-        self.net = Net(part)
+        super().__init__(Net(part), lambda parameters: sgd([p for p in parameters if p.requires_grad]))
         self.double()
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
 class Rooted(Plain):
@@ -133,7 +94,7 @@ class Rooted(Plain):
 
 
 def mixture(part):
-    return PersonalizedMoE(Net(part), gate=GlobalOnly(), optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+    return PersonalizedMoE(Net(part), gate=GlobalOnly(), optimizer=sgd).double()
 
 
 def by_hand(module, network, datamodule, rounds, drop_single=False):
@@ -147,7 +108,7 @@ def by_hand(module, network, datamodule, rounds, drop_single=False):
             )
             own = copy.deepcopy(module)
             own.load_state_dict(server, strict=False)
-            optimizer = torch.optim.SGD(network(own).parameters(), lr=0.1)
+            optimizer = sgd(network(own).parameters())
             for x, y in batches:
                 optimizer.zero_grad()
                 F.cross_entropy(network(own)(x), y).backward()
@@ -160,7 +121,7 @@ def by_hand(module, network, datamodule, rounds, drop_single=False):
     return server, module.eval()
 
 
-PARTS = [Tempered, Cached, Clamped, Pinned, Hooked, Scaled]
+PARTS = [Temperature, CachedNorm, Clamped, Pinned, Hooked, Scaled]
 MODELS = {
     **{f"{part.__name__} in a user's module": partial(Plain, part) for part in PARTS},
     **{f"{part.__name__} in a mixture": partial(mixture, part) for part in PARTS},

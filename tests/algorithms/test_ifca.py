@@ -27,8 +27,8 @@ from torch import nn
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.algorithms.fedlease import clusters_of
+from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, GlobalOnly
 from fedmoe_pl.trees import copy_module, subtree

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase
-from helpers.backends import FEW, begin, local_training, train, train_clients
+from helpers import EveryBatch, Expert, blobs, mixture, momentum_sgd, phase
+from helpers.backends import FEW, begin, images, local_training, train, train_clients
 from helpers.runs import federation
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -11,8 +11,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from fedmoe_pl import Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import StackedBackend, TrainerBackend, features
-from fedmoe_pl.backends.features import FeatureCache
-from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.data import RandomCrop
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, NetworkGate, PersonalizedMoE
 
@@ -33,28 +31,6 @@ class CountingLinear(nn.Linear):
     def forward(self, x):
         Counting.seen += len(x)
         return super().forward(x)
-
-
-class Hooked(Expert):
-    """Adds what is trained elsewhere to the outputs of a frozen layer, as the base of adapters does."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.calls, self.added = 0, nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.extractor[1].register_forward_hook(self.add)
-
-    def add(self, part, inputs, output):
-        self.calls += 1
-        return output + self.added
-
-
-def test_a_part_that_computes_more_than_its_own_is_not_tried():
-    module, algorithm = mixture(ConstantGate(0), expert=Hooked()), FineTuning("local_expert.added")
-    training = local_training(module, algorithm, blobs((8, 8)), max_epochs=5)
-    cache = FeatureCache()
-    client, constants, samples = begin_client(training, module, algorithm.server_init(module), 0, {}, 0)
-    assert cache.find(training, client, constants, samples) is None
-    assert module.local_expert.calls == 0, "a copy is traced, so that nothing of the client's changes"
 
 
 def test_outputs_that_are_too_large_are_not_looked_for_in_the_next_client(monkeypatch):
@@ -87,15 +63,64 @@ class Careful(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5), NetworkGate(Careful()), NetworkGate(Careful(2))])
-@pytest.mark.few(1)
-def test_features_give_what_computing_them_in_every_step_gives(gate):
-    data, algorithm = blobs(FEW), PFLMoE()
-    module = mixture(gate)
-    looked_up = train(TrainerBackend(), local_training(module, algorithm, data, 5))[1]
-    computed = train(TrainerBackend(), local_training(module, algorithm, data, 5, callbacks=[EveryBatch()]))[1]
-    for client in computed:
-        torch.testing.assert_close(looked_up[client], computed[client], rtol=1e-12, atol=1e-12)
+class Hooked(Expert):
+    """Adds what is trained elsewhere to the outputs of a frozen layer, as the base of adapters does."""
+
+    def __init__(self):
+        super().__init__()
+        self.added = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.extractor[1].register_forward_hook(lambda part, inputs, output: output + self.added)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
+class LikeCudnn(Expert):
+    """Has no gradients in eval mode, as an LSTM on a GPU."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits if self.training else _NoGradient.apply(logits)
+
+
+def convolutions():
+    return PersonalizedMoE(LeNet5(), gate=ConstantGate(0), optimizer=momentum_sgd).double()
+
+
+def points():
+    return blobs(FEW)
+
+
+FEATURES = {
+    "a gate of features": (lambda: mixture(FeatureGate(6)), PFLMoE(), points),
+    "a gate of inputs": (lambda: mixture(LinearGate(5)), PFLMoE(), points),
+    "a gate of one width": (lambda: mixture(NetworkGate(Careful())), PFLMoE(), points),
+    "a gate of two samples": (lambda: mixture(NetworkGate(Careful(2))), PFLMoE(), points),
+    "a part that computes more than its own": (
+        lambda: mixture(ConstantGate(0), Hooked()),
+        FineTuning("local_expert.added"),
+        points,
+    ),
+    "augmentation": (convolutions, FROZEN, lambda: images([RandomCrop()])),
+    "no gradients in eval mode": (lambda: mixture(LinearGate(5), LikeCudnn()), SpecialistMixture(), points),
+}
+
+
+@pytest.mark.few("a gate of features", "a part that computes more than its own", "no gradients in eval mode")
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_give_what_computing_them_in_every_step_gives(name):
+    make, algorithm, data = FEATURES[name]
+    module = make()
+    looked_up = train(TrainerBackend(), local_training(module, algorithm, data(), 5))[1]
+    computed = train(TrainerBackend(), local_training(module, algorithm, data(), 5, callbacks=[EveryBatch()]))[1]
+    torch.testing.assert_close(looked_up, computed, rtol=1e-12, atol=1e-12)
 
 
 def test_features_are_kept_for_all_rounds_of_a_phase():
@@ -111,16 +136,6 @@ def test_features_are_kept_for_all_rounds_of_a_phase():
     Counting.seen = 0
     train_clients(plan, round=1)
     assert Counting.seen < 500  # the few samples that are traced, in place of two experts on 500
-
-
-def test_nothing_is_looked_up_behind_augmentation(images):
-    module = PersonalizedMoE(LeNet5(), gate=ConstantGate(0), optimizer=momentum_sgd).double()
-    algorithm = FineTuning("local_expert.classifier.*")
-    training = local_training(module, algorithm, images([RandomCrop()]), 3)
-    ordinary = local_training(module, algorithm, images([RandomCrop()]), 3, callbacks=[EveryBatch()])
-    expected = train(TrainerBackend(), ordinary)[1]
-    for client, tree in train(TrainerBackend(), training)[1].items():
-        assert_same_bits(tree, expected[client])
 
 
 class Teacher(FedAvg):
@@ -153,33 +168,6 @@ def test_features_are_computed_anew_when_what_computes_them_has_changed(backend)
     expected = rounds(TrainerBackend(), callbacks=[EveryBatch()])
     for client, tree in rounds(backend).items():
         torch.testing.assert_close(tree, expected[client], rtol=1e-10, atol=1e-10)
-
-
-class _NoGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("cudnn RNN backward can only be called in training mode")
-
-
-class LikeCudnn(Expert):
-    """Has no gradients in eval mode, as an LSTM on a GPU."""
-
-    def forward(self, x):
-        logits = super().forward(x)
-        return logits if self.training else _NoGradient.apply(logits)
-
-
-def test_an_expert_without_gradients_in_eval_mode_is_trained_beside_a_frozen_one():
-    def train_with(expert):
-        return train(TrainerBackend(), local_training(mixture(LinearGate(5), expert), SpecialistMixture(), blobs(FEW)))
-
-    (_, kept), (_, expected) = train_with(LikeCudnn()), train_with(Expert())
-    for client, tree in kept.items():
-        torch.testing.assert_close(tree, expected[client], rtol=1e-12, atol=1e-12)
 
 
 class WithMetric(Expert):

@@ -1,4 +1,4 @@
-"""Channels-last format in every backend: it is kept, and the results are those of contiguous format."""
+"""Channels-last format: it is kept in every backend, to the end of a run and beyond, with the contiguous results."""
 
 import copy
 from functools import partial
@@ -8,44 +8,103 @@ import torch
 from helpers import TensorData
 from helpers.backends import local_training, train
 from helpers.models import in_channels_last
-from helpers.runs import assert_same
+from helpers.runs import Kill, assert_same
+from helpers.runs import federation as made
 from helpers.workers import TwoInThisProcess
+from lightning.pytorch import LightningModule
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.algorithms import FedAvg, FineTuning, Local
+from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
 from fedmoe_pl.backends.stacked import stacked_backend
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.workers.pickling import dumps, loads
-from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE, TwoConvCNN
+from fedmoe_pl.callbacks import ClientCheckpoint
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate, TwoConvCNN
+from fedmoe_pl.rounds.begin import sized
 
-MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+
+class Watched(PersonalizedMoE):
+    """Computes only in the format that it was asked for, in training and in evaluation."""
+
+    is_checked = False
+
+    def check_gate(self, x):
+        self.is_checked = True  # the parts are tried before their format is set
+        super().check_gate(x)
+        self.is_checked = False
+
+    def mix(self, x):
+        assert self.is_checked or any(map(is_lazy, self.parameters())) or in_channels_last(self) == self.channels_last
+        return super().mix(x)
+
+
+def network(num_classes=3, dropout=0.0):
+    return TwoConvCNN(1, num_classes, 16, dropout, 4, 4, 8, 8)
+
+
+def model(channels_last=True, kind=PersonalizedMoE, fused=False, dropout=0.0, gated=False):
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=fused)
+    gate = LinearGate(256) if gated else None
+    return kind(network(dropout=dropout), gate=gate, optimizer=optimizer, channels_last=channels_last).double()
+
+
+def phases():
+    torch.manual_seed(1)
+    return [
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, gate=GlobalOnly()),
+        Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=LocalOnly()),
+        Phase("own gate", PFLMoE(), gate=NetworkGate(network(num_classes=1))),
+    ]
+
+
+def federation(path, of_phases=None, **kwargs):
+    trainer = {"accelerator": "cpu", "max_epochs": 2, "devices": 1}
+    return made(path, of_phases or phases(), trainer=trainer, **{"backend": TrainerBackend(), **kwargs})
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(44) % 3
+    x = (torch.randn(3, 1, 16, 16, generator=generator))[y] + torch.randn(44, 1, 16, 16, generator=generator)
+    parts = torch.arange(32).split([10, 9, 13])
+    return TensorData(x[:32], y[:32], parts, (x[32:], y[32:]), torch.float64, batch_size=4)
 
 
 @pytest.fixture
 def images():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(30, 1, 16, 16, generator=generator)
-    data = TensorData(x, torch.arange(30) % 3, torch.arange(30).split([9, 4, 10, 7]), dtype=torch.float64, batch_size=4)
-    data.setup()
-    return data
+    datamodule = data()
+    datamodule.setup()
+    return datamodule
 
 
-class Watched(PersonalizedMoE):
-    """Computes a loss only in the format that it was asked for."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = federation(tmp_path_factory.mktemp("whole"))
+    run.fit(model(kind=Watched, dropout=0.2), data())
+    return run.run.states
 
-    def loss(self, batch):
-        assert in_channels_last(self) == self.channels_last
-        return super().loss(batch)
+
+@pytest.mark.few("contiguous")
+@pytest.mark.parametrize("way", ["contiguous", "workers", "killed"])
+def test_a_run_has_the_results_of_contiguous_format_and_in_workers_and_after_a_kill_the_same_bits(whole, way, tmp_path):
+    if way == "killed":
+        with pytest.raises(KeyboardInterrupt):
+            federation(tmp_path, callbacks=[Kill("on_client_end", 8)]).fit(model(kind=Watched, dropout=0.2), data())
+    other = federation(tmp_path, backend=TwoInThisProcess() if way == "workers" else TrainerBackend())
+    start = model(way != "contiguous", Watched, dropout=0.2)
+    other.fit(start, data(), ckpt_path="last" if way == "killed" else None)
+    for name, expected in whole.items():
+        state = other.run.states[name]
+        trees = [(dict(each.server), {c: dict(tree) for c, tree in each.clients.items()}) for each in (state, expected)]
+        torch.testing.assert_close(*trees, **({"rtol": 1e-8, "atol": 1e-10} if way == "contiguous" else EQUAL))
 
 
-def model(channels_last=True, gate=None, fused=False, kind=PersonalizedMoE):
-    torch.manual_seed(0)
-    expert = TwoConvCNN(1, 3, 16, 0.0, 4, 4, 8, 8)
-    optimizer = partial(torch.optim.SGD, fused=fused, **MOMENTUM)
-    gate = gate or LinearGate(256)
-    return kind(expert, gate=gate, optimizer=optimizer, channels_last=channels_last).double()
+EQUAL = {"rtol": 0, "atol": 0}
 
 
 @pytest.mark.parametrize("shape", [(6, 3, 5, 5), (6, 1, 5, 5), (6, 3, 1, 1), (6, 1, 1, 1), (1, 1, 4, 4)])
@@ -59,33 +118,11 @@ def test_tensors_and_modules_travel_in_their_format(shape):
     assert in_channels_last(loads(dumps(module.to(memory_format=torch.channels_last))))
 
 
-ALGORITHMS = {
-    "FedAvg": (FedAvg("global_expert.*"), GlobalOnly()),
-    "Local": (Local(), None),
-    "PFL-FB": (FineTuning("local_expert.classifier.*"), LocalOnly()),
-}
-
-
-@pytest.mark.few("FedAvg")
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_training_gives_the_results_of_contiguous_format_and_workers_the_same_bits(images, name):
-    algorithm, gate = ALGORITHMS[name]
-    training = local_training(model(gate=gate, kind=Watched), algorithm, images, rounds=2)
-    update, kept = result = train(TrainerBackend(), training)
-    expected, expected_kept = train(
-        TrainerBackend(), local_training(model(False, gate, kind=Watched), algorithm, images, rounds=2)
-    )
-    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
-    close(update.sent, expected.sent)
-    close(kept, expected_kept)
-    assert_same([*train(TwoInThisProcess(), training)], [*result])
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_stacked_clients_get_the_results_of_clients_alone(images, fused):
-    training = local_training(model(fused=fused), FedAvg(), images)
+    training = local_training(model(fused=fused, gated=True), FedAvg(), images)
     update, _ = train(StackedBackend(), training)
-    expected, _ = train(TrainerBackend(), local_training(model(False), FedAvg(), images))
+    expected, _ = train(TrainerBackend(), local_training(model(False, gated=True), FedAvg(), images))
     torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
 
 
@@ -98,7 +135,7 @@ def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images,
             begun.append((self, strides(self)))
 
     monkeypatch.setattr(stacked_backend, "make_stack", Recorded)
-    train(StackedBackend(), local_training(model(), FedAvg(), images))
+    train(StackedBackend(), local_training(model(gated=True), FedAvg(), images))
     ((stack, before),) = begun
     weights = [tensor for tensor in stack.stacked.values() if tensor.dim() == 5]
     assert len(weights) == 4  # two convolutions of two experts
@@ -114,14 +151,19 @@ def strides(stack):
 def test_a_kept_momentum_of_the_other_format_is_continued(images, fused):
     """Such as after a run was resumed with the other format."""
 
+    def step(module, optimizer):
+        optimizer.zero_grad()
+        module.loss((images.x[:5], images.y[:5]))[0].backward()
+        optimizer.step()
+
     def steps(kept_from, then):
-        module = model(kept_from, fused=fused)
+        module = model(kept_from, fused=fused, gated=True)
         optimizer = module.configure_optimizers()
-        step(module, optimizer, images)
-        continued = model(then, fused=fused)
+        step(module, optimizer)
+        continued = model(then, fused=fused, gated=True)
         continued.load_state_dict(module.state_dict())
         set_optimizer(continued, None, optimizer_state(module.named_parameters(), optimizer))
-        step(continued, continued.configure_optimizers(), images)
+        step(continued, continued.configure_optimizers())
         return continued.state_dict()
 
     expected = steps(False, False)
@@ -129,7 +171,53 @@ def test_a_kept_momentum_of_the_other_format_is_continued(images, fused):
         torch.testing.assert_close(steps(kept_from, then), expected, rtol=1e-9, atol=1e-11)
 
 
-def step(module, optimizer, images):
-    optimizer.zero_grad()
-    module.loss((images.x[:5], images.y[:5]))[0].backward()
-    optimizer.step()
+def test_a_client_s_checkpoint_restores_the_format(tmp_path):
+    run = federation(tmp_path, phases()[:1], callbacks=[ClientCheckpoint()])
+    run.fit(model(), data())
+    module = PersonalizedMoE.load_from_checkpoint(run.run_dir / "clients/FedAvg/all_clients.ckpt")
+    assert module.channels_last and in_channels_last(module)
+
+
+class OwnModule(LightningModule):
+    """A user's own module, which asks for the format itself."""
+
+    def __init__(self, memory_format=torch.channels_last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.expert = network()
+        self.to(memory_format=memory_format)
+        self.memory_format = memory_format
+
+    def forward(self, x):
+        assert in_channels_last(self) == (self.memory_format == torch.channels_last)
+        return self.expert(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def test_a_user_s_own_module_keeps_the_format_that_it_chose(tmp_path):
+    federated = []
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        run = federation(tmp_path, [Phase("FedAvg", FedAvg(), rounds=2)])
+        run.fit(OwnModule(memory_format).double(), data())
+        federated.append(run.client_module("FedAvg", 0))
+    torch.testing.assert_close(federated[0].state_dict(), federated[1].state_dict(), rtol=1e-8, atol=1e-10)
+    assert in_channels_last(federated[0])
+
+
+def test_a_gate_that_the_data_size_gets_the_format(images):
+    class NoShape(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x):
+            return self.layers(x)
+
+    gate = NetworkGate(nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(1)))
+    module = PersonalizedMoE(NoShape(), gate=gate, channels_last=True).double()
+    assert in_channels_last(sized(module, images, seed=0))

@@ -1,128 +1,43 @@
-"""What the user has put into eval mode stays there, as in a plain loop; what the package puts there comes back."""
+"""Modes: what the user has put into eval mode stays there, what is frozen comes back; and what an epoch trains."""
 
-import copy
 import warnings
-from functools import partial
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, client_generator, phase, run, tensors
+from helpers import blobs, client_generator, mixture, phase, run
 from helpers.backends import WithBatchNorm, local_training
+from helpers.ingredients import NETS, build
 from helpers.models import Adapted
-from helpers.workers import TwoInThisProcess
-from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, PFLMoE
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, FedRep, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.pfl_moe import _GATE
 from fedmoe_pl.algorithms.shared.parts import set_aside
-from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
-from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends import Freezing, TrainerBackend
+from fedmoe_pl.backends.local_client import trainable_names
+from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.models import GlobalOnly, LinearGate, PersonalizedMoE
 from fedmoe_pl.models.layers import evaluating, modes_of
 from fedmoe_pl.phases.phase import INITIAL, Train
 from fedmoe_pl.rounds.begin import sized
+from fedmoe_pl.setup.check_run import trained_names
 from fedmoe_pl.trees import copy_module
 
 SIZES, SEED = (12, 8, 9), 3
+PRETRAINED = "BatchNorm in eval mode"  # that, and in other ways, it is trained as in plain Trainers: test_oracle.py
 warned = pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode")
 
 
-def data(**kwargs):
+def data():
     """Each client has samples of one class, of which the last batch of the last one is a single sample."""
-    datamodule = blobs(SIZES, **kwargs)
+    datamodule = blobs(SIZES)
     datamodule.y[: sum(SIZES)] = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
     return datamodule
-
-
-class Pretrained(nn.Module):
-    """Batch normalization and dropout in eval mode, as ``from_pretrained`` returns them, and a head in train mode."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.extractor = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh())
-        nn.init.uniform_(self.extractor[1].running_var, 1, 2)
-        nn.init.normal_(self.extractor[1].running_mean)
-        self.classifier = nn.Linear(6, 3)
-        self.extractor.eval()
-
-    def forward(self, x):
-        return self.classifier(self.extractor(x))
-
-
-class Plain(LightningModule):
-    """A user's own module."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Pretrained().double()
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def mixture(gate=None):
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    return PersonalizedMoE(Pretrained(), gate=gate or GlobalOnly(), optimizer=sgd).double()
-
-
-def by_hand(module, datamodule, rounds, epochs=2):
-    """FedAvg of ``module`` in plain PyTorch."""
-    server = copy.deepcopy(module)
-    for round in range(rounds):
-        trained = []
-        for client, samples in enumerate(datamodule.train_samples):
-            batches = datamodule.batches(samples, generator=client_generator(SEED, client, round))
-            trained.append(own := copy.deepcopy(server))
-            optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-            for _ in range(epochs):
-                for x, y in batches:
-                    optimizer.zero_grad()
-                    F.cross_entropy(own(x), y).backward()
-                    optimizer.step()
-        for name, tensor in server.state_dict().items():
-            mean = sum(n * each.state_dict()[name] for n, each in zip(SIZES, trained, strict=True)) / sum(SIZES)
-            tensor.copy_(mean)
-    return server.state_dict()
-
-
-PATHS = {
-    "clients in one Trainer": {"backend": TrainerBackend()},
-    "a Trainer per client": {"backend": TrainerBackend(), "every_batch": True},
-    "stacked": {"backend": StackedBackend()},
-    "auto": {"backend": AutoBackend()},
-    "workers": {"backend": TwoInThisProcess()},
-    "a user's module": {"model": Plain},
-    "evaluated in each round": {"evaluate": True},
-}
-
-
-@warned
-@pytest.mark.few("clients in one Trainer")
-@pytest.mark.parametrize("path", PATHS)
-def test_pretrained_parts_in_eval_mode_are_trained_as_in_a_plain_loop(path, tmp_path):
-    arguments = {"model": mixture, "evaluate": False, **PATHS[path]}
-    module, of_phase = arguments.pop("model")(), {"evaluate": arguments.pop("evaluate")}
-    phases = [phase("FedAvg", FedAvg(), rounds=2, **of_phase)]
-    expert = module.net if isinstance(module, Plain) else module.global_expert
-    before, expected = copy.deepcopy(tensors(expert)), by_hand(expert, data(), 2)
-    federation = run(phases, module, data(), tmp_path, seed=SEED, **arguments)
-    prefix = "net." if isinstance(module, Plain) else "global_expert."
-    server = {name.removeprefix(prefix): t for name, t in federation.run.states["FedAvg"].server.items()}
-    actual = {name: server[name] for name in expected}
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert not torch.equal(actual["extractor.0.weight"], before["extractor.0.weight"])
-    assert_same_bits(*({name: tree[name] for name in before if "running" in name} for tree in (actual, before)))
 
 
 @warned
@@ -132,10 +47,10 @@ def test_rounds_that_alternate_leave_the_modes_of_the_user(tmp_path):
         phase("FedAvg", FedAvg(), gate=GlobalOnly()),
         phase("PFL-MF", PFLMoE(0.25, True, "local_expert.*"), rounds=3, gate=LinearGate(5), train=Train(max_epochs=1)),
     ]
-    federation = run(phases, mixture(), data(), tmp_path, seed=SEED, backend=TrainerBackend())
+    federation = run(phases, build(PRETRAINED), data(), tmp_path, seed=SEED, backend=TrainerBackend())
     start, state = federation.run.states["FedAvg"].server, federation.run.states["PFL-MF"]
     for client, samples in enumerate(data().train_samples):
-        expert = Pretrained().double()
+        expert = NETS[PRETRAINED]().double()
         expert.load_state_dict({n.removeprefix("global_expert."): t for n, t in start.items() if n[0] == "g"})
         own = set_aside(Client(client, 0, SEED, federation.run.models[INITIAL], samples, {}, None), 0.25, _GATE)[1]
         for round in (1, 3):  # counted on from FedAvg
@@ -189,7 +104,7 @@ def test_adapters_that_are_merged_in_eval_mode_are_apart_after_it_unless_the_use
 def test_normalization_in_eval_mode_takes_single_samples():
     """A client's last batch may be one sample, or all of its samples, also with clipped gradients of each."""
     datamodule = blobs((1, 5), batch_size=4)
-    for module, counts in ((mixture(), True), (mixture().train(), False)):
+    for module, counts in ((build(PRETRAINED), True), (build(PRETRAINED).train(), False)):
         training = local_training(module, FedAvg(), datamodule)
         assert training.has_batch_norm != counts
 
@@ -207,7 +122,77 @@ def test_parts_in_eval_mode_are_named_once_in_a_run(every_batch, tmp_path):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         phases = [phase(name, FedAvg(), rounds=2) for name in "ab"]
-        run(phases, mixture(), data(), tmp_path / "eval", every_batch=every_batch)
-        run(phases, mixture().train(), data(), tmp_path / "train", every_batch=every_batch)
+        run(phases, build(PRETRAINED), data(), tmp_path / "eval", every_batch=every_batch)
+        run(phases, build(PRETRAINED).train(), data(), tmp_path / "train", every_batch=every_batch)
     (message,) = [str(each.message) for each in found if "eval mode" in str(each.message)]
-    assert message.startswith("Found 10 module(s) in eval mode at the start of training, such as global_expert.extrac")
+    assert message.startswith("Found 2 module(s) in eval mode at the start of training, such as global_expert.extrac")
+
+
+MANY = 10**9
+
+
+def training(algorithm, rounds, max_epochs):
+    return local_training(mixture(LinearGate(5)), algorithm, blobs(), max_epochs, rounds)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("numbers", [(1, MANY), (MANY, MANY), (MANY, 3)])
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedRep(shared="global_expert.*", head_epochs=2), PFLMoE()])
+def test_many_rounds_and_epochs_take_no_time(numbers, algorithm):
+    many = training(algorithm, *numbers)
+    few = training(algorithm, min(numbers[0], 9), min(numbers[1], 9))
+    assert many.trainable == few.trainable
+    assert {*trainable_names(few, few.module, 0)} <= {*trainable_names(many, many.module, 0)}
+    phase = Phase("p", algorithm, rounds=numbers[0], train=Train(max_epochs=numbers[1]))
+    name = type(algorithm).__name__
+    with nullcontext() if name == "FedAvg" else pytest.warns(match=f"too many to know what {name} never trains"):
+        trained_names(phase, many.module, numbers[1])
+
+
+def test_up_to_a_limit_all_epochs_are_tried():
+    algorithm = OneAfterTheOther()
+    assert len([*epochs_to_try(algorithm, range(1000), 100)[0]]) == 100_000
+    assert epochs_to_try(algorithm, range(1000), 100)[1]
+    pairs, shows_all = epochs_to_try(algorithm, range(1000), 101)
+    assert not shows_all and 50_000 < len([*pairs]) <= 100_000
+    assert [*epochs_to_try(FedAvg(), range(1000), 101)[0]] == [(0, 0)]
+    assert [*epochs_to_try(FedAvg(), range(10 * MANY), 0)[0]] == []  # not even a list of the rounds
+
+
+class OneAfterTheOther(FedAvg):
+    """Trains another part in every round, and none in the first epoch."""
+
+    def is_trainable(self, name, round, epoch):
+        return bool(epoch) and name.startswith(("gate.", "local_expert.", "global_expert.")[round % 3])
+
+
+def test_frozen_parts_are_not_guessed_from_the_first_epochs():
+    assert training(PFLMoE(), 9, 9).frozen_modules
+    assert not training(OneAfterTheOther(), MANY, 9).frozen_modules
+    assert training(FedAvg(trainable="gate.*"), 1, MANY).frozen_modules
+
+
+class Alone(nn.Sequential):
+    """Leaves the mode of its parts alone."""
+
+    def train(self, mode=True):
+        self.training = mode
+        return self
+
+
+def test_parts_are_in_eval_mode_while_they_are_frozen_and_others_in_the_mode_that_the_user_gave_them():
+    algorithm = FedAvg(trainable="global_expert.*")
+    frozen = training(algorithm, 1, 1)
+    module = frozen.module
+    module.local_expert.extractor.append(nn.Dropout())
+    module.local_expert.classifier.append(Alone(nn.BatchNorm1d(2), nn.ReLU()))
+    modes = {name: part.training for name, part in module.named_modules()}
+    freezing = Freezing(frozen, module, 0)
+    module.global_expert.classifier.eval()
+    freezing.freeze(0)
+    in_eval_mode = {name for name, part in module.named_modules() if not part.training}
+    by_user = {name for name in modes if name.startswith("global_expert.classifier")}
+    relu = next(name for name, part in module.named_modules() if type(part) is nn.ReLU and "local" in name)
+    assert in_eval_mode - {relu} == by_user | {n for n in modes if n.startswith(("local_expert", "gate"))} - {relu}
+    freezing.unfreeze()
+    assert {name for name, part in module.named_modules() if not part.training} - {relu} == by_user

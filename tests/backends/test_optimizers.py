@@ -29,88 +29,29 @@ SCHEDULES = {
 }
 
 
-class WithEpochSchedule(PureOneWeight):
-    """Its rate is also multiplied by 0.9 after each epoch."""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_round_has_its_learning_rate(name):
+    """And clients are trained with it: "rates over rounds" in test_oracle.py."""
+    schedule, factors = SCHEDULES[name]
+    rates = [learning_rates(PureOneWeight(lr=RATE), schedule, round)[0] for round in range(4)]
+    assert rates == pytest.approx([RATE * factor for factor in factors], rel=1e-12)
 
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
-        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
-
-@pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("own_loss", [False, True])
-def test_a_user_s_optimizer_that_a_single_module_has_is_used(tmp_path, own_loss, rounds):
-    model = PureOneWeight(lr=99.0)
+def test_a_user_s_optimizer_that_a_single_module_has_is_used(tmp_path, own_loss):
+    model, x = PureOneWeight(lr=99.0), 0.0
     model.configure_optimizers = types.MethodType(lambda self: torch.optim.SGD(self.parameters(), lr=RATE), model)
-    schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5) if rounds > 1 else None
-    algorithm = FedProx(mu=0.0) if own_loss else FedAvg()
-    it = phase("it", algorithm, rounds=rounds, train=Train(round_lr_scheduler=schedule))
+    halved = Train(round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5))
+    it = phase("it", FedProx(mu=0.0) if own_loss else FedAvg(), rounds=2, train=halved)
     federation = run([it], model, two_quadratics(), tmp_path, EPOCHS)
-    assert weight_of(federation, "it") == pytest.approx(descent([1, 0.5][:rounds]), rel=1e-12)
+    for rate in (RATE, RATE / 2):  # a step goes from y to y - rate * a * (y - b)
+        x = sum(b + (x - b) * (1 - rate * a) ** EPOCHS for a, b in LOSSES) / 2
+    assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
 
 
 class WithMomentum(PureOneWeight):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
-def descent(factors, per_epoch=1.0):
-    """FedAvg of both clients, each of which takes gradient steps with the round's rate."""
-    x = 0.0
-    for factor in factors:
-        ends = []
-        for a, b in LOSSES:
-            y = x
-            for epoch in range(EPOCHS):
-                y -= RATE * factor * per_epoch**epoch * a * (y - b)
-            ends.append(y)
-        x = sum(ends) / 2
-    return x
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("model", "per_epoch"), [(PureOneWeight, 1.0), (WithEpochSchedule, 0.9)])
-def test_every_round_has_its_learning_rate(tmp_path, name, backend, model, per_epoch):
-    schedule, factors = SCHEDULES[name]
-    algorithm = FedProx(mu=0.0)  # FedAvg, by the module's loss and so without its training_step, which no stack calls
-    it = phase("it", algorithm, rounds=4, train=Train(round_lr_scheduler=schedule))
-    federation = run([it], model(lr=RATE), two_quadratics(), tmp_path, EPOCHS, backend=backend)
-    assert weight_of(federation, "it") == pytest.approx(descent(factors, per_epoch), rel=1e-12)
-
-
-def with_momentum(rounds, keep):
-    """The server's weight, and each client's velocity, after rounds in which clients keep their velocity or do not."""
-    x, velocities = 0.0, [0.0, 0.0]
-    for _ in range(rounds):
-        ends = []
-        for client, (a, b) in enumerate(LOSSES):
-            y, v = x, velocities[client] if keep else 0.0
-            for _ in range(EPOCHS):
-                v = 0.9 * v + a * (y - b)
-                y -= RATE * v
-            ends.append(y)
-            velocities[client] = v
-        x = sum(ends) / 2
-    return x, velocities
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("every_batch", [True, False])
-def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batch):
-    it = phase("it", FedAvg(), rounds=3, train=Train(keep_optimizer=keep))
-    federation = run([it], WithMomentum(lr=RATE), two_quadratics(), tmp_path, EPOCHS, every_batch=every_batch)
-    x, velocities = with_momentum(3, keep)
-    assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
-    kept = [federation.run.states["it"].clients.get(client, {}) for client in (0, 1)]
-    names = {"optimizer/weight/momentum_buffer"} if keep else set()
-    assert [set(tree) for tree in kept] == [names, names]
-    if keep:
-        assert [tree["optimizer/weight/momentum_buffer"].item() for tree in kept] == pytest.approx(
-            velocities, rel=1e-12
-        )
 
 
 class Averaging(torch.optim.Optimizer):

@@ -9,14 +9,17 @@ from itertools import count, filterfalse, islice
 
 import pytest
 from helpers import EveryBatch
-from helpers.ingredients import ALGORITHMS, DATA, LOSSES, NETS, OPTIMIZERS, SCHEDULERS, SETTINGS
+from helpers.ingredients import ALGORITHMS, DATA, KEEPING, LOSSES, NETS, OPTIMIZERS, SCHEDULERS, SETTINGS
 from helpers.oracle import Case, can_be_divided, differences, draw, expected_once, is_excluded
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities import registry
 
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+IN_PLACE = "changed in place, frozen"
+BY_ROUND, IGNORING = "rates over rounds", "criterion that ignores labels"
 SHARED = "shared classifiers"  # what is frozen never changes, so that it need not be computed in each step
 POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was taken
     "features, dropout": Case("dropout, frozen", algorithm=SHARED),
@@ -25,6 +28,9 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "features, epoch": Case("frozen", "input scaled by the epoch", algorithm=SHARED),
     "features, Python's numbers": Case("python random, frozen", data="batches of one", seed=10),
     "features, NumPy's numbers": Case("numpy random, frozen", data="batches of one", seed=10),
+    "features, PyTorch's numbers": Case("torch random, frozen", data="batches of one", seed=10),
+    "features, changed in place": Case(IN_PLACE, algorithm="classifiers only"),  # the gate needs no gradient
+    "features, BatchNorm by each batch": Case("BatchNorm by each batch, frozen", algorithm=SHARED),
     "features, one round": Case("dropout, frozen", max_epochs=3),
     "epoch 0, gate": Case(loss="gate from epoch 1 on"),
     "epoch 0, term": Case(loss="term from epoch 1 on"),
@@ -35,10 +41,13 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "padding, InstanceNorm": Case("InstanceNorm"),
     "padding, running mean": Case("running mean"),
     "padding, replaced mean": Case("replaced mean"),
+    "padding, BatchNorm without parameters": Case("BatchNorm without parameters"),
+    "padding, small term": Case(loss="small term of the batch"),
     "padding, max_norm": Case("max_norm", data="large batches", rounds=3),
     "optimizer, post hook": Case(optimizer="post hook"),
     "optimizer, pre hook": Case(optimizer="pre hook"),
     "optimizer, replaced step": Case(optimizer="replaced step"),
+    "optimizer, some parameters": Case(optimizer="some parameters", setting="clip by norm"),
     "optimizer, scheduler": Case(scheduler="touches parameters"),
     "random numbers, Python": Case("python random", seed=4),
     "random numbers, NumPy": Case("numpy random"),
@@ -53,20 +62,34 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "modes, evaluated": Case("BatchNorm in eval mode", setting="evaluated"),
     "state, extra": Case("extra state", rounds=2),
     "state, load hook": Case("load hook", rounds=2),
+    "protocol, LBFGS": Case(optimizer="LBFGS"),
     "protocol, SAM": Case(optimizer="SAM"),
     "protocol, any arguments": Case(optimizer="any arguments"),
     "protocol, configure_optimizers": Case(hook="asks for max_epochs"),
     "protocol, catches Exception": Case(loss="catches Exception"),
     "protocol, None": Case(loss="None for short batches"),
     "protocol, None in a Trainer": Case(loss="None for short batches", hook="on_train_epoch_start"),
-    "ignored labels": Case(loss="criterion that ignores labels"),
+    "ignored labels": Case(loss=IGNORING),
+    "ignored labels, no other in a batch": Case(loss=IGNORING, optimizer="momentum", data="batches of one"),
+    "ignored labels, training_step": Case(loss=IGNORING, hook="training_step", data="batches of one"),
+    "optimizer, rates over rounds": Case(optimizer="momentum", scheduler="StepLR", setting=BY_ROUND, rounds=3),
+    "optimizer, kept momentum": Case(optimizer="momentum", setting="keep_optimizer", rounds=3),
+    "optimizer, kept moments": Case(optimizer="Adam", setting="keep_optimizer", rounds=3),
     "in turn, itertools.count": Case("itertools.count"),
     "in turn, array.array": Case("array.array"),
-    "in turn, attribute": Case("attribute of a parameter"),
+    "in turn, attribute of a parameter": Case("attribute of a parameter"),
     "torchmetrics": Case(loss="torchmetrics"),
 }
-SIBLINGS = {"features, one round", "padding, replaced mean", "padding, max_norm", "modes, in turn", "modes, evaluated"}
-SIBLINGS |= {"modes, dropout", "state, load hook", "in turn, array.array", "in turn, attribute", "torchmetrics"}
+OF_KEEPING = {f"in turn, {name}": Case(name, rounds=2) for name in KEEPING}
+POINTS |= OF_KEEPING
+SIBLINGS = {  # of which another one is tested each time
+    *("features, PyTorch's numbers", "features, changed in place", "features, BatchNorm by each batch"),
+    *("features, one round", "padding, BatchNorm without parameters", "padding, small term", "padding, max_norm"),
+    *("optimizer, some parameters", "modes, in turn", "modes, evaluated", "modes, dropout", "state, load hook"),
+    *("ignored labels, training_step", "optimizer, kept moments"),
+    *("in turn, array.array", "in turn, attribute of a parameter", "torchmetrics", *OF_KEEPING),
+}
+IN_WORKERS = ("modes, BatchNorm", "state, extra", "ignored labels, no other in a batch")
 STACKED = {  # what a stack trains, and does not refuse
     "plain": Case(),
     "SmallMLP": Case("SmallMLP", optimizer="momentum", scheduler="StepLR"),
@@ -75,6 +98,8 @@ STACKED = {  # what a stack trains, and does not refuse
     "clipped": Case(setting="clip by norm", data="one batch each"),
     "frozen": Case("frozen", algorithm=SHARED),
     "BatchNorm": Case("BatchNorm", optimizer="AdamW"),
+    "batches that cannot be padded": Case(loss="term of the batch"),
+    "two groups and a schedule": Case(optimizer="two groups", scheduler="StepLR"),
 }
 FEW_LABELS = {  # batches of which some samples, or all, have no label
     "plain": Case(optimizer="momentum", data="few labels", rounds=2),
@@ -89,7 +114,7 @@ FEW_LABELS = {  # batches of which some samples, or all, have no label
 OF_FIELDS = {"net": NETS, "loss": LOSSES, "optimizer": OPTIMIZERS, "scheduler": SCHEDULERS, "algorithm": ALGORITHMS}
 OF_FIELDS |= {"setting": SETTINGS, "data": DATA}
 ALONE = [Case(**{field: name, "rounds": 2}) for field, names in OF_FIELDS.items() for name in [*names][1:]]
-ALONE = [case for case in ALONE if case not in (*POINTS.values(), *STACKED.values())]
+ALONE = [each for each in ALONE if each not in (*POINTS.values(), *STACKED.values()) and each.net != IN_PLACE]
 DRAWN = [*islice(filterfalse(is_excluded, map(draw, count())), 200)]
 DIVIDED = {
     "plain": Case(),
@@ -98,12 +123,16 @@ DIVIDED = {
     "term of the batch": Case(loss="term of the batch"),
     "term of large batches": Case(loss="term of large batches", data="large batches"),
     "drift": Case(algorithm="drift"),
+    "Adam": Case(optimizer="Adam"),
+    "accumulation": Case(setting="accumulation"),
+    "clipping": Case(setting="clip by norm"),
 }
 BACKENDS = {
     "auto": {"backend": "auto"},
     "TrainerBackend": {"backend": TrainerBackend()},
     "StackedBackend": {"backend": StackedBackend()},
     "alone": {"backend": TrainerBackend(), "callbacks": [EveryBatch()]},  # a Trainer per client
+    "workers": {"backend": TwoInThisProcess()},
     "two processes": {"devices": 2},
     "ddp": {"devices": 2, "strategy": "ddp"},
 }
@@ -149,6 +178,7 @@ STACKED_OR_NOT = ("StackedBackend", "TrainerBackend")
         *repeated(POINTS, "auto", "StackedBackend", *ONE_BY_ONE, fast=("auto", "StackedBackend")),
         *repeated(FEW_LABELS, "auto", "StackedBackend", *ONE_BY_ONE, "two processes", fast=STACKED_OR_NOT),
         *repeated(ALONE, "auto"),
+        *repeated([POINTS[name] for name in IN_WORKERS], "workers", fast=["workers"]),
         *repeated(DRAWN[:50], "auto", "StackedBackend", *ONE_BY_ONE),
         *repeated(DRAWN[50:], "auto", "StackedBackend", "TrainerBackend"),
     ],

@@ -4,19 +4,27 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
-from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, begin, local_training, train
+from helpers import (
+    Expert,
+    PureOneWeight,
+    TensorData,
+    blobs,
+    mixture,
+    momentum_sgd,
+    small_expert,
+    sparse_mixture,
+    two_quadratics,
+)
+from helpers.backends import FEW, UNEQUAL, assert_agree, begin, images, local_training, train
+from helpers.clusters import clustered
 from helpers.quadratics import LOSSES, RATE
 from torch import nn
 
 from fedmoe_pl.algorithms import (
-    ClusterMixture,
     EpsilonGreedyIFCA,
     FedAvg,
     FedMoEDA,
     FedRep,
-    FineTunedCluster,
     FineTuning,
     PFLMoE,
     Scaffold,
@@ -26,26 +34,18 @@ from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.stacked.members import Member, StackedData
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import (
-    ClusteredMoE,
     ConstantGate,
     FeatureGate,
     LeNet5,
     LinearGate,
     NetworkGate,
     PersonalizedMoE,
+    ProxyGate,
     SmallMLP,
+    SparseMoE,
 )
 
-
-class NoClassIgnored(PersonalizedMoE):
-    """A loss that does not know of labels to ignore, so that batches cannot be padded."""
-
-    def loss(self, batch):
-        x, y = batch
-        logits, weights = self.mix(x)
-        return ((logits - F.one_hot(y, 3)) ** 2).mean(), {"logits": logits, "gate_weights": weights}
-
-
+PLAIN = partial(torch.optim.SGD, lr=0.1)
 OPTIMIZERS = {
     "momentum": momentum_sgd,
     "adam": partial(torch.optim.Adam, lr=0.01),
@@ -59,38 +59,6 @@ OPTIMIZERS = {
 }
 
 
-ALGORITHMS = {
-    "PFL-FT": (FineTuning(), lambda _: ConstantGate(0)),
-    "specialist and gate": (SpecialistMixture(), lambda features: NetworkGate(nn.Linear(features, 1))),
-}
-
-
-@pytest.mark.few("fused", "nesterov with decay")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
-    module = mixture(LinearGate(5), optimizer=optimizer)
-    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
-
-
-@pytest.mark.few("specialist and gate-log_probabilities")
-@pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
-@pytest.mark.parametrize("name", ["PFL-FT", "specialist and gate"])
-def test_backends_agree_whatever_is_mixed(name, mixing):
-    algorithm, gate = ALGORITHMS[name]
-    module = mixture(gate(5))
-    module.mixing = mixing
-    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
-
-
-@pytest.mark.few("adamw-frozen-[2, 3, 1]")
-@pytest.mark.parametrize("num_experts", [3, [2, 3, 1]], ids=str)
-@pytest.mark.parametrize("algorithm", [FedMoEDA(), FedMoEDA(trainable=["gate.*", "experts.*"])], ids=["all", "frozen"])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "nesterov with decay"])
-def test_backends_agree_for_sparse_experts(optimizer, algorithm, num_experts):
-    module = sparse_mixture(num_experts, OPTIMIZERS[optimizer], load_balancing=0.1)
-    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
-
-
 def test_backends_agree_for_an_expert_that_no_sample_is_sent_to():
     """Its weight decay is that of the closed form: (1 - 0.1 * 0.5) in each of 2 epochs of 2 steps."""
     module = sparse_mixture(3, partial(torch.optim.SGD, lr=0.1, weight_decay=0.5))
@@ -98,33 +66,19 @@ def test_backends_agree_for_an_expert_that_no_sample_is_sent_to():
         torch.nn.init.constant_(proxy.weight, -9.0 if index == 1 else 1.0)
     training = local_training(module, FedMoEDA(), blobs((7, 8), batch_size=4))
     assert_agree(training, 1e-10)
-    for backend in (TrainerBackend(), StackedBackend(2)):
-        _, kept = train(backend, training)
-        expected = module.experts[1][0].weight.detach() * 0.95**4
-        for client in (0, 1):
-            torch.testing.assert_close(kept[client]["experts.1.0.weight"], expected, rtol=1e-12, atol=0)
+    expected = module.experts[1][0].weight.detach() * 0.95**4
+    for kept in train(StackedBackend(2), training)[1].values():
+        torch.testing.assert_close(kept["experts.1.0.weight"], expected, rtol=1e-12, atol=0)
 
 
-CLUSTERED = {
-    "IFCA": (EpsilonGreedyIFCA(epsilon=0.0), lambda: ConstantGate([1.0, 0.0, 0.0])),
-    "IFCA, epsilon-greedy": (EpsilonGreedyIFCA(0.5, patience=1), lambda: ConstantGate([1.0, 0.0, 0.0])),
-    "fine-tuned cluster": (FineTunedCluster(), lambda: ConstantGate([1.0, 0.0, 0.0])),
-    "mixture of clusters": (ClusterMixture(["gate.*", "local_expert.*"]), lambda: NetworkGate(nn.Linear(5, 3))),
-    "mixture of clusters, whole": (ClusterMixture("*"), lambda: NetworkGate(nn.Linear(5, 3))),
-}
-
-
-@pytest.mark.few("IFCA, epsilon-greedy")
-@pytest.mark.parametrize("name", CLUSTERED)
+@pytest.mark.parametrize("name", ["IFCA", "IFCA, epsilon-greedy"])
 def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
-    algorithm, gate = CLUSTERED[name]
-    torch.manual_seed(2)
-    module = ClusteredMoE(Expert(), 2, gate=gate(), optimizer=momentum_sgd).double()
+    algorithm = EpsilonGreedyIFCA(0.0) if name == "IFCA" else EpsilonGreedyIFCA(0.5, patience=1)
+    module = clustered(2, ConstantGate([1.0, 0.0, 0.0]), seed=2)
     data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.2)
     assert_agree(local_training(module, algorithm, data, max_epochs=3), 1e-10, round=9)
-    if isinstance(algorithm, EpsilonGreedyIFCA):
-        tallies = {name for name in train(TrainerBackend(), local_training(module, algorithm, data))[0].sent}
-        assert {"clusters/tally/0", "clusters/tally/1"} <= tallies, "one cluster alone would prove little"
+    tallies = {name for name in train(TrainerBackend(), local_training(module, algorithm, data))[0].sent}
+    assert {"clusters/tally/0", "clusters/tally/1"} <= tallies, "one cluster alone would prove little"
 
 
 class WordExpert(Expert):
@@ -141,11 +95,6 @@ def words():
     data = TensorData(x, x[:, 0] % 3, parts, dtype=torch.int64, batch_size=6)
     data.setup()
     return data
-
-
-def of_class(kind):
-    made = mixture(LinearGate(5))
-    return kind(made.global_expert, made.local_expert, made.gate, optimizer=momentum_sgd).double()
 
 
 def unequal():
@@ -174,21 +123,27 @@ class Balanced(PersonalizedMoE):
         return loss, values
 
 
-PLAIN = partial(torch.optim.SGD, lr=0.1)
+def mixed(gate, mixing):
+    module = mixture(gate)
+    module.mixing = mixing
+    return module
+
+
+def of_experts(optimizer, num_experts=3):
+    return lambda: sparse_mixture(num_experts, OPTIMIZERS[optimizer], load_balancing=0.1)
+
+
+FROZEN = FedMoEDA(trainable=["gate.*", "experts.*"])
 OTHERS = {
     "SCAFFOLD and its steps": (lambda: mixture(LinearGate(5), optimizer=PLAIN), Scaffold(), unequal, {}),
-    "two parameter groups and a schedule": (lambda: of_class(TwoGroups), FedAvg(), unequal, {}),
-    "clipping": (lambda: mixture(LinearGate(5)), FedAvg(), unequal, {"gradient_clip_val": 0.1}),
-    "clipping by value": (
-        lambda: mixture(LinearGate(5)),
-        FedAvg(),
-        unequal,
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ),
-    "batches that cannot be padded": (lambda: of_class(NoClassIgnored), FedAvg(), unequal, {}),
+    "sparse experts": (of_experts("nesterov with decay"), FedMoEDA(), unequal, {}),
+    "a frozen embedding, sparse experts of several depths": (of_experts("adamw", [2, 3, 1]), FROZEN, unequal, {}),
+    **{
+        mixing: (partial(mixed, NetworkGate(nn.Linear(5, 1)), mixing), SpecialistMixture(), unequal, {})
+        for mixing in ("probabilities", "log_probabilities", "probabilities_without_log")
+    },
     "a head that only training uses": (lambda: mixture(LinearGate(5), TrainsMore()), FedAvg(), unequal, {}),
-    "a loss of batches that only training has": (lambda: of_class(Balanced), FedAvg(), unequal, {}),
-    "rounds that alternate": (lambda: mixture(LinearGate(5)), PFLMoE(interleaved=True), unequal, {"rounds": 2}),
+    "a loss of batches that only training has": (lambda: mixture(LinearGate(5), kind=Balanced), FedAvg(), unequal, {}),
     "ids of words": (lambda: mixture(ConstantGate(0.5), WordExpert()), FedAvg(), words, {}),
     "looked-up words": (lambda: mixture(FeatureGate(6), WordExpert()), PFLMoE(), words, {}),
     "a head on looked-up words": (
@@ -200,53 +155,75 @@ OTHERS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few("SCAFFOLD and its steps", "a frozen embedding, sparse experts of several depths", "log_probabilities")
 @pytest.mark.parametrize("name", OTHERS)
 def test_backends_agree(name):
     make, algorithm, data, arguments = OTHERS[name]
     assert_agree(local_training(make(), algorithm, data(), max_epochs=3, **arguments), 1e-10)
 
 
-def test_backends_agree_with_batch_normalization():
-    module = mixture(expert=WithBatchNorm())
-    training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))
-    assert_agree(training, 1e-10)
-    update, _ = train(StackedBackend(4), training)
-    assert update.sent["global_expert.extractor.1.running_mean"].abs().max() > 0.01
+def layers(*first):
+    """Experts of PyTorch's layers, so that short batches may be padded."""
+    return lambda: mixture(LinearGate(5), nn.Sequential(*first, nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
+
+
+class Own(nn.Linear):
+    """A layer of a user's own, of which one cannot know what it does with other samples."""
+
+
+def balanced():
+    embedding = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid())
+    return SparseMoE(embedding, small_expert(), 2, gate=ProxyGate(2, 6), optimizer=PLAIN, load_balancing=0.3).double()
+
+
+def ignoring():
+    loss = nn.CrossEntropyLoss(ignore_index=1)
+    return PersonalizedMoE(SmallMLP(5, num_classes=3), optimizer=PLAIN, loss=loss).double()
+
+
+PADDED = {
+    "torch's layers": (layers(), True),
+    "layers that treat samples apart": (layers(nn.LayerNorm(5), nn.GroupNorm(1, 5), nn.Identity()), True),
+    "the package's layers": (lambda: mixture(LinearGate(5), SmallMLP(5, num_classes=3)), True),
+    "a layer of the user's": (layers(Own(5, 5)), False),
+    "batch normalization": (layers(nn.BatchNorm1d(5)), False),
+    "a softmax over samples": (layers(nn.Softmax(dim=0)), False),
+    "a balance of experts over the batch": (balanced, False),
+    "a loss of another class to ignore": (ignoring, False),
+}
+
+
+@pytest.mark.few("torch's layers")
+@pytest.mark.parametrize("name", PADDED)
+def test_short_batches_are_padded_only_where_samples_are_apart(name, monkeypatch):
+    (make, pads), seen, epoch = PADDED[name], [], StackedData.epoch
+    monkeypatch.setattr(StackedData, "epoch", lambda self, pads: seen.append(pads) or epoch(self, pads))
+    torch.manual_seed(0)
+    assert_agree(local_training(make(), FedAvg(), blobs((13, 8, 11))), 1e-9)
+    assert {*seen} == {pads}
 
 
 @pytest.mark.parametrize("expert", [LeNet5(in_channels=1), SmallMLP(1024)], ids=["LeNet5", "SmallMLP"])
-def test_backends_agree_for_models_of_images_with_augmentation(expert, images):
+def test_backends_agree_for_models_of_images_with_augmentation(expert):
     module = PersonalizedMoE(expert, optimizer=momentum_sgd).double()
     assert_agree(local_training(module, FedAvg(), images([RandomCrop(), RandomHorizontalFlip()])), 1e-10)
 
 
-def test_backends_agree_for_frozen_experts_of_which_each_client_has_another():
-    """The gate's round of two that alternate, with the experts of the round before."""
-    training = local_training(mixture(LinearGate(5)), PFLMoE(interleaved=True), blobs(FEW), rounds=2)
-    server, clients = training.algorithm.server_init(training.module), range(len(FEW))
-    _, kept = train(TrainerBackend(), training)
-    ends = []
-    for backend in (TrainerBackend(), StackedBackend()):
-        groups = begin(backend, training).train(server, clients, kept, 1)
-        ends.append({client: dict(tree) for group in groups for client, tree in group.clients.items()})
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-10, atol=1e-10)
-    name = "gate.linear.weight"
-    assert all((ends[0][client][name] - kept[client][name]).abs().max() > 1e-3 for client in clients)
-
-
-class Parities(FedRep):
-    """Its clients have constants of two kinds, and so train in two stacks, one after the other."""
+class Late(FedRep):
+    """Its constants differ from the third client on, so that it trains in two stacks, one after the other."""
 
     began = ()
 
     def client_init(self, client, sent):
         self.began = (*self.began, client.id)
-        return {**super().client_init(client, sent), "parity": client.id % 2}
+        return {**super().client_init(client, sent), "late": client.id > 1}
+
+    def client_loss(self, module, batch, constants):
+        return super().client_loss(module, batch, constants) * (2 if constants["late"] else 1)
 
 
 def test_a_stack_trains_what_the_one_before_has_frozen_last():
-    algorithm = Parities(head_epochs=1)
+    algorithm = Late(head_epochs=1)
     training = local_training(mixture(), algorithm, blobs(FEW), max_epochs=2)
     assert_agree(training, 1e-10)
     plan, algorithm.began = begin(StackedBackend(), training), ()

@@ -1,6 +1,5 @@
 """Clients in Trainers of their own, and in one that they share: its bits, what it costs, what it frees."""
 
-import copy
 import gc
 from dataclasses import replace
 from functools import partial
@@ -9,10 +8,23 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
-from helpers.backends import FEW, UNEQUAL, Keeping, TwoGroups, begin, local_training, train, train_clients
+from helpers import (
+    EveryBatch,
+    Expert,
+    OneWeight,
+    TensorData,
+    assert_same_bits,
+    blobs,
+    mixture,
+    phase,
+    run,
+    two_quadratics,
+)
+from helpers.backends import FEW, UNEQUAL, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
 from helpers.models import plain_trainer, trainer
+from helpers.runs import federation as federation_of
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
@@ -26,7 +38,6 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, StackedBackend, Traine
 from fedmoe_pl.backends import trainer as trainers
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.loop import _SAME_IN_ALL, NeedsTrainerError, needs_every_batch
-from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
 from fedmoe_pl.backends.workers.pickling import dumps
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
@@ -102,32 +113,6 @@ def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, serve
             assert_same_bits(dict(tree), dict(alone[phase_name].clients[client]))
 
 
-KEPT = ["a buffer", "a buffer that is not saved", "an attribute", "a list", "a queue", "an array", "a list in a dict"]
-KEPT += ["an object", "a tensor that is no buffer", "a generator", "a weight", "a counter", "an array of C"]
-KEPT += ["an attribute of a parameter", "an attribute of a buffer"]
-
-
-@pytest.mark.few("a buffer")
-@pytest.mark.parametrize("what", KEPT)
-def test_a_client_finds_nothing_that_another_has_left_in_the_module(what, tmp_path, served):
-    results = []
-    for every_batch in (False, True):
-        phases = [phase("it", FedAvg(shared="*.extractor.*"), rounds=2)]
-        arguments = {"backend": TrainerBackend(), "seed": 2, "every_batch": every_batch}
-        folder = tmp_path / str(every_batch)
-        results.append(run(phases, mixture(LinearGate(5), Keeping(what)), blobs(), folder, **arguments))
-        assert bool(served) != every_batch
-        served.clear()
-    shared, alone = (each.run.states["it"] for each in results)
-    assert_same_bits(shared.server, alone.server)
-    for client, tree in shared.clients.items():
-        assert_same_bits(dict(tree), dict(alone.clients[client]))
-    training = local_training(mixture(LinearGate(5), Keeping(what)), FedAvg(), blobs(UNEQUAL))
-    if what != "a buffer":  # which stacks have for each client
-        with pytest.raises(NotStackable):
-            try_to_stack(training)
-
-
 class OnGraph(Expert):
     """Multiplies its input by a matrix that is a buffer, but not saved."""
 
@@ -161,12 +146,10 @@ LEAN = {
 }
 
 
-@pytest.mark.few("0.0-clipping", "0.0-half precision")
+@pytest.mark.few("clipping", "half precision")
 @pytest.mark.parametrize("name", LEAN)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_bare_loop_respects_the_arguments_of_the_trainer(name, dropout):
-    made = mixture(LinearGate(5), expert=Expert(dropout=dropout), dtype=torch.float32)
-    module = TwoGroups(made.global_expert, made.local_expert, made.gate)
+def test_a_bare_loop_respects_the_arguments_of_the_trainer(name):
+    module = mixture(LinearGate(5), Expert(dropout=0.3), torch.float32, kind=TwoGroups)
     data = blobs(FEW, dtype=torch.float32)
     lean = local_training(module, FedAvg(), data, 3, **LEAN[name])
     ordinary = local_training(module, FedAvg(), data, 3, **LEAN[name], callbacks=[EveryBatch()])
@@ -221,8 +204,7 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
         def on_train_batch_end(self, *arguments):
             Hooked.called += 1
 
-    made = mixture()
-    module = Hooked(made.global_expert, copy.deepcopy(made.local_expert), None, optimizer=momentum_sgd).double()
+    module = mixture(kind=Hooked)
     training = local_training(module, FedAvg(), blobs((4, 4), batch_size=4), max_epochs=3)
     assert "its own training_step or hooks" in str(needs_every_batch(training))
     train(AutoBackend(), training)
@@ -296,51 +278,28 @@ def test_what_hooks_freeze_stays_frozen_until_they_unfreeze_it(hook, epochs, of_
     assert torch.equal(update.sent["body.weight"], kind().body.weight) == (hook != "on_train_epoch_start")
 
 
-class Watching(FedAvg):
-    """Keeps what a client's module sees of its Trainer in every step, and asks."""
-
-    seen: ClassVar[list] = []
-    asked = 0
-
-    def client_loss(self, module, batch, constants):
-        self.seen.append((module.current_epoch, module.global_step, module.trainer.max_epochs, module.training))
-        return super().client_loss(module, batch, constants)
-
-    def is_trainable(self, name, round, epoch):
-        Watching.asked += 1
-        return super().is_trainable(name, round, epoch)
-
-
-def test_a_module_sees_its_own_progress_in_the_shared_trainer(served):
-    seen = []
-    for callbacks in (None, [EveryBatch()]):
-        training = local_training(mixture(LinearGate(5)), Watching(), blobs((8, 4)), 3, callbacks=callbacks)
-        Watching.seen = []
-        train(TrainerBackend(), training)
-        seen.append(Watching.seen)
-    first = [(epoch, 2 * epoch + step, 3, True) for epoch in range(3) for step in range(2)]
-    second = [(epoch, epoch, 3, True) for epoch in range(3)]
-    assert served == [2] and seen == [first + second, first + second]
-
-
 class Asking(FedAvg):
-    """Keeps what its module's Trainer says of itself, and prints."""
+    """Keeps what a client's module, and its Trainer, say of themselves in every step, and prints."""
 
     seen: ClassVar[list] = []
 
     def client_loss(self, module, batch, constants):
-        self.seen.append({name: getattr(module.trainer, name) for name in _SAME_IN_ALL - {"datamodule"}})
+        own = module.current_epoch, module.global_step, module.trainer.max_epochs, module.training
+        self.seen.append((own, {name: getattr(module.trainer, name) for name in _SAME_IN_ALL - {"datamodule"}}))
         module.print("a step")
         return super().client_loss(module, batch, constants)
 
 
-def test_what_a_bare_loop_says_of_its_trainer_is_what_a_client_s_own_says(served):
+def test_a_module_sees_its_own_progress_in_the_shared_trainer_which_says_what_a_client_s_own_says(served):
     seen = []
     for callbacks in (None, [EveryBatch()]):
         Asking.seen = []
-        train(TrainerBackend(), local_training(mixture(), Asking(), blobs((8, 4)), callbacks=callbacks))
+        training = local_training(mixture(LinearGate(5)), Asking(), blobs((8, 4)), 3, callbacks=callbacks)
+        train(TrainerBackend(), training)
         seen.append(Asking.seen)
-    assert served == [2] and seen[0] == seen[1]
+    first = [(epoch, 2 * epoch + step, 3, True) for epoch in range(3) for step in range(2)]
+    second = [(epoch, epoch, 3, True) for epoch in range(3)]
+    assert served == [2] and seen[0] == seen[1] and [own for own, _ in seen[0]] == first + second
 
 
 class Annealed(FedAvg):
@@ -374,23 +333,13 @@ class CatchesAndFails(PersonalizedMoE):
             raise ValueError from None
 
 
-PROTOCOL = {  # beside those of test_oracle.py
-    "LBFGS": (PersonalizedMoE, partial(torch.optim.LBFGS, lr=0.1, max_iter=3)),
-    "a question whose refusal becomes another error": (CatchesAndFails, None),
-}
-
-
-@pytest.mark.parametrize("name", PROTOCOL)
-def test_a_bare_loop_follows_lightning_s_protocol(name, served):
-    kind, optimizer = PROTOCOL[name]
-    made, results = mixture(LinearGate(5)), []
+def test_a_question_whose_refusal_becomes_another_error_is_answered_by_a_trainer(served):
+    module, results = mixture(LinearGate(5), kind=CatchesAndFails), []
     for callbacks in (None, [EveryBatch()]):
-        module = kind(made.global_expert, made.local_expert, made.gate, optimizer=optimizer or made.optimizer)
-        training = local_training(module, FedAvg(), blobs(FEW), 2, callbacks=callbacks)
-        results.append(train(TrainerBackend(), training)[0])
+        results.append(train(TrainerBackend(), local_training(module, FedAvg(), blobs(FEW), callbacks=callbacks))[0])
     assert len(served) == 1
     assert_same_bits(*(update.sent for update in results))
-    assert any(not torch.equal(tensor, made.state_dict()[n]) for n, tensor in results[0].sent.items())
+    assert not torch.equal(results[0].sent["gate.linear.weight"], module.gate.linear.weight)
 
 
 class SendsViews(FedAvg):
@@ -491,3 +440,74 @@ def test_a_profiler_writes_what_each_client_s_training_took_to_its_folder(tmp_pa
     train(TrainerBackend(), replace(local_training(mixture(), FedAvg(), blobs((4, 4)), **arguments), phase_name="it"))
     texts = [path.read_text() for path in tmp_path.rglob("it/client_*/round_0001/fit-profile.txt")]
     assert len(texts) == 2 and all("run_training_epoch" in text for text in texts)
+
+
+class Noting(Callback):
+    """Notes the number of samples of the data module, in whatever hook comes first and last."""
+
+    def setup(self, trainer, pl_module, stage):
+        sizes.append(len(trainer.datamodule.y))
+
+    def on_fit_end(self, trainer, pl_module):
+        sizes.append(len(pl_module.trainer.datamodule.y))
+
+
+class InItsLoss(PersonalizedMoE):
+    def loss(self, batch):
+        sizes.append(len(self.trainer.datamodule.y))
+        return super().loss(batch)
+
+
+class InItsStep(OneWeight):
+    def training_step(self, batch, batch_idx):
+        sizes.append(len(self.trainer.datamodule.y))
+        return super().training_step(batch, batch_idx)
+
+
+class SetUpOnce(TensorData):
+    """Data that note which of their hooks are called."""
+
+    calls = ()
+
+    def prepare_data(self):
+        self.calls = (*self.calls, "prepare_data")
+
+    def setup(self, stage=None):
+        self.calls = (*self.calls, "setup")
+        super().setup(stage)
+
+    def teardown(self, stage):
+        self.calls = (*self.calls, "teardown")
+
+
+sizes = []
+
+
+CASES = {
+    "a callback": (mixture, [Noting()]),
+    "a mixture's loss": (partial(mixture, kind=InItsLoss), None),
+    "a training step": (InItsStep, None),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("in_workers", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_of_a_client_has_the_federation_s_data_module(tmp_path, case, in_workers):
+    make, callbacks = CASES[case]
+    backend = TwoInThisProcess(AutoBackend()) if in_workers else AutoBackend()
+    trainer = {"max_epochs": 2, "accelerator": "cpu", "callbacks": callbacks}
+    phases = [Phase("it", FedAvg(), rounds=2, evaluate=False)]
+    model, sizes[:] = make(), []
+    data = two_quadratics() if isinstance(model, OneWeight) else blobs()
+    federation_of(tmp_path, phases, trainer=trainer, backend=backend).fit(model, data)
+    assert len(sizes) >= 4 and {*sizes} == {len(data.y)}
+
+
+@pytest.mark.parametrize("callbacks", [None, [EveryBatch()]])
+def test_no_client_s_trainer_calls_the_hooks_of_the_data_module(tmp_path, callbacks):
+    given = blobs().arrays
+    data = SetUpOnce(given.x_train, given.y_train, torch.arange(32).split([13, 8, 11]), dtype=torch.float64)
+    trainer = {"max_epochs": 1, "accelerator": "cpu", "callbacks": callbacks}
+    federation_of(tmp_path, [Phase("it", FedAvg(), rounds=2, evaluate=False)], trainer=trainer).fit(mixture(), data)
+    assert data.calls == ("prepare_data", "setup")

@@ -24,9 +24,9 @@ from helpers.workers import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-import fedmoe_pl.backends.workers.workers_backend
 from fedmoe_pl.algorithms import FineTuning
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend, trainer
+from fedmoe_pl.backends.workers import workers_backend
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.backends.workers.workers_backend import WorkerDied
 from fedmoe_pl.checkpoints.files import _DTYPES
@@ -72,53 +72,53 @@ def test_stacked_clients_are_handed_out_in_the_stacks_of_one_process():
     assert plan.description == "StackedBackend"
 
 
-class DiesOnce(InThisProcess):
+class Dies(InThisProcess):
+    """A worker that ends, so many times, when it has to train client 2."""
+
     deaths = 1
 
     def submit(self, phase, server, groups):
-        if pickle.loads(groups)[1] == [[2]] and type(self).deaths:
-            type(self).deaths -= 1
+        if [2] in pickle.loads(groups)[1] and Dies.deaths:
+            Dies.deaths -= 1
+            self.log.append("death")
             future = Future()
             future.set_exception(WorkerDied("SIGKILL"))
             return future
         return super().submit(phase, server, groups)
 
 
+@pytest.fixture
+def dying(monkeypatch):
+    """Makes a backend whose workers die so many times."""
+
+    def make(deaths=99):
+        monkeypatch.setattr(Dies, "deaths", deaths)
+        backend = TwoInThisProcess()
+        backend.worker = Dies
+        return backend
+
+    return make
+
+
 @pytest.mark.usefixtures("clients_alone")
-def test_a_dead_worker_is_replaced_and_its_group_trained_again():
-    phase, backend = training(), TwoInThisProcess()
-    backend.worker = DiesOnce
+def test_a_dead_worker_is_replaced_and_its_group_trained_again(dying):
+    phase, backend = training(), dying(1)
     assert_same(trained(backend, phase), trained(TrainerBackend(), phase))
     assert "end" in backend.log
     assert len(backend.workers) == 2
 
 
-@pytest.mark.usefixtures("clients_alone")
-def test_a_group_that_ends_every_worker_is_left_out(monkeypatch):
-    monkeypatch.setattr(DiesOnce, "deaths", 3)
-    backend = TwoInThisProcess()
-    backend.worker = DiesOnce
-    groups, expected = trained(backend, training()), trained(TrainerBackend(), training())
-    assert groups[2].update is None and not groups[2].clients
-    assert groups[2].failed[2].reason == "its worker process has ended 3 times (SIGKILL)"
-    assert_same([*groups[:2], groups[3]], [*expected[:2], expected[3]])
-
-
-def test_a_chunk_whose_workers_die_is_parted_so_that_one_client_fails(monkeypatch):
-    class DiesWithClient2(InThisProcess):
-        def submit(self, phase, server, groups):
-            if [2] in pickle.loads(groups)[1]:
-                self.log.append("death")
-                future = Future()
-                future.set_exception(WorkerDied("SIGKILL"))
-                return future
-            return super().submit(phase, server, groups)
-
-    monkeypatch.setattr(fedmoe_pl.backends.workers.workers_backend, "_CHUNKS", 0.1)  # few chunks, of several clients
-    backend = TwoInThisProcess()
-    backend.worker = DiesWithClient2
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_group_that_ends_every_worker_is_left_out_and_a_chunk_is_parted_before(dying, alone, monkeypatch):
+    if alone:
+        monkeypatch.setattr(trainer, "_SAMPLES_PER_TRAINER", 0)
+    else:
+        monkeypatch.setattr(workers_backend, "_CHUNKS", 0.1)  # few chunks, of several clients
+    backend = dying()
     groups, expected = trained(backend, training()), trained(TrainerBackend(), training())
     assert [[*group.failed] for group in groups] == [[], [], [2], []]
+    assert groups[2].update is None and not groups[2].clients
+    assert groups[2].failed[2].reason == "its worker process has ended 3 times (SIGKILL)"
     assert backend.log.count("death") == 3
     assert_same([*groups[:2], groups[3]], [*expected[:2], expected[3]])
 
@@ -129,7 +129,7 @@ def test_a_worker_that_does_not_answer_in_time_is_ended(monkeypatch):
         def submit(self, phase, server, groups):
             return Future() if pickle.loads(groups)[1] == [[2]] else super().submit(phase, server, groups)
 
-    monkeypatch.setattr(fedmoe_pl.backends.workers.workers_backend, "_GRACE", 0.1)
+    monkeypatch.setattr(workers_backend, "_GRACE", 0.1)
     backend = TwoInThisProcess()
     backend.worker = Silent
     # long enough for the others, whose alarm may ring where Python can only print it
@@ -140,12 +140,8 @@ def test_a_worker_that_does_not_answer_in_time_is_ended(monkeypatch):
     assert "end" in backend.log
 
 
-def test_a_job_that_ends_every_worker_ends_the_run_with_one_sentence(monkeypatch):
-    monkeypatch.setattr(DiesOnce, "deaths", 3)
-    backend = TwoInThisProcess()
-    backend.worker = DiesOnce
-    phase = training()
-    plan = begin(backend, phase)
+def test_a_job_that_ends_every_worker_ends_the_run_with_one_sentence(dying):
+    plan = begin(dying(), training())
     with pytest.raises(
         MisconfigurationException, match=r"client 2 has ended 3 times \(SIGKILL\), probably for lack of"
     ):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -145,14 +146,20 @@ def test_a_checkpoint_of_other_bytes_ends_in_one_sentence(copy, content):
     assert refusal(copy).endswith("last.ckpt', which is damaged or not a checkpoint of tensors and plain values.")
 
 
-@pytest.mark.parametrize("keys", [["rows"], ["phases"], ["phases", "FedPer", "server"]])
-def test_a_checkpoint_without_a_part_ends_in_one_sentence(copy, keys):
-    def change(content):
-        for key in keys[:-1]:
-            content = content[key]
-        del content[keys[-1]]
+OTHER_VERSIONS = {
+    "another number": lambda content: content.update(fedmoe_pl=99),
+    "no rows": lambda content: content.pop("rows"),
+    "no phases": lambda content: content.pop("phases"),
+    "no server": lambda content: content["phases"]["FedPer"].pop("server"),
+}
 
-    rewritten(copy / CHECKPOINT, change)
+
+@pytest.mark.parametrize("what", ["an archive, as older ones", *OTHER_VERSIONS])
+def test_a_checkpoint_of_another_version_ends_in_one_sentence(copy, what):
+    if what in OTHER_VERSIONS:
+        rewritten(copy / CHECKPOINT, OTHER_VERSIONS[what])
+    else:
+        torch.save({"fedmoe_pl": 7}, copy / CHECKPOINT)
     assert "which another version of this package wrote; this one reads format" in refusal(copy)
 
 
@@ -282,18 +289,36 @@ def test_the_checkpoint_before_is_whole_at_every_round(whole, tmp_path):
     assert all(content.finished for content in contents)
 
 
-@pytest.mark.parametrize("kind", ["client", "round", "phase"])
-def test_what_a_client_keeps_is_not_taken_from_another_file(copy, kind):
+@pytest.mark.parametrize("kind", ["missing", "cut", "client", "round", "phase"])
+def test_what_a_client_keeps_is_not_missing_damaged_or_taken_from_another_file(copy, kind):
     kept = load_checkpoint(copy / CHECKPOINT)["phases"]["FedPer"].clients
     (mine,), (other,) = (kept.paths(client) for client in [*kept][:2])
     client, round = mine.stem.split("_")
     owner = {"phase": "FedPer", "client": client, "round": round}
-    if kind == "client":
+    if kind == "missing":
+        mine.unlink()
+    elif kind == "cut":
+        mine.write_bytes(mine.read_bytes()[:-100])
+    elif kind == "client":
         shutil.copy(other, mine)
     else:
-        write_tensors(mine, read_tensors(mine), **{**owner, kind: "7" if kind == "round" else "Local"})
+        write_tensors(mine, read_tensors(mine), **{**owner, kind: "7" if kind == "round" else "other"})
     sentence = refusal(copy, may_write=True)
     assert sentence.startswith(f"Federation: '{mine}', which holds what client {client} keeps, is missing, damaged or")
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut"])
+def test_a_given_result_needs_the_files_of_its_clients(copy, tmp_path, kind):
+    path, given = one_of(copy, f"{CLIENT_STATES}/Local"), phases()
+    path.write_bytes(path.read_bytes()[:-100])
+    sentence = f"Federation: '{path}', which holds what client "
+    if kind == "missing":
+        path.unlink()
+        assert refusal(copy).startswith(sentence)
+    given[0].ckpt_path = str(copy / CHECKPOINT)
+    with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
+        federation(tmp_path, given, name="new").fit(model(), data())
+    assert kind != "missing" or not (tmp_path / "new").exists(), "refused before any training"
 
 
 @pytest.mark.parametrize("name", [FINISHED, TENSORS])

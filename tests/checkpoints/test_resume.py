@@ -1,27 +1,24 @@
-"""A run that was stopped anywhere ends with the bits of one that was not."""
+"""A run that was stopped anywhere ends with the bits of one that was not; one process trains it at a time."""
 
-import json
+import errno
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.runs import Kill, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Evaluate, Federation
-from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checkpoints.files import write_json
-from fedmoe_pl.cli import main
+from fedmoe_pl import Evaluate, Federation, Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint, locked
+from fedmoe_pl.checkpoints.files import exclusive
 from fedmoe_pl.commands.predict import evaluate_all
 from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate
 
 OTHER = pytest.mark.filterwarnings("ignore:ckpt_path is .*, a run with another configuration")
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -53,41 +50,6 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_n
     assert_same(content, expected)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
-
-
-@pytest.mark.slow
-def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
-    command = ["fit", "--config", str(REPOSITORY / "configs/quickstart.yaml"), "--federation.phases", PHASES]
-    command += ["--federation.logger", "false"]
-    command += ["--data.init_args.num_clients", "4", "--data.init_args.partitioner", "IID"]
-    command += ["--data.init_args.batch_size", "100", "--federation.name", "run"]
-
-    def arguments(folder):
-        return [*command, "--federation.default_root_dir", str(tmp_path / folder)]
-
-    rounds = tmp_path / "killed/run/version_0/rounds.csv"
-    killed = [sys.executable, "cli.py", *arguments("killed")]
-    with subprocess.Popen(killed, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while (not rounds.is_file() or len(rounds.read_text().splitlines()) < 4) and time.monotonic() < deadline:
-            with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
-                process.wait(0.1)
-        os.kill(process.pid, signal.SIGKILL)
-    assert len(rounds.read_text().splitlines()) < 26
-    subprocess.run([*killed, "--ckpt_path", "last"], cwd=REPOSITORY, check=True, capture_output=True)
-    main(arguments("whole"))
-    content, expected = (
-        load_checkpoint(tmp_path / folder / "run/version_0/checkpoints/last.ckpt") for folder in ("killed", "whole")
-    )
-    assert_same(content, expected)
-    assert rounds.read_bytes() == (tmp_path / "whole/run/version_0/rounds.csv").read_bytes()
-
-
-PHASES = """[
-  {name: FedAvg, algorithm: {class_path: FedAvg, init_args: {shared: global_expert.*}}, rounds: 25, gate: {class_path:
-   ConstantGate, init_args: {weight: 1.0}}},
-  {name: PFL-FT, algorithm: {class_path: FineTuning}}]"""
 
 
 def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
@@ -189,20 +151,6 @@ def test_a_finished_run_is_tested_at_another_evaluation_point_that_its_checkpoin
             assert now.values("global_test") == expected.values("global_test")
 
 
-def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
-    """Older ones were archives."""
-    content = json.loads((whole.run_dir / "checkpoints/last.ckpt").read_bytes())
-    old = tmp_path / "version_0/checkpoints/last.ckpt"
-    old.parent.mkdir(parents=True)
-    for write in (
-        lambda: torch.save({"fedmoe_pl": 7}, old),
-        lambda: write_json(old, {**content, "fedmoe_pl": 99, "crc32": "0" * 8}),
-    ):
-        write()
-        with pytest.raises(MisconfigurationException, match="which another version of this package wrote"):
-            federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
-
-
 @pytest.mark.slow
 def test_two_runs_that_are_set_up_at_the_same_time_have_folders_of_their_own(tmp_path):
     """The number of a run is chosen when its folder is made, not while its data are read."""
@@ -216,3 +164,63 @@ def test_two_runs_that_are_set_up_at_the_same_time_have_folders_of_their_own(tmp
     run = federation(tmp_path)
     run.fit(model(), slow)
     assert run.run_dir.name == "version_1" and (tmp_path / "federation/version_0/summary.csv").is_file()
+
+
+TRAINS = """
+import subprocess, sys
+from filelock import FileLock
+lock = FileLock(sys.argv[1])
+lock.acquire()
+subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    def run_of():
+        return federation(tmp_path, [Phase("FedAvg", FedAvg())])
+
+    run = run_of()
+    run.fit(model(), data())
+    command = [sys.executable, "-c", TRAINS, str(run.run_dir / "checkpoints/lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        with pytest.raises(MisconfigurationException, match="another process trains this run now"):
+            run_of().fit(model(), data(), ckpt_path="last")
+        run_of().test(model(), data())  # reads only
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        run_of().fit(model(), data(), ckpt_path="last")
+        os.killpg(process.pid, signal.SIGKILL)  # its own process, which did not hold the lock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_is_the_lock_where_the_file_system_has_none(number, tmp_path, monkeypatch):
+    def flock(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):
+        with (
+            pytest.warns(UserWarning, match=f"has no locks .{os.strerror(number)}.*lock_file.*keeps other") as said,
+            exclusive(tmp_path / "lock", "taken", lambda error: error),
+        ):
+            held = [*tmp_path.iterdir()]
+            with (
+                pytest.warns(UserWarning, match="has no locks"),
+                pytest.raises(MisconfigurationException, match="taken"),
+                exclusive(tmp_path / "lock", "taken", lambda error: error),
+            ):
+                pass
+        assert len(said) == 1 and {path.name for path in held} >= {"lock_file"}
+
+
+def test_the_lock_ends_with_the_run(tmp_path):
+    run = federation(tmp_path, [Phase("FedAvg", FedAvg())])
+    run.fit(model(), data())
+    for _ in range(2):
+        with locked(run.run_dir / "checkpoints/last.ckpt"):
+            pass
+    with locked(tmp_path / "anywhere/last.ckpt"):
+        assert not (tmp_path / "anywhere").exists(), "no checkpoint of a run"

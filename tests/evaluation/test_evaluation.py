@@ -1,21 +1,27 @@
-"""Accuracies of the clients' models against scikit-learn and counting by hand, and how they spread."""
+"""Accuracies of the clients' models against scikit-learn and counting by hand, how they spread, and as data frames."""
 
 import math
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
-from helpers import Expert, blobs, mixture, phase, run
+from helpers import Expert, blobs, mixture, phase, run, runs
+from helpers.backends import local_training
+from helpers.configurations import REPOSITORY
+from helpers.reports import csv_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
-from sklearn.metrics import accuracy_score, recall_score
+from scipy.stats import bootstrap
+from sklearn.metrics import accuracy_score, confusion_matrix, recall_score
 from torchmetrics import Accuracy
 
 from fedmoe_pl import Messages, Select
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
-from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Digits
 from fedmoe_pl.evaluation.client_models import evaluate_clients
@@ -26,13 +32,12 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import load_tree
 
 nan = math.nan
-CPU = torch.device("cpu")
 
 
-def training(model, datamodule, algorithm=None) -> LocalTraining:
-    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = {**LEAN_TRAINER}
-    return LocalTraining(model, initial, algorithm or Local(), datamodule, trainer, None, seed=0)
+def evaluated(model, datamodule, algorithm=None, server=(), kept=(), **changes):
+    """The evaluations of all clients after a round."""
+    training = replace(local_training(model, algorithm or Local(), datamodule), **changes)
+    return evaluate_clients(training, dict(server), dict(kept), 1, "aggregation")
 
 
 def test_accuracies_are_fractions_in_float64(tmp_path):
@@ -76,14 +81,13 @@ def expected_evaluation(model, tensors, datamodule, client) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    "fractions",
-    [{}, {"test_fraction": 0.3}, {"test_fraction": 0.25, "validation_fraction": 0.25}],
+    "fractions", [{}, {"test_fraction": 0.3}, {"test_fraction": 0.25, "validation_fraction": 0.25}]
 )
 def test_accuracies_are_those_of_counting_by_hand_for_every_client(fractions):
     datamodule = blobs((17, 30, 23), **fractions)
     model = mixture(FeatureGate(6))
     kept = {client: another_model(client, model) for client in range(3)}
-    evaluations = evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation")
+    evaluations = evaluated(model, datamodule, kept=kept)
     assert [evaluation.client for evaluation in evaluations] == [0, 1, 2]
     for client, evaluation in enumerate(evaluations):
         expected = expected_evaluation(mixture(FeatureGate(6)).eval(), kept[client], datamodule, client)
@@ -103,7 +107,7 @@ def test_reweighted_test_weighs_each_classs_accuracy_by_the_clients_share_of_the
     model = mixture(ConstantGate(1))
     torch.nn.init.zeros_(model.global_expert.classifier[1].weight)
     model.global_expert.classifier[1].bias.data = torch.tensor([0.0, 1.0, 0.0]).double()
-    first, second = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
+    first, second = evaluated(model, datamodule)
     assert (first.reweighted_test, second.reweighted_test) == (0.25, 1.0)
     share = (datamodule.y[datamodule.global_test] == 1).double().mean().item()
     assert first.global_test == second.global_test == pytest.approx(share, abs=1e-6)
@@ -114,7 +118,7 @@ def test_a_class_that_the_test_set_lacks_has_no_weight_and_an_output_without_a_c
     datamodule.global_test = datamodule.global_test[datamodule.y[datamodule.global_test] != 2][3:]
     assert datamodule.y[datamodule.global_test].bincount().tolist() == [8, 9], "not the same number of each class"
     model = mixture(ConstantGate(1), Expert(classes=5))
-    evaluations = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
+    evaluations = evaluated(model, datamodule)
     for client, evaluation in enumerate(evaluations):
         expected = expected_evaluation(model.eval(), {}, datamodule, client)
         assert evaluation.reweighted_test == pytest.approx(expected["reweighted_test"], abs=1e-6)
@@ -127,8 +131,7 @@ def test_gate_weights_are_of_the_held_out_samples_or_else_of_the_training_sample
     model = mixture(FeatureGate(6))
     kept = {1: another_model(1, model)}
     metrics = {"accuracy": Accuracy("multiclass", num_classes=3)}
-    measured = replace(training(model, datamodule), metrics=metrics)
-    for client, evaluation in enumerate(evaluate_clients(measured, {}, kept, 1, "aggregation")):
+    for client, evaluation in enumerate(evaluated(model, datamodule, kept=kept, metrics=metrics)):
         assert evaluation.metrics["local_test_accuracy"] == pytest.approx(evaluation.local_test, nan_ok=True)
         own = (datamodule.test_samples if test_fraction else datamodule.train_samples)[client]
         module = mixture(FeatureGate(6)).eval()
@@ -157,8 +160,8 @@ def test_clients_are_evaluated_the_same_with_and_without_the_shortcut_for_equal_
         for client in with_own
     }
     pattern = "global_expert.*"
-    short = evaluate_clients(training(model, datamodule, FedAvg(pattern)), server, kept, 1, "aggregation")
-    long = evaluate_clients(training(model, datamodule, Unshortened(pattern)), server, kept, 1, "aggregation")
+    short = evaluated(model, datamodule, FedAvg(pattern), server, kept)
+    long = evaluated(model, datamodule, Unshortened(pattern), server, kept)
     for client, (a, b) in enumerate(zip(short, long, strict=True)):
         for metric in METRICS:
             assert getattr(a, metric) == getattr(b, metric)
@@ -175,17 +178,6 @@ class Individual(FedAvg):
         return {name: tensor * (client_id - 1) for name, tensor in server.items()}
 
 
-def test_clients_that_kept_nothing_but_receive_different_models_are_evaluated_with_their_own():
-    datamodule, model = blobs((17, 30, 9)), mixture(GlobalOnly())
-    server = another_model(9, model)
-    found = evaluate_clients(training(model, datamodule, Individual()), server, {}, 1, "aggregation")
-    for client, evaluation in enumerate(found):
-        tensors = {name: tensor * (client - 1) for name, tensor in server.items()}
-        expected = expected_evaluation(mixture(GlobalOnly()).eval(), tensors, datamodule, client)
-        assert evaluation.global_test == pytest.approx(expected["global_test"], abs=1e-6)
-    assert len({evaluation.global_test for evaluation in found}) > 1
-
-
 class Asking(FedAvg):
     """Sends every client the model times what it asks for."""
 
@@ -195,11 +187,14 @@ class Asking(FedAvg):
         return {name: tensor * request["factor/x"] for name, tensor in server.items()}
 
 
-def test_clients_that_kept_only_what_they_ask_with_are_evaluated_with_what_they_are_sent():
+FACTORS = {client: {"factor/x": torch.tensor(client - 1.0)} for client in range(3)}
+
+
+@pytest.mark.parametrize(("algorithm", "kept"), [(Individual(), {}), (Asking(), FACTORS)])
+def test_clients_that_kept_no_model_are_evaluated_with_what_each_is_sent(algorithm, kept):
     datamodule, model = blobs((17, 30, 9)), mixture(GlobalOnly())
     server = another_model(9, model)
-    kept = {client: {"factor/x": torch.tensor(client - 1.0)} for client in range(3)}
-    found = evaluate_clients(training(model, datamodule, Asking()), server, kept, 1, "aggregation")
+    found = evaluated(model, datamodule, algorithm, server, kept)
     for client, evaluation in enumerate(found):
         tensors = {name: tensor * (client - 1) for name, tensor in server.items()}
         expected = expected_evaluation(mixture(GlobalOnly()).eval(), tensors, datamodule, client)
@@ -220,7 +215,7 @@ class Own(LightningModule):
 
 def test_the_validation_loss_of_a_user_s_own_module_is_the_mean_cross_entropy():
     datamodule, module = blobs((17, 30), validation_fraction=0.2), Own()
-    found = evaluate_clients(training(module, datamodule, FedAvg()), {}, {}, 1, "aggregation")
+    found = evaluated(module, datamodule, FedAvg())
     for client, evaluation in enumerate(found):
         samples = datamodule.validation_samples[client]
         expected = torch.nn.functional.cross_entropy(module(datamodule.x[samples]), datamodule.y[samples])
@@ -230,21 +225,19 @@ def test_the_validation_loss_of_a_user_s_own_module_is_the_mean_cross_entropy():
 def test_clients_with_the_same_model_are_evaluated_in_one_pass(monkeypatch):
     datamodule = blobs((5, 7, 9, 1), test_fraction=0.2, validation_fraction=0.2)
     model = mixture(FeatureGate(6))
-    evaluated = []
+    sizes = []
     batches = datamodule.batches
 
     def recorded(samples, **kwargs):
-        evaluated.append(len(samples))
+        sizes.append(len(samples))
         return batches(samples, **kwargs)
 
     monkeypatch.setattr(datamodule, "batches", recorded)
     kept = {1: another_model(1, model)}
-    evaluations = evaluate_clients(
-        training(model, datamodule, FedAvg()), dict(model.state_dict()), kept, 1, "aggregation"
-    )
+    evaluations = evaluated(model, datamodule, FedAvg(), dict(model.state_dict()), kept)
     one = [30, 1, 1]  # client 1: global test, held out, validation
     others = [30, 1 + 2 + 1, 1 + 2]  # client 3 holds nothing out, and shows its gate on its training sample
-    assert evaluated == [*one, *others]
+    assert sizes == [*one, *others]
     # a piece of the pass carries no more than itself into a checkpoint
     assert all(len(e.gate_weights.untyped_storage()) == 8 * e.gate_weights.numel() for e in evaluations)
 
@@ -254,7 +247,7 @@ def test_evaluation_is_in_eval_mode_in_whole_batches_and_changes_neither_model_n
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random_state = torch.get_rng_state()
     kept = {0: another_model(0, model)}
-    first, again = (evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation") for _ in range(2))
+    first, again = (evaluated(model, datamodule, kept=kept) for _ in range(2))
     assert [e.reweighted_test for e in first] == [e.reweighted_test for e in again]
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -356,3 +349,43 @@ def test_the_spread_of_what_was_not_measured_is_refused(metric):
     with pytest.raises(InvalidArgumentError) as refused:
         evaluation([0.5, 0.7]).spread(metric)
     assert refused.value.allowed == "one of local_test, reweighted_test, global_test, validation"
+
+
+PAGE = REPOSITORY / "docs/guide/results.md"
+
+
+def test_the_frames_are_clients_csv(tmp_path):
+    fed = runs.federation(tmp_path)
+    frame = pandas.concat(each.to_pandas() for each in fed.fit(runs.model(), runs.data()).values())
+    rows = csv_rows(fed.run_dir / "clients.csv")
+    assert list(frame.columns) == [*rows[0]]
+    for (_, ours), row in zip(frame.iterrows(), rows, strict=True):
+        assert (ours["method"], str(ours["client"])) == (row["method"], row["client"])
+        assert ours["global_test"] == float(row["global_test"])
+        assert math.isnan(ours["local_test"]) and row["local_test"] == ""
+
+
+def test_the_statistics_of_the_page_are_those_of_other_programs(tmp_path):
+    fed = runs.federation(tmp_path)
+    samples = runs.data(sizes=(20, 31, 12), test_fraction=0.4)
+    results = fed.fit(runs.model(), samples)
+    fed.predict(runs.model(), samples)
+    section = PAGE.read_text().split("## Other statistics")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    found: dict[str, Any] = {}
+    exec(code.replace("runs/quickstart/version_0", str(fed.run_dir)), found)
+    for name, evaluation in results.items():
+        own = np.sort(evaluation.values("local_test"))
+        n, order = len(own), np.arange(1, len(own) + 1)
+        assert found["lowest"][name] == own[0] and found["best_tenth"][name] == own[-1]
+        assert found["gini"][name] == pytest.approx(((2 * order - n - 1) * own).sum() / (n * own.sum()))
+        assert found["jain"][name] == pytest.approx(own.sum() ** 2 / (n * (own**2).sum()))
+        assert found["weighted"][name] == pytest.approx(evaluation.local_test_pooled)
+        rows = found["predictions"].query("method == @name")
+        assert (found["confusion"].loc[name].values == confusion_matrix(rows.label, rows.prediction)).all()
+        for client, of_client in rows.groupby("client"):
+            labels = sorted({*of_client.label})
+            expected = recall_score(of_client.label, of_client.prediction, labels=labels, average=None)
+            assert found["recall"][name, client].values == pytest.approx(expected)
+    resampled = bootstrap([found["difference"]], np.mean, method="percentile", rng=0)
+    assert found["interval"] == pytest.approx([*resampled.confidence_interval], abs=0.02)

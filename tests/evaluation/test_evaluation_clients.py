@@ -1,17 +1,25 @@
-"""Only some clients are evaluated."""
+"""Only some clients are evaluated; and evaluation in worker processes."""
 
+import pickle
 from collections import Counter
 
 import pytest
+import torch
 from helpers import blobs, mixture, phase, run
 from helpers.reports import csv_rows
+from helpers.runs import assert_same, federation, model
+from helpers.runs import phases as of_runs
+from helpers.workers import InThisProcess, TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase, Select
-from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
+from fedmoe_pl import Evaluate, Phase, Select
+from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PFedMoE
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.backends.workers import workers_backend as workers
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.evaluation import METRICS
-from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
 from fedmoe_pl.phases.participation import evaluated_clients, sample_cohort
 
 SIZES = (13, 8, 11, 9, 12, 10)
@@ -37,11 +45,11 @@ def phases(**kwargs):
 
 @pytest.mark.slow
 def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp_path, capsys):
-    model, data = mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.3)
+    module, data = mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.3)
     everybody, some = Evaluations(), Evaluations()
-    run(phases(), model, data, tmp_path / "all", max_epochs=20, seed=4, callbacks=[everybody])
-    federation = run(phases(), model, data, tmp_path, max_epochs=20, seed=4, callbacks=[some], evaluation_cohort_size=3)
-    drawn = federation.run.evaluated
+    run(phases(), module, data, tmp_path / "all", max_epochs=20, seed=4, callbacks=[everybody])
+    found = run(phases(), module, data, tmp_path, max_epochs=20, seed=4, callbacks=[some], evaluation_cohort_size=3)
+    drawn = found.run.evaluated
     assert len(drawn) == 3
     assert len(some.all) == len(everybody.all) == 7
     losses = []
@@ -52,9 +60,9 @@ def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp
             for name in (*METRICS, "n_train", "validation_loss", "mean_gate_weight"):
                 assert getattr(client, name) == pytest.approx(getattr(same, name), rel=1e-12, nan_ok=True)
         losses.append(sum(of_all.clients[client].validation_loss for client in drawn) / 3)
-    assert federation.results["FedAvg"].round == 1 + losses[:5].index(min(losses[:5]))
-    assert {row["clients"] for row in federation.run.rows} == {"3 of 6"}
-    assert [int(row["client"]) for row in csv_rows(federation.run_dir / "clients.csv")] == drawn * 2
+    assert found.results["FedAvg"].round == 1 + losses[:5].index(min(losses[:5]))
+    assert {row["clients"] for row in found.run.rows} == {"3 of 6"}
+    assert [int(row["client"]) for row in csv_rows(found.run_dir / "clients.csv")] == drawn * 2
     assert "Accuracy in percent over 3 of 6 clients" in capsys.readouterr().out
 
 
@@ -86,3 +94,53 @@ def test_newcomers_are_all_evaluated(tmp_path):
     assert len(federation.results["FedAvg"].clients) == 2
     federation.personalize(mixture(), blobs((9,)))
     assert [client.client for client in federation.results["FedAvg"].clients] == [0]
+
+
+def samples():
+    return blobs(SIZES[:5], dtype=torch.float32, validation_fraction=0.2, test_fraction=0.2)
+
+
+class Listing(InThisProcess):
+    """A worker that lists which job it did for which clients."""
+
+    def submit(self, phase, server, groups):
+        job, chunk, _ = pickle.loads(groups)
+        self.log.append((job.func.__name__, [client for group in chunk for client in group]))
+        return super().submit(phase, server, groups)
+
+
+class TwoListing(TwoInThisProcess):
+    worker = Listing
+
+
+def evaluated(log) -> list[list[int]]:
+    return [entry[1] for entry in log if entry[0] == "_evaluate_groups"]
+
+
+@pytest.mark.slow
+def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(tmp_path):
+    backend = TwoListing()
+    both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate=Evaluate(after="both"))
+    own = [*of_runs(), both, Phase("own", PFedMoE("global_expert.*"), rounds=2)]
+    in_workers, alone = (
+        federation(tmp_path / type(each).__name__, own, backend=each) for each in (backend, TrainerBackend())
+    )
+    results = in_workers.fit(model(), samples())
+    assert_same(results, alone.fit(model(), samples()))
+    handed_out = [client for clients in evaluated(backend.log) for client in clients]
+    # Local, PFL-FB, PFL-MF, FedAvg after local training, and two rounds of the last one
+    assert sorted(handed_out) == sorted(6 * list(range(5))), "a model that all clients share is evaluated here"
+    for file in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (in_workers.run_dir / file).read_bytes() == (alone.run_dir / file).read_bytes()
+
+
+@pytest.mark.parametrize("worth_it", [True, False])
+def test_a_lazy_pool_starts_for_a_long_evaluation(tmp_path, monkeypatch, worth_it):
+    pool = TwoListing(lazy=True)
+    monkeypatch.setattr(workers, "_WORTH_STARTING", 0.0 if worth_it else 1e9)
+    monkeypatch.setattr(stacked_models, "_MOST", 1)  # several groups, of which two are measured
+    local = of_runs()[:1]
+    run = federation(tmp_path / "pool", local, backend=pool)
+    one = federation(tmp_path / "one", local, trainer={"accelerator": "cpu", "devices": 1})  # no processes of its own
+    assert_same(run.fit(model(), samples()), one.fit(model(), samples()))
+    assert bool(evaluated(pool.log)) == worth_it

@@ -114,7 +114,7 @@ class Expert(nn.Module):
 momentum_sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd) -> PersonalizedMoE:
+def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd, kind=PersonalizedMoE):
     """The mixture of two experts of one architecture and different parameters, the same at every call."""
     expert = expert or Expert()
     local_expert = copy.deepcopy(expert)
@@ -124,7 +124,7 @@ def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd)
             layer.reset_parameters()
     if gate is not None:
         gate.reset_parameters()
-    return PersonalizedMoE(expert, local_expert, gate, optimizer=optimizer).to(dtype)
+    return kind(expert, local_expert, gate, optimizer=optimizer).to(dtype)
 
 
 class Embedding(nn.Module):

@@ -1,12 +1,8 @@
 """Trains the clients of one phase with a backend, and compares two backends."""
 
-import array
-import itertools
-from collections import deque
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -15,63 +11,11 @@ from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, Plan, StackedBackend
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.deployment.audit import DryPlan
 from fedmoe_pl.models import PersonalizedMoE
-from helpers import Expert
+from helpers import Expert, TensorData
 
 # From 3 to 100 samples, in batches of 10: less than a batch, whole batches, and a last batch of one sample.
 UNEQUAL = (3, 100, 37, 11, 40, 41, 39, 10)
 FEW = (3, 25, 11, 20)
-
-
-class Keeping(Expert):
-    """Changes more than the values of tensors when it is trained."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.what, self.calls, self.seen = what, 0, []
-        self.last, self.counted, self.noted = deque(maxlen=3), np.zeros(1), {"calls": [0]}
-        self.own, self.total, self.generator = SimpleNamespace(calls=0), torch.zeros(2), torch.Generator()
-        self.register_buffer("mean", torch.zeros(6))
-        self.register_buffer("scale", torch.ones(6), persistent=False)
-        self.counter, self.of_c = itertools.count(), array.array("q", [0])
-        self.mean.seen = next(self.classifier.parameters()).seen = 0
-
-    def forward(self, x):
-        features = self.extractor(x)
-        if self.training:
-            if self.what == "a buffer":
-                self.mean = 0.9 * self.mean + 0.1 * features.mean(0).detach()
-            elif self.what == "a buffer that is not saved":
-                self.scale = self.scale * 0.9
-            elif self.what == "an attribute":
-                self.calls += 1
-            elif self.what == "a list":
-                self.seen.append(len(x))
-            elif self.what == "a queue":
-                self.last.append(len(x))
-            elif self.what == "an array":
-                self.counted += 1
-            elif self.what == "a list in a dict":
-                self.noted["calls"][0] += 1
-            elif self.what == "an object":
-                self.own.calls += 1
-            elif self.what == "a tensor that is no buffer":
-                self.total += 1
-            elif self.what == "a counter":
-                features = features + 0.01 * next(self.counter)
-            elif self.what == "an array of C":
-                self.of_c[0] += 1
-                features = features + 0.01 * self.of_c[0]
-            elif self.what.startswith("an attribute of a"):
-                of = self.mean if self.what.endswith("buffer") else next(self.classifier.parameters())
-                of.seen = getattr(of, "seen", 0) + 1  # deepcopy drops it
-                features = features + 0.01 * of.seen
-            elif self.what == "a generator":
-                features = features * torch.rand(1, generator=self.generator).to(features)
-            else:
-                weight = next(self.classifier.parameters())
-                weight.data = weight.data.clamp(-0.1, 0.1)
-        number = self.calls + len(self.seen) + len(self.last) + self.counted[0] + self.noted["calls"][0]
-        return self.classifier((features - self.mean) * self.scale * 0.9 ** (number + self.own.calls + self.total[0]))
 
 
 class WithBatchNorm(Expert):
@@ -90,6 +34,17 @@ class TwoGroups(PersonalizedMoE):
         ]
         optimizer = torch.optim.SGD(groups, lr=0.05)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+def images(augmentation=()) -> TensorData:
+    """Two clients with 7 and 5 random images."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 1, 32, 32, generator=generator)
+    y = torch.randint(10, (12,), generator=generator)
+    parts = torch.arange(12).split([7, 5])
+    data = TensorData(x, y, parts, dtype=torch.float64, batch_size=3, augmentation=augmentation)
+    data.setup()
+    return data
 
 
 def exchanged(algorithm, server, kept, round) -> dict:

@@ -8,9 +8,10 @@ import copy
 import itertools
 import math
 import random
+from collections import deque
 from contextlib import suppress
 from functools import partial
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -87,6 +88,43 @@ def replaced_mean(part, x):
     if part.training:
         part.mean = 0.9 * part.mean + 0.1 * x.detach().mean(0)
     return centered
+
+
+class Keeps(Then):
+    """Has more than tensors, or tensors in unusual places, that may change while it is trained."""
+
+    def __init__(self, function):
+        super().__init__(function, linear())
+        self.calls, self.seen, self.queue, self.array = 0, [], deque(maxlen=3), np.zeros(1)
+        self.noted, self.own, self.total = {"calls": []}, SimpleNamespace(calls=0), torch.zeros(1)
+        self.generator = torch.Generator()
+        self.register_buffer("scale", torch.ones(6), persistent=False)
+
+
+def keeps(number_of):
+    """Counts what it computes in train mode."""
+    return lambda: Keeps(lambda part, x: x * 0.9 ** number_of(part) if part.training else x)
+
+
+def count(obj):
+    obj.calls = getattr(obj, "calls", 0) + 1  # of a tensor, deepcopy drops it
+    return obj.calls
+
+
+def append(items):
+    items.append(0)
+    return len(items)
+
+
+def shrink(part, x):
+    part.scale = part.scale * (0.9 if part.training else 1)
+    return x * part.scale
+
+
+def clamp_weight(part, x):
+    weight = part.layer[0].weight
+    weight.data = weight.data.clamp(-0.1, 0.1) if part.training else weight.data
+    return x
 
 
 class Temperature(nn.Linear):
@@ -196,6 +234,27 @@ EXTRACTORS = {
     "tied weights": tied,
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten()),
 }
+KEEPING = {
+    "attribute": keeps(count),
+    "object": keeps(lambda part: count(part.own)),
+    "attribute of a buffer": keeps(lambda part: count(part.mean)),
+    "list": keeps(lambda part: append(part.seen)),
+    "queue": keeps(lambda part: append(part.queue)),
+    "list in a dict": keeps(lambda part: append(part.noted["calls"])),
+    "NumPy array": keeps(lambda part: np.add(part.array, 1, out=part.array)[0]),
+    "tensor that is no buffer": keeps(lambda part: part.total.add_(1).item()),
+    "generator": keeps(lambda part: torch.rand(1, generator=part.generator).item()),
+    "buffer that is not saved": lambda: Keeps(shrink),
+    "weight": lambda: Keeps(clamp_weight),
+}
+SELDOM = lambda x: x * 2 if torch.rand(()) < 0.2 else x  # noqa: E731
+MORE_NETS = {
+    **{name: lambda make=make: Net(make()) for name, make in KEEPING.items()},
+    "torch random, frozen": lambda: Net(linear(), in_train_mode(SELDOM), True),
+    "changed in place, frozen": lambda: Net(linear(), Then(lambda part, x: x.sub_(0.5).div_(0.25)), True),
+    "BatchNorm without parameters": lambda: Net(linear(), nn.BatchNorm1d(5, affine=False)),
+    "BatchNorm by each batch, frozen": lambda: Net(linear(), nn.BatchNorm1d(5, track_running_stats=False), True),
+}
 NETS = {
     **{name: lambda make=make: Net(make()) for name, make in EXTRACTORS.items()},
     **{name: lambda make=make: Net(linear(), make()) for name, make in FRONTS.items()},
@@ -206,6 +265,7 @@ NETS = {
     "BatchNorm in eval mode, frozen": lambda: in_eval_mode(is_frozen=True),
     "BatchNorm in eval mode, input_shape": lambda: in_eval_mode(InputShape),
     "dropout in eval mode": lambda: Net(linear(), nn.Dropout(0.4)).eval(),
+    **MORE_NETS,
 }
 INDIVISIBLE = {"BatchNorm", "InstanceNorm", "running mean", "replaced mean"}  # read batches
 INDIVISIBLE |= {"itertools.count", "array.array", "attribute of a parameter", "extra state", "spectral norm"}  # count
@@ -288,6 +348,7 @@ LOSSES = {  # functions of the module, the batch, and the loss that the class be
     "sample weights": weigh_samples,
     "term of the batch": lambda m, x, y, loss: loss(x, y) + m(x).mean(0).square().sum(),
     "term of large batches": lambda m, x, y, loss: loss(x, y) + (m(x).square().mean() if len(y) >= 8 else 0),
+    "small term of the batch": lambda m, x, y, loss: loss(x, y) + 1e-5 * m(x).mean(0).square().sum(),
     "gate from epoch 1 on": None,
     **CRITERIA,
 }
@@ -366,6 +427,7 @@ OPTIMIZERS = {
     "any arguments": AnyArguments,
     "SAM": SAM,
     "LBFGS": partial(torch.optim.LBFGS, max_iter=2),
+    "some parameters": lambda parameters, lr: SGD([*parameters][:2], lr=lr),
 }
 
 
@@ -477,6 +539,7 @@ SETTINGS = {
     "": {},
     "clip by norm": {"trainer": {"gradient_clip_val": 0.1}},
     "clip by value": {"trainer": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}},
+    "clip by value in capitals": {"trainer": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "VALUE"}},
     "accumulation": {"trainer": {"accumulate_grad_batches": 2}},
     "keep_optimizer": {"train": {"keep_optimizer": True}},
     "rates over rounds": {"train": {"round_lr_scheduler": partial(ExponentialLR, gamma=0.5)}},
@@ -493,6 +556,7 @@ DATA = {
     "large batches": ((20, 9, 13), 9),
 }
 UNLABELLED = {"few labels": ((12, 6, 9), 3)}
+NOT_DRAWN = {*MORE_NETS, "small term of the batch", "some parameters", "clip by value in capitals"}  # came later
 
 
 def build(net="mlp", loss="", optimizer="", scheduler="", hook="", is_mixture=True, dtype=torch.float64):

@@ -31,6 +31,7 @@ from helpers.ingredients import (
     INDIVISIBLE,
     LOSSES,
     NETS,
+    NOT_DRAWN,
     OF_MIXTURES,
     OPTIMIZERS,
     OWN_LOSS,
@@ -101,7 +102,7 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
 
     def one_of(names, plain=0.5):
-        first, *others = names
+        first, *others = (name for name in names if name not in NOT_DRAWN)
         return first if rng.random() < plain else rng.choice(others)
 
     of_model = one_of(NETS, 0.2), one_of(LOSSES), one_of(OPTIMIZERS, 0.4), one_of(SCHEDULERS, 0.6), one_of(HOOKS, 0.7)

@@ -8,14 +8,14 @@ from helpers.runs import WithDropout, assert_same, data, federation, model, phas
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Federation, Messages, PersonalizedMoE, Phase, Select, Train
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedPAC, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint
-from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds import begin
-from fedmoe_pl.rounds.begin import begin_phase, phase_module, read_result, read_result_for_new_clients
+from fedmoe_pl.rounds.begin import begin_phase, phase_module
 
 
 def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(tmp_path):
@@ -47,63 +47,57 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     assert (results["FedAvg"].round, results["FedAvg"].selection) == (best, "best round by global_test")
     assert results["FedAvg"].spread("global_test").mean == max(accuracies)
 
+    given = Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1.0))
+    given.ckpt_path = str(run.run_dir / "checkpoints/last.ckpt")
+    assert federation(tmp_path / "given", [given], seed=5).fit(model(), data())["FedAvg"].round == best
+
     short = Phase("FedAvg", FedAvg("global_expert.*"), rounds=best, gate=ConstantGate(1.0))
     expected = federation(tmp_path / "short", [short], seed=5)
     expected.fit(model(), data())
     state = run.client_module("PFL-FT", 0).global_expert.state_dict()
     assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))
+    assert run.personalize(model(), data(sizes=(9,)))["FedAvg"].round == best, "also for newcomers"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Federation:
+    run = federation(tmp_path_factory.mktemp("whole"), callbacks=[ClientCheckpoint(["FedAvg"])])
+    run.fit(model(), data())
+    return run
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["federation", "lightning"])
-def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(tmp_path, kind):
-    whole = federation(tmp_path / "whole", callbacks=[ClientCheckpoint(["FedAvg"])])
-    whole.fit(model(), data())
-    if kind == "federation":
-        path = whole.run_dir / "checkpoints/last.ckpt"
-    else:
-        path = whole.run_dir / "clients/FedAvg/all_clients.ckpt"
+@pytest.mark.parametrize("file", ["checkpoints/last.ckpt", "clients/FedAvg/all_clients.ckpt"])
+def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(whole, file, tmp_path):
     given = phases()
-    given[1].ckpt_path = str(path)
-    run = federation(tmp_path / "given", given)
-    run.fit(model(), data())
+    given[1].ckpt_path = str(whole.run_dir / file)
+    run = federation(tmp_path, given)
+    results = run.fit(model(), data())
     assert_same(run.run.states["PFL-MF"].clients, whole.run.states["PFL-MF"].clients)
-
-
-def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training(tmp_path):
-    whole = federation(tmp_path / "whole")
-    whole.fit(model(), data())
-    given = phases()
-    given[1].ckpt_path, given[1].rounds = str(whole.run_dir / "checkpoints/last.ckpt"), 1000
-    results = federation(tmp_path / "given", given).fit(model(), data())
     assert results["FedAvg"].selection == "given checkpoint"
-    assert results["FedAvg"].round == whole.results["FedAvg"].round
-    assert results["FedAvg"].clients == whole.results["FedAvg"].clients or results["FedAvg"].spread("global_test") == (
-        whole.results["FedAvg"].spread("global_test")
-    )
-
-    class Wide(WithDropout):
-        def __init__(self):
-            super().__init__()
-            self.extractor = nn.Sequential(nn.Linear(5, 9), nn.ReLU())
-            self.classifier = nn.Linear(9, 3)
-
-    with pytest.raises(MisconfigurationException, match="cannot be loaded"):
-        federation(tmp_path / "wide", given).fit(PersonalizedMoE(Wide()), data())
-    assert not (tmp_path / "wide").exists()
+    assert results["FedAvg"].spread("global_test") == whole.results["FedAvg"].spread("global_test")
+    assert results["FedAvg"].round == (whole.results["FedAvg"].round if file.startswith("check") else 0)
 
 
-def test_a_result_of_other_clients_is_refused_with_what_they_kept_and_else_warned_of(tmp_path):
-    whole = federation(tmp_path / "whole")
-    whole.fit(model(), data())
-    path = str(whole.run_dir / "checkpoints/last.ckpt")
-    others = data(sizes=(11, 8, 13))
+class Wide(WithDropout):
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(nn.Linear(5, 9), nn.ReLU())
+        self.classifier = nn.Linear(9, 3)
+
+
+def test_a_result_must_fit_the_model_and_belong_to_the_clients_before_any_training(whole, tmp_path):
+    """What clients kept must be their own; for what is shared, one is warned."""
+    path, others = str(whole.run_dir / "checkpoints/last.ckpt"), data(sizes=(11, 8, 13))
     shared = [Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), ckpt_path=path)]
-    with pytest.warns(UserWarning, match="other clients or samples; clients may be tested on samples"):
-        federation(tmp_path / "shared", shared).fit(model(), others)
+    with pytest.raises(MisconfigurationException, match="cannot be loaded"):
+        federation(tmp_path, shared).fit(PersonalizedMoE(Wide()), data())
     kept = [Phase("Local", Local(), gate=LocalOnly(), ckpt_path=path)]
     with pytest.raises(MisconfigurationException, match=r"^Phase 'Local': ckpt_path .* what others have kept"):
-        federation(tmp_path / "kept", kept).fit(model(), others)
+        federation(tmp_path, kept).fit(model(), others)
+    assert not [*tmp_path.iterdir()]
+    with pytest.warns(UserWarning, match="other clients or samples; clients may be tested on samples"):
+        federation(tmp_path, shared).fit(model(), others)
 
 
 class NamedParts(GivenParts):
@@ -135,10 +129,7 @@ def test_clients_of_the_same_names_go_on_with_what_they_kept_when_others_join_le
     a, b, c, d = torch.arange(41).split([13, 8, 11, 9])
     before = per(model(), named(a=a, b=b, c=c), tmp_path / "before")
     path = str(before.run_dir / "checkpoints/last.ckpt")
-    with pytest.warns(
-        UserWarning,
-        match="client d begins anew; clients c, a may hold out other samples, which follow",
-    ):
+    with pytest.warns(UserWarning, match="client d begins anew; clients c, a may hold out other samples, which follow"):
         after = per(model(), named(c=c, d=d, a=b), tmp_path / "after", ckpt_path=path)  # b leaves, a's data change
     kept, new = (run.run.states["it"].clients for run in (before, after))
     assert [*new] == [0, 2]
@@ -167,11 +158,15 @@ def test_a_server_that_holds_tensors_of_single_clients_is_refused_for_others(alg
     more = {"gate": LocalOnly() if algorithm is Ditto else GlobalOnly(), "train": Train(max_epochs=2)}
     run = federation(tmp_path / "before", [Phase("it", algorithm(), **more)])
     run.fit(model(), named(a=a, b=b, c=c))
+    before = run.run.states["it"].server
     given = [Phase("it", algorithm(), **more, ckpt_path=str(run.run_dir / "checkpoints/last.ckpt"))]
     after = federation(tmp_path / "after", given)
     if algorithm is FedPAC:
         with pytest.raises(MisconfigurationException, match="because its server holds tensors of single clients"):
             after.fit(model(), named(c=c, a=a))
+        run.personalize(model(), named(d=torch.arange(32, 41)))
+        for server, has_others in ((before, True), (run.run.states["it"].server, False)):
+            assert any(name.startswith(FedPAC.per_client) for name in server) == has_others
         return
     with pytest.warns(UserWarning, match="clients c, a may hold out"):
         after.fit(model(), named(c=c, a=a))
@@ -224,43 +219,3 @@ def test_a_given_result_adds_to_what_the_phases_before_have_cost_and_replaces_wh
     assert state.counted_rounds == {"before": [[1.0, 2.0, 3]], "p/it": [[1.0, 4.0, 3]]}
     assert state.counted_steps == {"before": {"0": [[0.5, 2.0, 3]]}, "p/it": {"0": [[0.5, 4.0, 3]]}}
     assert {client: {*map(float, state.clients[client].values())} for client in range(3)} == {0: {1}, 1: {2}, 2: {2}}
-
-
-class OfClients(FedAvg):
-    """With tensors of single clients at the server."""
-
-    messages = Messages(per_client=("of_clients/",))
-
-
-SAVED = {
-    "counted_rounds": {"it": [[1.0, 2.0, 5]]},
-    "counted_steps": {"it": {"0": [[0.5, 3.0, 4]], EVERYONE: [[*NOT_PRIVATE, 1]]}},
-    "epsilon": 1.5,
-    "delta": 1e-3,
-}
-
-
-def given(monkeypatch, read, algorithm, **saved):
-    """What is read for a phase whose checkpoint has this result."""
-    state = PhaseState({}, {"x": torch.zeros(1), "of_clients/x": torch.zeros(1)}, round=5, **saved)
-    monkeypatch.setattr(begin, "_read", lambda *_: state)
-    return read(Phase("it", algorithm, rounds=9, ckpt_path="p"), mixture(), {})
-
-
-@pytest.mark.parametrize("read", [read_result, read_result_for_new_clients])
-def test_a_result_from_a_checkpoint_has_its_round_and_its_costs_below_the_checkpoint_s_path(read, monkeypatch):
-    state = given(monkeypatch, read, OfClients(), best_round=2, **SAVED)
-    newcomers = read is read_result_for_new_clients  # the client 0 of this run is another one
-    assert state.given_round == 2 and given(monkeypatch, read, OfClients()).given_round == 5
-    assert [*state.server] == (["x"] if newcomers else ["x", "of_clients/x"])
-    assert state.counted_rounds == {"p/it": [[1.0, 2.0, 5]]} and (state.epsilon, state.delta) == (1.5, 1e-3)
-    steps = {"p/0" if newcomers else "0": [[0.5, 3.0, 4]], EVERYONE: [[*NOT_PRIVATE, 1]]}
-    assert state.counted_steps == {"p/it": steps}
-
-
-@pytest.mark.parametrize("read", [read_result, read_result_for_new_clients])
-def test_a_result_of_which_no_costs_are_known_is_not_private(read, monkeypatch):
-    unknown, local = (given(monkeypatch, read, algorithm) for algorithm in (FedAvg(), FineTuning()))
-    assert unknown.counted_rounds == {"p/it": [[*NOT_PRIVATE, 1]]}
-    assert unknown.counted_steps == local.counted_steps == {"p/it": {EVERYONE: [[*NOT_PRIVATE, 1]]}}
-    assert not local.counted_rounds  # what clients keep is in no model of the server

@@ -29,7 +29,8 @@ def private(delta=1e-3, noise=2.0):
 
 
 def phase(name="it", aggregation=None, rounds=2, **arguments):
-    return Phase(name, FedAvg("global_expert.*"), rounds, gate=GlobalOnly(), aggregation=aggregation, **arguments)
+    arguments = {"gate": GlobalOnly(), "clients_per_round": 2, **arguments}
+    return Phase(name, FedAvg("global_expert.*"), rounds, aggregation=aggregation, **arguments)
 
 
 def fit(path, phases, ckpt_path=None, allow_changes=None, **kwargs):
@@ -61,8 +62,8 @@ def test_a_result_from_a_checkpoint_costs_what_its_run_cost_for_the_delta_of_thi
     with caplog.at_level("INFO"):
         run = fit(tmp_path, [given, third])
     states = run.run.states
-    assert states["second"].epsilon == private(1e-5).epsilon([[1.0, 2.0, 4]])
-    assert states["third"].epsilon == private(1e-5).epsilon([[1.0, 2.0, 6]])
+    assert states["second"].epsilon == private(1e-5).epsilon([[2 / 3, 2.0, 4]])
+    assert states["third"].epsilon == private(1e-5).epsilon([[2 / 3, 2.0, 6]])
     for name in ("second", "third"):
         assert f"Phase '{name}': the server's model has (epsilon, delta)-differential privacy" in caplog.text
         assert f"epsilon {states[name].epsilon:.3g} and delta 1e-05" in caplog.text
@@ -78,7 +79,7 @@ def test_rounds_that_two_results_have_in_common_count_once(chain, tmp_path):
     fourth = phase("fourth", private(), start={"global_expert": "third", "local_expert": "other"})
     states = fit(tmp_path, [first, second, third, other, fourth]).run.states
     for name, rounds in {"third": 6, "other": 2, "fourth": 10}.items():
-        assert states[name].epsilon == pytest.approx(private().epsilon([[1.0, 2.0, rounds]]), rel=1e-12)
+        assert states[name].epsilon == pytest.approx(private().epsilon([[2 / 3, 2.0, rounds]]), rel=1e-12)
 
 
 @pytest.mark.few(1)
@@ -104,7 +105,7 @@ def test_rounds_without_privacy_after_private_ones_make_epsilon_infinite(tmp_pat
     stopped(tmp_path, [phase(aggregation=private())])
     with caplog.at_level("INFO"):
         run = fit(tmp_path, [phase()], "last", ["phases"])
-    expected = repr(private().epsilon([[1.0, 2.0, 1]]))
+    expected = repr(private().epsilon([[2 / 3, 2.0, 1]]))
     assert rows(run, "it") == [(expected, "0.001"), ("inf", "0.001")]
     assert load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["it"].epsilon == math.inf
     assert "Phase 'it': the server's model has no differential privacy" in caplog.text
@@ -123,7 +124,7 @@ def test_another_delta_belongs_to_the_epsilons_from_then_on(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"delta was 0\.001, now 1e-06"):
         fit(tmp_path, changed, "last")
     state = fit(tmp_path, changed, "last", ["phases"]).run.states["it"]
-    assert (state.epsilon, state.delta) == (private(1e-6).epsilon([[1.0, 2.0, 1]]), 1e-6)
+    assert (state.epsilon, state.delta) == (private(1e-6).epsilon([[2 / 3, 2.0, 1]]), 1e-6)
 
 
 class Cohorts(FederationCallback):
@@ -160,7 +161,7 @@ def test_epsilon_holds_where_clients_drop_out(tmp_path):
     rounds, shares = 100, []
     for sizes in ((6,), (6, 6)):
         cohorts = Cohorts()
-        it = phase("it", private(noise=1.0), rounds, evaluate=False)
+        it = phase("it", private(noise=1.0), rounds, evaluate=False, clients_per_round=1.0)
         settings = {"failures": ClientFailures(dropout=0.5), "enable_checkpointing": False, "callbacks": [cohorts]}
         run = federation(tmp_path, [it], trainer={"max_epochs": 1, "accelerator": "cpu"}, **settings)
         run.fit(mixture(), blobs(sizes))

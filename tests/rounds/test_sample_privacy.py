@@ -1,13 +1,19 @@
-"""Sample-level privacy of whole runs: epsilon against Opacus's accountant, targets, refusals, kills, and the log."""
+"""Sample-level privacy of whole runs: targets, refusals, kills, the log, and epsilon after every history of a phase.
+
+Epsilon is compared with Opacus's accountant, and with one on the list of all steps, written by hand.
+"""
 
 import hmac
 import math
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import cast
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 from helpers import blobs, mixture
@@ -18,7 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD, Federation, Phase, Select, Train
 from fedmoe_pl.aggregation import DifferentialPrivacy
-from fedmoe_pl.aggregation.accountant import _ORDERS
+from fedmoe_pl.aggregation.accountant import _ORDERS, epsilon, noise_for
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedPAC, FedProx, FineTuning, LabelPrior, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.local_client import _private_generator, client_of
@@ -26,13 +32,13 @@ from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.phases.participation import phase_cohort
 from fedmoe_pl.rounds import privacy
-from fedmoe_pl.rounds.run import Run
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
-SIZES = (13, 8, 11)
+SIZES, BATCH, EPOCHS, DELTA = (13, 8, 11), 4, 2, 1e-3
+ONE = {"accelerator": "cpu", "devices": 1}
 
 
-def private(noise_multiplier: float | None = 2.0, delta=1e-3, **arguments):
+def private(noise_multiplier: float | None = 2.0, delta=DELTA, **arguments):
     return DPSGD(0.5, delta, noise_multiplier, **arguments)
 
 
@@ -45,10 +51,16 @@ def tuned(privacy=None, **arguments):
     return Phase("PFL-FT", FineTuning(), gate=LocalOnly(), sample_privacy=privacy, train=train, **arguments)
 
 
-def fit(path, phases, ckpt_path=None, allow_changes=None, model=None, **kwargs) -> Federation:
-    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, **kwargs.pop("trainer", {})}
-    run = federation(path, phases, trainer=trainer, **kwargs)
-    run.fit(model or mixture(), blobs(SIZES), ckpt_path=ckpt_path, allow_changes=allow_changes)
+def run_of(path, phases, trainer=(), **kwargs) -> Federation:
+    return federation(path, phases, trainer={**ONE, "max_epochs": EPOCHS, **dict(trainer)}, **kwargs)
+
+
+def fit(path, phases, ckpt_path=None, rounds=None, model=None, **kwargs) -> Federation:
+    """Runs phases, or goes on with them, whatever has changed; if ``rounds`` is given, only so many rounds."""
+    run = run_of(path, phases, callbacks=[Kill("on_round_end", rounds or -1)], **kwargs)
+    resuming = {"ckpt_path": ckpt_path, "allow_changes": ["phases"]} if ckpt_path else {}
+    with pytest.raises(KeyboardInterrupt) if rounds else nullcontext():
+        run.fit(model or mixture(), blobs(SIZES), **resuming)
     return run
 
 
@@ -103,26 +115,6 @@ def test_a_target_gives_each_client_the_noise_that_reaches_it_with_the_phases_be
         fit(tmp_path, [phase(privacy=private()), tuned(private(None, target_epsilon=2.0))])
 
 
-def test_the_noise_for_a_target_is_sought_for_all_steps_of_a_client_with_those_before(monkeypatch):
-    """The search for it takes long, and has tests of its own."""
-    sought = []
-    monkeypatch.setattr(privacy, "noise_for", lambda *steps: sought.append(steps) or float(len(sought)))
-    target = private(None, target_epsilon=5.0)
-    first, *others = phases = [phase("first", private(), 1), phase("alone", target), phase("after", target)]
-    training = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
-    before = {"first": [], "alone": [], "after": [first]}
-    run = SimpleNamespace(phases=phases, clients=range(3), noise_multipliers={}, states={})
-    run.module, run.local_training = lambda phase: training.module, lambda *_: training
-    run.phases_before = lambda phase: before[phase.name]
-    privacy.set_noise(cast(Run, run))
-    for client, n in enumerate(SIZES):
-        rate, number = 4 / n, 3 * max(round(n / 4), 1)
-        for each in others:
-            spent = [[rate, 2.0, number] for _ in before[each.name]]
-            place = int(run.noise_multipliers[each.name][client]) - 1
-            assert sought[place] == (5.0, 1e-3, rate, 2 * number, spent)
-
-
 def test_clients_pay_for_the_rounds_that_they_are_asked_to_train_in(tmp_path):
     run = fit(tmp_path, [phase(privacy=private(), rounds=4, clients_per_round=1)])
     counted = run.run.states["it"].counted_steps["it"]
@@ -136,8 +128,7 @@ def test_a_run_that_was_killed_has_the_same_bits_and_the_same_epsilon(tmp_path):
         return [phase(privacy=private(), rounds=3), tuned(private(None, target_epsilon=9.0))]
 
     alone = fit(tmp_path / "alone", phases())
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, phases(), callbacks=[Kill("on_round_end", 2)])
+    fit(tmp_path, phases(), rounds=2)
     resumed = fit(tmp_path, phases(), "last")
     assert_same(resumed.run.states, alone.run.states)
     assert (resumed.run_dir / "rounds.csv").read_bytes() == (alone.run_dir / "rounds.csv").read_bytes()
@@ -153,14 +144,6 @@ def test_noise_1000_destroys_what_training_learns(tmp_path):
         accuracy[noise] = run.run.results["it"].spread("global_test").mean
     assert accuracy[None] > 0.8 and accuracy[0.0] > 0.8, accuracy
     assert accuracy[1000.0] < 0.6, accuracy
-
-
-def test_rounds_without_privacy_before_or_after_private_ones_make_epsilon_infinite(tmp_path):
-    for name, first, second in (("after", private(), None), ("before", None, private())):
-        with pytest.raises(KeyboardInterrupt):
-            fit(tmp_path / name, [phase(privacy=first)], callbacks=[Kill("on_round_end", 1)])
-        run = fit(tmp_path / name, [phase(privacy=second)], "last", ["phases"])
-        assert run.run.states["it"].sample_epsilon == math.inf
 
 
 @pytest.mark.parametrize("clients", [["0", "2"], []])
@@ -191,7 +174,7 @@ def test_a_newcomer_does_not_pay_for_the_steps_of_a_client_with_its_number(tmp_p
     first = fit(tmp_path / "first", [phase(privacy=private(2.0), rounds=1)])
     path = str(first.run_dir / "checkpoints/last.ckpt")
     for noise in (3.0, 1.0):
-        later = federation(tmp_path, [phase(privacy=private(noise))], trainer={"accelerator": "cpu", "devices": 1})
+        later = run_of(tmp_path, [phase(privacy=private(noise))], {"max_epochs": 1})
         with caplog.at_level("INFO"):
             later.personalize(mixture(), blobs((9, 6)), path)
         of_newcomers = max(by_opacus((noise, 4 / n, 2)) for n in (9, 6))
@@ -318,3 +301,182 @@ def test_a_phase_that_starts_from_one_without_protection_is_refused(tmp_path):
 def test_arguments_out_of_range_are_refused(arguments, because):
     with pytest.raises(MisconfigurationException, match=because):
         DPSGD(**{"max_grad_norm": 1.0, "delta": 1e-3, **arguments})
+
+
+ORDERS = np.array([1 + tenth / 10 for tenth in range(1, 100)] + [*range(11, 65)])
+
+
+def epsilon_of(steps, delta):
+    """Epsilon of steps (noise multiplier, probability, number), by hand; 0 of none, infinite without noise.
+
+    The divergence is of a Gaussian from its mixture with one that is shifted by 1 (Mironov et al. 2019,
+    https://arxiv.org/abs/1908.10530), and becomes epsilon as in Canonne et al. 2020, Proposition 12.
+    """
+    if any(number and not noise for noise, _, number in steps):
+        return math.inf
+    spent = sum((number * _divergence(noise, probability) for noise, probability, number in steps), np.zeros(1))
+    if not spent.any():
+        return 0.0
+    return float((spent + np.log1p(-1 / ORDERS) - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)).min())
+
+
+@cache
+def _divergence(noise, probability):
+    x = np.linspace(-15 * noise, ORDERS[-1] + 15 * noise, 4001)
+    log_p = -(x**2) / (2 * noise**2) - math.log(noise * math.sqrt(2 * math.pi))
+    rest = math.log1p(-probability) if probability < 1 else -math.inf
+    log_ratio = np.logaddexp(rest, math.log(probability) + (2 * x - 1) / (2 * noise**2))
+    exponents = log_p + ORDERS[:, None] * log_ratio
+    largest = exponents.max(1)
+    sums = np.exp(exponents - largest[:, None]).sum(1) * (x[1] - x[0])
+    return (largest + np.log(sums)) / (ORDERS - 1)
+
+
+NOISE = {"P": 2.0, "Q": 3.0}  # N is a round without
+
+
+def first(name="first", algorithm=None, gate=GlobalOnly):
+    """A phase of one round with little cost."""
+    algorithm = algorithm or FedAvg("global_expert.*")
+    return Phase(name, algorithm, gate=gate(), evaluate=False, sample_privacy=private(5.0))
+
+
+KINDS = {
+    "FedAvg": lambda **kw: [Phase("it", FedAvg("global_expert.*"), gate=GlobalOnly(), **kw)],
+    "Local": lambda **kw: [Phase("it", Local("local_expert.*"), gate=LocalOnly(), **kw)],
+    "FineTuning": lambda **kw: [first(), Phase("it", FineTuning(), gate=LocalOnly(), **kw)],
+    "PFLMoE": lambda **kw: [
+        first(),
+        first("tuned", FineTuning(), LocalOnly),
+        Phase("it", PFLMoE(0), gate=LinearGate(5), **kw),
+    ],
+}
+
+
+def by_hand(*letters, before=0):
+    """Epsilon of the client that pays most for rounds with the noise of some letters, after some of ``first``."""
+    steps = [(5.0, before)] + [(NOISE.get(letter, 0.0), 1) for letter in letters]
+    kinds = [(n, max(round(n / BATCH), 1) * EPOCHS) for n in SIZES]
+    return max(epsilon_of([(z, BATCH / n, rounds * number) for z, rounds in steps], DELTA) for n, number in kinds)
+
+
+@pytest.mark.few("PNP-Local")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("history", ["PNP", "PQ", "NP", "NQPN"])
+def test_epsilon_covers_every_step_of_a_history_and_of_the_phase_that_starts_from_it(history, kind, tmp_path):
+    rounds, before = len(history), len(KINDS[kind]()) - 1
+    for i, letter in enumerate(history):
+        so_far, is_last = history[: i + 1], i == rounds - 1
+        privacy = private(NOISE[letter]) if letter in NOISE else None
+        phases = KINDS[kind](rounds=rounds, evaluate=False, sample_privacy=privacy)
+        state = fit(tmp_path, phases, "last" if i else None, None if is_last else 1 + before * (not i)).run.states["it"]
+        expected = math.nan if {*so_far} == {"N"} else by_hand(*so_far, before=before)
+        assert state.round == i + 1 and state.sample_epsilon == pytest.approx(expected, rel=1e-3, nan_ok=True)
+    after = Phase("after", Local("local_expert.*"), gate=LocalOnly(), evaluate=False, start="it")
+    after.sample_privacy = private(3.0)
+    run = fit(tmp_path, [*KINDS[kind](rounds=rounds, evaluate=False, sample_privacy=private()), after], "last")
+    expected = by_hand(*history, "Q", before=before)
+    assert run.run.states["after"].sample_epsilon == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.few("Local")
+@pytest.mark.parametrize("kind", ["FedAvg", "Local"])
+def test_more_rounds_cost_more(kind, tmp_path):
+    fit(tmp_path, KINDS[kind](rounds=3, sample_privacy=private()), rounds=2)
+    run = fit(tmp_path, KINDS[kind](rounds=5, sample_privacy=private()), "last")
+    epsilons = [float(row["sample_epsilon"]) for row in csv_rows(run.run_dir / "rounds.csv")]
+    assert epsilons == pytest.approx([by_hand(*"P" * n) for n in range(1, 6)], rel=1e-3)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_result_that_clients_trained_alone_without_noise_has_none(is_known, tmp_path, monkeypatch):
+    """Also if the checkpoint is of a version that did not count such rounds."""
+    if not is_known:
+        monkeypatch.setattr("fedmoe_pl.rounds.fit.count_steps", lambda *_: None)
+    run = fit(tmp_path / "before", KINDS["Local"]())
+    path = str(run.run_dir / "checkpoints/last.ckpt")
+    later = fit(tmp_path, KINDS["Local"](sample_privacy=private(), ckpt_path=path))
+    assert later.run.states["it"].sample_epsilon == math.inf
+
+
+@pytest.mark.few("PN")
+@pytest.mark.parametrize("history", ["PP", "PN", "NP"])
+def test_newcomers_pay_for_their_own_steps_and_are_covered_no_better_than_others(history, tmp_path):
+    """One letter says how the federation was trained, the next how newcomers train what they keep."""
+    in_federation, of_newcomers = (private() if letter == "P" else None for letter in history)
+
+    def phases(privacy):
+        return [Phase("it", FedAvg("global_expert.*"), sample_privacy=privacy)]
+
+    run = run_of(tmp_path, phases(in_federation))
+    run.fit(mixture(), blobs(SIZES))
+    later = run_of(tmp_path, phases(of_newcomers))
+    later.personalize(mixture(), blobs((40, 6)), str(run.run_dir / "checkpoints/last.ckpt"), rounds=3)
+    own = max(epsilon_of([(2.0, BATCH / n, 3 * EPOCHS * max(round(n / BATCH), 1))], DELTA) for n in (40, 6))
+    expected = max(by_hand("P"), own) if history == "PP" else math.inf
+    assert later.run.states["it"].sample_epsilon == pytest.approx(expected, rel=1e-3)
+
+
+def target(epsilon, rounds, before=0, **arguments):
+    """A phase with a target, perhaps after one with some noise."""
+    given = {"sample_privacy": private(None, target_epsilon=epsilon), "gate": LocalOnly(), **arguments}
+    phases = [Phase("it", FineTuning() if before else Local("local_expert.*"), rounds, **given)]
+    return [Phase("first", FedAvg("global_expert.*"), sample_privacy=private(before)), *phases] if before else phases
+
+
+CHANGES = {
+    "more rounds": (target(3.0, 9), r"is 3\.0, but must be higher, or .*client 0 has spent 2\.\d+ .* after round 9"),
+    "more epochs": (target(3.0, 3, train=Train(max_epochs=7)), None),
+    "other batches": (target(3.0, 3, train=Train(batch_size=2)), None),
+    "a lower target": (target(2.0, 3), "is 2.0, but must be higher"),
+    "fewer rounds": (target(3.0, 2), None),
+    "a higher target": (target(6.0, 3), None),
+    "none": (target(3.0, 3), None),
+}
+
+
+@pytest.fixture(scope="module")
+def two_of_three_rounds(tmp_path_factory):
+    path = tmp_path_factory.mktemp("targets")
+    fit(path, target(3.0, 3), rounds=2)
+    return path / "federation"
+
+
+@pytest.mark.few("a higher target")
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_change_of_a_resumed_run_exceeds_a_target(change, two_of_three_rounds, tmp_path):
+    phases, refusal = CHANGES[change]
+    shutil.copytree(two_of_three_rounds, tmp_path / "federation")
+    if refusal is not None:
+        with pytest.raises(MisconfigurationException, match=f"^Phase 'it': sample_privacy.target_epsilon.*{refusal}"):
+            fit(tmp_path, phases, "last")
+        return
+    state = fit(tmp_path, phases, "last").run.states["it"]
+    steps = [[(noise, rate, number) for rate, noise, number in kinds] for kinds in state.counted_steps["it"].values()]
+    assert len(steps) == len(SIZES) and state.round == phases[0].rounds
+    assert max(epsilon_of(kinds, DELTA) for kinds in steps) <= phases[0].sample_privacy.target_epsilon
+
+
+def test_a_target_counts_what_was_spent_and_not_what_the_configuration_says_of_it(tmp_path):
+    fit(tmp_path, target(9.0, 1, before=1.0), rounds=1)
+    with pytest.raises(
+        MisconfigurationException, match=r"target_epsilon is 9\.0, but must be higher.*client \d has spent"
+    ):
+        fit(tmp_path, target(9.0, 1, before=3.0), "last")
+
+
+def test_after_rounds_without_noise_no_target_can_be_kept(tmp_path):
+    phases = target(3.0, 3)
+    phases[0].sample_privacy = None
+    fit(tmp_path, phases, rounds=2)
+    with pytest.raises(MisconfigurationException, match=r"left out, with a noise_multiplier .* steps without noise"):
+        fit(tmp_path, target(3.0, 3), "last")
+
+
+@pytest.mark.parametrize("setting", [(0.2, 1e-7, 0.01, 100), (0.2, 1e-5, 0.1, 100), (2.0, 1e-5, 0.1, 100)])
+def test_the_noise_for_a_target_keeps_it_by_the_accountant_that_is_reported(setting):
+    """The search looks at fewer orders, of which the accountant lacked one."""
+    target, delta, probability, number = setting
+    noise = noise_for(target, delta, probability, number, [])
+    assert 0.99 * target < epsilon([(probability, noise, number)], delta) <= target

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import blobs
+from helpers.data import set_up
 from helpers.runs import assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -54,11 +55,11 @@ def others(samples: list) -> dict:
     return {"values": x, "labels": (y + 1) % 3}
 
 
-def data(collate_fn=None, key=None, **kwargs) -> FromDatasets:
+def data(collate_fn=None, **kwargs) -> FromDatasets:
     given = blobs(dtype=torch.float32)
     samples = [(x, int(y)) for x, y in zip(given.x, given.y, strict=True)]
     arguments = {"num_clients": 3, "batch_size": 4, "test_fraction": 0.2, "partitioner": Dirichlet(1.0)}
-    return FromDatasets(samples[:32], samples[32:], collate_fn=collate_fn, targets=key, **{**arguments, **kwargs})
+    return FromDatasets(samples[:32], samples[32:], collate_fn=collate_fn, **{**arguments, **kwargs})
 
 
 def phases() -> list[Phase]:
@@ -90,57 +91,31 @@ def test_all_methods_compute_the_same_with_dicts_as_with_pairs(tmp_path) -> None
 
 
 def test_a_batch_of_another_mapping_has_its_size() -> None:
-    batches = data(partial(dicts, kind=UserDict))
-    batches.setup()
-    assert batches.evaluated_at_once == 1000 and batches.reader is not None
-    assert batches.reader.checksums(torch.arange(3)) == [*data_checksums()]
-
-
-def data_checksums() -> list:
-    batches = data(dicts)
-    batches.setup()
-    assert batches.reader is not None
-    return batches.reader.checksums(torch.arange(3))
+    batches, plain = set_up(data(partial(dicts, kind=UserDict))), set_up(data(dicts))
+    assert batches.evaluated_at_once == 1000 and batches.reader is not None and plain.reader is not None
+    assert batches.reader.checksums(torch.arange(3)) == plain.reader.checksums(torch.arange(3))
 
 
 def test_classes_count_that_the_data_know_and_not_those_in_batches() -> None:
-    batches = data(dicts)
-    batches.setup()
+    batches = set_up(data(dicts))
     ((_, targets),) = labelled_batches(batches, batches.global_test, model())
     assert torch.equal(targets, batches.y[batches.global_test])
 
 
-@pytest.mark.parametrize(
-    ("collate_fn", "key", "model", "sentence"),
-    [
-        (
-            partial(dicts, key="label"),
-            None,
-            model,
-            r"target_key is 'labels', but must be a key of the batches \(label",
-        ),
-        (
-            lambda samples: {"values": default_collate([x for x, _ in samples]), "labels": ["cat", "dog"]},
-            None,
-            model,
-            r"targets of a batch are \['cat', 'dog'\], but must be numbers; let the dataset",
-        ),
-        (three, None, model, "A batch is a tuple, but mixtures need pairs of inputs and targets, or dicts"),
-        (
-            others,
-            None,
-            model,
-            r"must be the key of the classes, \[\d, \d\] for the first samples",
-        ),
-        (
-            dicts,
-            None,
-            partial(model, gate=LinearGate(5)),
-            "reads them, or a fixed one, because batches are dicts",
-        ),
-    ],
-)
-def test_what_would_take_wrong_targets_or_inputs_is_refused(tmp_path, collate_fn, key, model, sentence) -> None:
-    run = federation(tmp_path, [Phase("p", FedAvg())])
+def without_numbers(samples: list) -> dict:
+    return {"values": default_collate([x for x, _ in samples]), "labels": ["cat", "dog"]}
+
+
+REFUSED = [
+    (partial(dicts, key="label"), model, r"target_key is 'labels', but must be a key of the batches \(label"),
+    (without_numbers, model, r"targets of a batch are \['cat', 'dog'\], but must be numbers; let the dataset"),
+    (three, model, "A batch is a tuple, but mixtures need pairs of inputs and targets, or dicts"),
+    (others, model, r"must be the key of the classes, \[\d, \d\] for the first samples"),
+    (dicts, partial(model, gate=LinearGate(5)), "reads them, or a fixed one, because batches are dicts"),
+]
+
+
+@pytest.mark.parametrize(("collate_fn", "model", "sentence"), REFUSED)
+def test_what_would_take_wrong_targets_or_inputs_is_refused(tmp_path, collate_fn, model, sentence) -> None:
     with pytest.raises(MisconfigurationException, match=sentence):
-        run.fit(model(), data(collate_fn, key))
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(model(), data(collate_fn))

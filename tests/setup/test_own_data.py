@@ -66,29 +66,19 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_workers_and_processes_that_read_samples_change_no_bit(whole, tmp_path):
-    run = federation(tmp_path, phases(), backend=TwoInThisProcess())
-    run.fit(model(), data(num_workers=1))
-    assert_same(result(run)[0], result(whole)[0])
-    assert result(run)[1] == result(whole)[1]
+@pytest.mark.parametrize("way", ["workers", "worker processes", "killed"])
+def test_workers_processes_that_read_samples_and_a_kill_change_no_bit(whole, tmp_path, way):
+    """Transforms are random."""
+    settings = {"workers": {"backend": TwoInThisProcess()}, "worker processes": {"trainer": TWO_DEVICES}}.get(way, {})
+    if way == "killed":
+        with pytest.raises(KeyboardInterrupt):
+            federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)]).fit(model(), data())
+    run = federation(tmp_path, phases(), **settings)
+    run.fit(model(), data(num_workers=int(way != "killed")), ckpt_path="last" if way == "killed" else None)
+    assert_same([*result(run)], [*result(whole)])
 
 
-@pytest.mark.slow
-def test_worker_processes_whose_samples_are_read_by_others_change_no_bit(whole, tmp_path):
-    run = federation(tmp_path, phases(), trainer={"accelerator": "cpu", "devices": 2})
-    run.fit(model(), data(num_workers=1))
-    assert_same(result(run)[0], result(whole)[0])
-    assert result(run)[1] == result(whole)[1]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_with_the_same_random_transforms(whole, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)]).fit(model(), data())
-    resumed = federation(tmp_path, phases())
-    resumed.fit(model(), data(), ckpt_path="last")
-    assert_same(result(resumed)[0], result(whole)[0])
-    assert result(resumed)[1] == result(whole)[1]
+TWO_DEVICES = {"accelerator": "cpu", "devices": 2}
 
 
 @pytest.mark.parametrize(("module", "algorithm"), [(WordModel, FedAvg), (WordLoss, FedProx)])
