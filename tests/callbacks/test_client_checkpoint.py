@@ -67,6 +67,11 @@ def written(module, path):
     return path
 
 
+def assert_computes_the_same(loaded, module):
+    x = torch.rand(4, 5)
+    assert torch.equal(loaded.eval()(x), module.eval()(x))
+
+
 def test_clients_models_are_those_that_the_checkpoints_have(tmp_path):
     phases = [phase("Local", Local(), evaluate=True), phase("FedAvg", FedAvg(), evaluate=True)]
     finished = run(phases, Own(hidden=16, lr=0.25), data(), tmp_path, max_epochs=1, callbacks=[ClientCheckpoint()])
@@ -88,10 +93,10 @@ def test_hyperparameters_are_those_of_lightning_s_checkpoints(tmp_path):
 def test_settings_in_one_argument_and_those_of_a_subclass_of_a_mixture_are_loaded(tmp_path):
     of_one = OfOneArgument.load_from_checkpoint(written(OfOneArgument({"hidden": 7, "lr": 0.125}), tmp_path / "a.ckpt"))
     assert dict(of_one.hparams.get("settings", of_one.hparams)) == {"hidden": 7, "lr": 0.125}
-    module = OwnMixture(hidden=6, note="mine", mixing="probabilities").eval()
-    loaded = OwnMixture.load_from_checkpoint(written(module, tmp_path / "b.ckpt")).eval()
+    module = OwnMixture(hidden=6, note="mine", mixing="probabilities")
+    loaded = OwnMixture.load_from_checkpoint(written(module, tmp_path / "b.ckpt"))
     assert (loaded.hparams["hidden"], loaded.hparams["note"], loaded.mixing) == (6, "mine", "probabilities")
-    assert torch.equal(loaded(data().x), module(data().x))
+    assert_computes_the_same(loaded, module)
 
 
 class OfOneOwnArgument(PersonalizedMoE):
@@ -103,10 +108,10 @@ class OfOneOwnArgument(PersonalizedMoE):
 
 
 def test_what_a_subclass_hands_on_is_kept_although_it_saves_its_own_argument_alone(tmp_path):
-    module = OfOneOwnArgument(6, gate=ConstantGate(0.9), mixing="probabilities").eval()
-    loaded = OfOneOwnArgument.load_from_checkpoint(written(module, tmp_path / "own.ckpt")).eval()
+    module = OfOneOwnArgument(6, gate=ConstantGate(0.9), mixing="probabilities")
+    loaded = OfOneOwnArgument.load_from_checkpoint(written(module, tmp_path / "own.ckpt"))
     assert (loaded.gate.weight, loaded.mixing) == (0.9, "probabilities")
-    assert torch.equal(loaded(data().x), module(data().x))
+    assert_computes_the_same(loaded, module)
 
 
 class Saving(Expert, HyperparametersMixin):
@@ -138,9 +143,9 @@ def named_layers():
     ],
 )
 def test_a_mixture_of_described_parts_is_loaded_in_one_line(make, tmp_path):
-    made = make().eval()
-    loaded = PersonalizedMoE.load_from_checkpoint(written(made, tmp_path / "own.ckpt")).eval()
-    assert torch.equal(loaded(data().x), made(data().x))
+    made = make()
+    loaded = PersonalizedMoE.load_from_checkpoint(written(made, tmp_path / "own.ckpt"))
+    assert_computes_the_same(loaded, made)
     assert str(loaded) == str(made), "with the same dropout"
 
 
@@ -159,6 +164,16 @@ def absolute_error(outputs, targets):
     return (outputs - targets).abs().mean()
 
 
+def assert_must_be_given(module, name, value, path):
+    """The checkpoint can be loaded only with the part that it cannot describe."""
+    path = written(module, path / "own.ckpt")
+    with pytest.raises(InvalidArgumentError) as error:
+        PersonalizedMoE.load_from_checkpoint(path)
+    assert (error.value.argument, error.value.allowed) == (name, with_article(type(value).__name__))
+    assert error.value.because.startswith("the checkpoint cannot describe it")
+    assert_computes_the_same(PersonalizedMoE.load_from_checkpoint(path, **{name: value}), module)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -171,13 +186,7 @@ def absolute_error(outputs, targets):
 )
 def test_a_part_that_cannot_be_described_must_be_given(name, value, tmp_path):
     module = PersonalizedMoE(**{"global_expert": nn.Linear(5, 3), "task": "regression", name: value})
-    path = written(module, tmp_path / "own.ckpt")
-    with pytest.raises(InvalidArgumentError) as error:
-        PersonalizedMoE.load_from_checkpoint(path)
-    assert (error.value.argument, error.value.allowed) == (name, with_article(type(value).__name__))
-    loaded = PersonalizedMoE.load_from_checkpoint(path, **{name: value}).eval()
-    x = torch.rand(4, 5)
-    assert torch.equal(loaded(x), module.eval()(x))
+    assert_must_be_given(module, name, value, tmp_path)
 
 
 class Scaled(nn.Linear):
@@ -217,12 +226,7 @@ CHANGED = {
 def test_a_part_that_was_changed_after_it_was_made_must_be_given(change, where, tmp_path):
     module = PersonalizedMoE(nn.Linear(5, 3) if where == "local_expert" else CHANGED[change](), gate=ConstantGate(0.5))
     module.local_expert = CHANGED[change]()
-    path = written(module, tmp_path / "own.ckpt")
-    with pytest.raises(InvalidArgumentError, match=f"{where} is .*, because the checkpoint cannot describe it"):
-        PersonalizedMoE.load_from_checkpoint(path)
-    loaded = PersonalizedMoE.load_from_checkpoint(path, **{where: CHANGED[change]()}).eval()
-    x = torch.rand(4, 5)
-    assert torch.equal(loaded(x), module.eval()(x))
+    assert_must_be_given(module, where, CHANGED[change](), tmp_path)
 
 
 def test_a_description_leaves_the_random_numbers_as_they_are():
@@ -303,18 +307,6 @@ def node(name: str, **arguments) -> dict:
     return {"class_path": name, "init_args": arguments}
 
 
-def fitted(configuration: dict, module: str, code: str, folder, monkeypatch):
-    """The checkpoints that the command line writes, by phase, and the user's module."""
-    (folder / f"{module}.py").write_text(code)
-    configuration["federation"] |= {"logger": False, "enable_progress_bar": False, "callbacks": ["ClientCheckpoint"]}
-    (folder / "own.yaml").write_text(yaml.safe_dump(configuration))
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
-    monkeypatch.setattr(sys, "argv", ["fedmoe"])
-    main(["fit", "--config", "own.yaml"])
-    return {path.parent.name: path for path in folder.rglob("all_clients.ckpt")}, sys.modules[module]
-
-
 def has_its_tensors(module, path) -> bool:
     tensors = torch.load(path, weights_only=True)["state_dict"]
     return all(torch.equal(tensor, tensors[name]) for name, tensor in module.state_dict().items())
@@ -347,9 +339,18 @@ def test_all_arguments_of_a_configurations_modules_are_known(tmp_path, monkeypat
         "model": node("PersonalizedMoE", global_expert=expert, optimizer=optimizer),
         "data": node("Digits", num_clients=2, partitioner="IID", batch_size=300),
         "trainer": {"accelerator": "cpu"},
-        "federation": {"phases": phases},
+        "federation": {
+            **{"phases": phases, "callbacks": ["ClientCheckpoint"]},
+            **{"logger": False, "enable_progress_bar": False},
+        },
     }
-    paths, own = fitted(configuration, "parts_of_yaml", MODULE, tmp_path, monkeypatch)
+    (tmp_path / "parts_of_yaml.py").write_text(MODULE)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(configuration))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
+    monkeypatch.setattr(sys, "argv", ["fedmoe"])
+    main(["fit", "--config", "own.yaml"])
+    paths, own = {path.parent.name: path for path in tmp_path.rglob("all_clients.ckpt")}, sys.modules["parts_of_yaml"]
     assert "lack arguments" not in caplog.text
 
     loaded = PersonalizedMoE.load_from_checkpoint(paths["expert"])

@@ -40,13 +40,8 @@ def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_bes
     common = {"evaluation_point": "any", "metric": "reweighted_test", "target": 0.5}
     never = dict.fromkeys(("earliest_rounds", "rounds", "parameters", "bytes", "flops"), math.nan)
     # the second row, 3 ways of 20 and 80, and what came before the phase
-    reached = {
-        "earliest_rounds": 3 + 7,
-        "rounds": 4 + 7,
-        "parameters": 60 + 100,
-        "bytes": 240 + 400,
-        "flops": 2000 + 5000,
-    }
+    reached = {"earliest_rounds": 3 + 7, "rounds": 4 + 7}
+    reached |= {"parameters": 60 + 100, "bytes": 240 + 400, "flops": 2000 + 5000}
     assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
     assert_same(found[1], {"method": "B", **common, **never, "best": 0.3, "best_round": 4})
     assert_same(found[2], {"method": "C", **common, **never, "best": math.nan, "best_round": math.nan})

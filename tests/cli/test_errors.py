@@ -258,63 +258,39 @@ def test_an_own_module_that_fails_while_it_is_imported_is_named_by_its_key(fault
         assert message.startswith(key) and f": {reason}" in message
 
 
+OF_PHASE = "federation.phases.FedAvg"
+UNKNOWN = [  # what is changed, the key that is named then, its owner, and what it is like
+    ("clients_per_round: 0.5", "clients_pr_round: 0.5", "clients_pr_round", "Phase", "clients_per_round"),
+    ("shared: global", "shard: global", "algorithm.init_args.shard", "FedAvg", "shared"),
+    ("rounds: 20", "optimizer: {lr: 0.1}", "optimizer.lr", "Phase", "train.optimizer"),
+    ("rounds: 20", "evaluate_after: both", "evaluate_after", "Phase", "evaluate.after"),
+    ("rounds: 20", "patience: 3", "patience", "Phase", "select.patience"),
+    ("rounds: 20", "train: {max_epoch: 3}", "train.max_epoch", "Phase", "train.max_epochs"),
+]
+WRONG = [  # what is changed, and what is said of the phase
+    ("class_path: FedAvg", "class_path: FedAvgg", "algorithm is 'FedAvgg', but must be Algorithm or its import path"),
+    ("rounds: 20", "rounds: null", "rounds is None, but must be int."),
+    ("rounds: 20", "rounds: x", "rounds is 'x', but must be int."),
+    ("rounds: 20", "train: 3", "train is 3, but must have arguments, as in {name: value}."),
+    (
+        "rounds: 20",
+        "train: {callbacks: [TrafficLedger]}",
+        "train.callbacks is ['TrafficLedger'], but must be list[Call",
+    ),
+]
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (
-            "clients_per_round: 0.5",
-            "clients_pr_round: 0.5",
-            "federation.phases.FedAvg.clients_pr_round is not an argument of Phase; did you mean clients_per_round?",
+        *(
+            (old, new, f"{OF_PHASE}.{key} is not an argument of {owner}; did you mean {meant}?")
+            for old, new, key, owner, meant in UNKNOWN
         ),
-        (
-            "shared: global",
-            "shard: global",
-            "federation.phases.FedAvg.algorithm.init_args.shard is not an argument of FedAvg; did you mean shared?",
-        ),
-        (
-            "class_path: FedAvg",
-            "class_path: FedAvgg",
-            "federation.phases.FedAvg.algorithm is 'FedAvgg', but must be Algorithm or its import path; did you mean",
-        ),
+        *((old, new, f"{OF_PHASE}.{sentence}") for old, new, sentence in WRONG),
         ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha must be given for Dirichlet: float."),
-        (
-            "torch.optim.SGD",
-            "torch.optim.SGDD",
-            "model.init_args.optimizer: torch.optim has no SGDD; did you mean SGD?",
-        ),
-        ("rounds: 20", "rounds: null", "federation.phases.FedAvg.rounds is None, but must be int."),
-        ("rounds: 20", "rounds: x", "federation.phases.FedAvg.rounds is 'x', but must be int."),
-        (
-            "rounds: 20",
-            "optimizer: {lr: 0.1}",
-            "federation.phases.FedAvg.optimizer.lr is not an argument of Phase; did you mean train.optimizer?",
-        ),
-        (
-            "rounds: 20",
-            "evaluate_after: both",
-            "federation.phases.FedAvg.evaluate_after is not an argument of Phase; did you mean evaluate.after?",
-        ),
-        (
-            "rounds: 20",
-            "patience: 3",
-            "federation.phases.FedAvg.patience is not an argument of Phase; did you mean select.patience?",
-        ),
-        (
-            "rounds: 20",
-            "train: {max_epoch: 3}",
-            "federation.phases.FedAvg.train.max_epoch is not an argument of Phase; did you mean train.max_epochs?",
-        ),
-        (
-            "rounds: 20",
-            "train: 3",
-            "federation.phases.FedAvg.train is 3, but must have arguments, as in {name: value}.",
-        ),
-        (
-            "rounds: 20",
-            "train: {callbacks: [TrafficLedger]}",
-            "federation.phases.FedAvg.train.callbacks is ['TrafficLedger'], but must be list[Callback] or null.",
-        ),
+        ("torch.optim.SGD", "torch.optim.SGDD", "model.init_args.optimizer: torch.optim has no SGDD; did you mean SGD"),
         ("name: FedAvg", "names: FedAvg", "federation.phases[1].names is not an argument of Phase; did you mean name?"),
     ],
 )

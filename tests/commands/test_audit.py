@@ -25,9 +25,8 @@ from fedmoe_pl.models import EqualWeights, GlobalOnly
 def fitted(name, folder, datamodule, messages):
     method = METHODS[name]
     phases = messages.through(method.phases(), method.handed)
-    return run(
-        phases, method.model(), datamodule, folder, backend=TrainerBackend(), callbacks=[TrafficLedger()], max_epochs=2
-    )
+    settings = {"backend": TrainerBackend(), "callbacks": [TrafficLedger()], "max_epochs": 2}
+    return run(phases, method.model(), datamodule, folder, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +201,8 @@ def test_aggregations_need_no_numbers_of_samples_and_their_own_tensors_are_named
 
 def test_an_audit_changes_no_bit_of_the_run_that_follows(recorded, tmp_path):
     method = METHODS["FedMix"]
-    federation = Federation(
-        method.phases(),
-        {"max_epochs": 2},
-        TrainerBackend(),
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=str(tmp_path),
-    )
+    off = {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    federation = Federation(method.phases(), {"max_epochs": 2}, TrainerBackend(), **off)
     model, datamodule = method.model(), data()
     federation.audit(model, datamodule)
     federation.fit(model, datamodule)

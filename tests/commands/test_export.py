@@ -10,7 +10,7 @@ import torch
 from helpers import run
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
-from helpers.runs import WithDropout, assert_same, data, federation, model, phases
+from helpers.runs import WithDropout, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from PIL import Image
@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torchmetrics import MeanSquaredError
 
 from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
-from fedmoe_pl.algorithms import Local, PFLMoE
+from fedmoe_pl.algorithms import Local
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
 from fedmoe_pl.data import IID, AGNews, ClientFolders, CsvFile, SyntheticTimeSeries
@@ -36,6 +36,16 @@ def fed(tmp_path_factory):
 
 def exported(fed, **arguments):
     fed.export(model(), data(), **arguments)
+
+
+def about_of(model, datamodule, tmp_path, client=0, **settings):
+    """What a file says of the numbers of a client's model that was trained alone."""
+    phase = Phase("A", Local(), gate=LocalOnly())
+    finished = run([phase], model, datamodule, tmp_path, enable_checkpointing=True, **settings)
+    about, path = {export.ABOUT: ""}, tmp_path / "model"
+    finished.export(model, datamodule, method="A", client=client, format="torch_export", output=str(path))
+    torch.export.load(path, extra_files=about)
+    return json.loads(about[export.ABOUT])
 
 
 def test_torch_export_is_the_client_s_mixture_with_its_gate_for_batches_of_any_size(fed, capsys):
@@ -96,46 +106,23 @@ def test_a_file_has_what_its_numbers_mean_and_no_sample(format, tmp_path):
 def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
     series = SyntheticTimeSeries(num_clients=2, num_steps=60, context_length=6, prediction_length=2, test_fraction=0.2)
     mixture = PersonalizedMoE(nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), optimizer=SGD, task="regression")
-    finished = run(
-        [Phase("A", Local(), gate=LocalOnly())],
-        mixture,
-        series,
-        tmp_path,
-        metrics={"mse": MeanSquaredError()},
-        enable_checkpointing=True,
-    )
-    path = tmp_path / "model"
-    about = {export.ABOUT: ""}
-    finished.export(mixture, series, method="A", client=1, format="torch_export", output=str(path))
-    torch.export.load(path, extra_files=about)
+    about = about_of(mixture, series, tmp_path, client=1, metrics={"mse": MeanSquaredError()})
     mean, std = [*series.scales.values()][1]
-    assert json.loads(about[export.ABOUT]) == {"mean": mean.tolist(), "std": std.tolist()}
+    assert about == {"mean": mean.tolist(), "std": std.tolist()}
 
 
-def test_a_file_has_the_columns_of_its_table(tmp_path):
+def test_a_file_has_the_columns_of_its_table_and_the_vocabulary_of_its_texts(tmp_path):
     (tmp_path / "a.csv").write_text("who,weight,age,y\n" + "a,1,2,no\na,3,4,yes\n" * 3)
     table = CsvFile(str(tmp_path / "a.csv"), target="y", client="who", test_fraction=0.5)
-    mixture = PersonalizedMoE(nn.Linear(2, 2), optimizer=SGD)
-    finished = run([Phase("A", Local(), gate=LocalOnly())], mixture, table, tmp_path, enable_checkpointing=True)
-    about = {export.ABOUT: ""}
-    finished.export(mixture, table, method="A", format="torch_export", output=str(tmp_path / "model"))
-    torch.export.load(tmp_path / "model", extra_files=about)
-    assert json.loads(about[export.ABOUT]) == {"classes": ["no", "yes"], "columns": ["age", "weight"]}
-
-
-def test_a_file_has_the_vocabulary_of_its_texts(tmp_path):
+    about = about_of(PersonalizedMoE(nn.Linear(2, 2), optimizer=SGD), table, tmp_path)
+    assert about == {"classes": ["no", "yes"], "columns": ["age", "weight"]}
     for part in ("train", "test"):
-        (tmp_path / f"{part}.csv").write_text(
-            "\n".join(f"{i % 4 + 1},,{'sea sand sun wind'.split()[i % 4]}" for i in range(8))
-        )
+        lines = [f"{i % 4 + 1},,{'sea sand sun wind'.split()[i % 4]}" for i in range(8)]
+        (tmp_path / f"{part}.csv").write_text("\n".join(lines))
     texts = AGNews(str(tmp_path), vocabulary_size=3, length=2, num_clients=1, partitioner=IID())
     network = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 4))  # torch 2.9 cannot export a BiLSTM
-    mixture = PersonalizedMoE(network, optimizer=SGD)
-    finished = run([Phase("A", Local(), gate=LocalOnly())], mixture, texts, tmp_path, enable_checkpointing=True)
-    about = {export.ABOUT: ""}
-    finished.export(mixture, texts, method="A", format="torch_export", output=str(tmp_path / "model"))
-    torch.export.load(tmp_path / "model", extra_files=about)
-    assert json.loads(about[export.ABOUT])["vocabulary"] == ["sand", "sea", "sun"]
+    about = about_of(PersonalizedMoE(network, optimizer=SGD), texts, tmp_path)
+    assert about["vocabulary"] == ["sand", "sea", "sun"]
 
 
 def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
@@ -168,10 +155,10 @@ def test_lightning_loads_the_models_of_one_client_or_of_all(fed, tmp_path, capsy
 
 
 def test_a_gate_whose_width_the_data_set_is_exported(tmp_path):
-    fed = federation(tmp_path, [*phases()[:-1], Phase("PFL-MF", PFLMoE(), gate=LinearGate())])
+    fed = federation(tmp_path, [Phase("mixed", Local(), gate=LinearGate())])
     fed.fit(model(), data())
-    exported(fed, method="PFL-MF", format="torch_export")
-    assert (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").is_file()
+    exported(fed, method="mixed", format="torch_export")
+    assert (fed.run_dir / "exported/mixed/client_000.pt2").is_file()
 
 
 def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):

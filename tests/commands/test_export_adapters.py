@@ -51,6 +51,12 @@ def loaded(folder):
     return peft.PeftModel.from_pretrained(base(), str(folder)).eval()
 
 
+def merged(folder):
+    module = base()
+    module.load_state_dict(load_file(folder / "model.safetensors"))
+    return module
+
+
 @pytest.mark.slow
 def test_the_experts_of_all_clients_are_folders_of_peft(fed, capsys):
     fed.export(mixture(), data(), method="gate", client="all", format="peft")
@@ -63,17 +69,14 @@ def test_the_experts_of_all_clients_are_folders_of_peft(fed, capsys):
             torch.testing.assert_close(own(X), module.get_submodule(expert)(X))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert lines[1].startswith(
-        f"Client 0 of gate: {folder / 'client_000' / 'local_expert'} (outputs differ by at most "
-    )
+    assert lines[1].startswith(f"Client 0 of gate: {folder}/client_000/local_expert (outputs differ by at most ")
 
 
 def test_a_constant_mixture_is_an_adapter_too_or_the_weights_of_a_base(fed, tmp_path):
     fed.export(mixture(), data(), method="equal", client=1, format="peft", output=str(tmp_path / "adapters"))
     fed.export(mixture(), data(), method="equal", client=1, format="merged", output=str(tmp_path / "merged"))
-    expected, merged = fed.client_module("equal", 1)(X), base()
-    merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
-    torch.testing.assert_close(merged(X), expected)
+    expected = fed.client_module("equal", 1)(X)
+    torch.testing.assert_close(merged(tmp_path / "merged")(X), expected)
     torch.testing.assert_close(loaded(tmp_path / "adapters" / "mixture")(X), expected)
     assert not torch.allclose(base()(X), expected)
 
@@ -115,9 +118,7 @@ def test_a_base_that_the_server_changed_is_merged_only(tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"leaves the base as it is, because it has changed 0\.weight"):
         fed.export(mixture(), data(), method="FedEx", format="peft")
     fed.export(mixture(), data(), method="FedEx", format="merged", output=str(tmp_path / "merged"))
-    merged = base()
-    merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
-    torch.testing.assert_close(merged(X), fed.client_module("FedEx", 0)(X))
+    torch.testing.assert_close(merged(tmp_path / "merged")(X), fed.client_module("FedEx", 0)(X))
 
 
 @pytest.mark.parametrize(("kind", "shared"), [(AdapterMoE, "global_expert.*"), (LayerwiseAdapterMoE, GLOBAL)])

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     TensorData,
     assert_same_bits,
@@ -15,11 +16,23 @@ from helpers import (
     tensors,
     train_by_hand,
 )
+from helpers.architectures import pair, train_bare
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Evaluate, Select
-from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FedMoEDA, FineTuning, Local, PFedMoE
+from fedmoe_pl.algorithms import (
+    FML,
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAPEN,
+    FedAvg,
+    FedKD,
+    FedMoEDA,
+    FineTuning,
+    Local,
+    PFedMoE,
+)
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, AGNews, CsvFile
 from fedmoe_pl.federation import Federation
@@ -28,6 +41,8 @@ from fedmoe_pl.models import (
     ClusteredMoE,
     ConstantGate,
     LinearGate,
+    LocalOnly,
+    MixtureWeights,
     NetworkGate,
     PersonalizedMoE,
     RepresentationMLP,
@@ -89,10 +104,8 @@ def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, 
 
 def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
     _, checkpoint = trained(tmp_path, Phase("Local", Local(), train=Train(max_epochs=3)), fedavg(FEDPER, rounds=2))
-    later = federation(
-        tmp_path / "later",
-        [Phase("Local", Local(), train=Train(max_epochs=0)), fedavg(FEDPER, train=Train(max_epochs=0))],
-    )
+    nothing = Train(max_epochs=0)
+    later = federation(tmp_path / "later", [Phase("Local", Local(), train=nothing), fedavg(FEDPER, train=nothing)])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=1)
     assert not any(later.run.states[name].clients for name in ("Local", "FedAvg"))
 
@@ -285,10 +298,8 @@ def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expe
         chosen = later.client_module("IFCA", client).global_experts[0]
         assert_same_bits(dict(chosen.state_dict()), {"weight": experts[best][0], "bias": experts[best][1]})
         mixture = later.client_module("MoE", client)
-        for j in (0, 1):
-            assert_same_bits(
-                dict(mixture.global_experts[j].state_dict()), {"weight": experts[j][0], "bias": experts[j][1]}
-            )
+        for expert, (weight, bias) in zip(mixture.global_experts, experts, strict=True):
+            assert_same_bits(dict(expert.state_dict()), {"weight": weight, "bias": bias})
         local = later.client_module("Local", client).local_expert.state_dict()
         assert_same_bits(dict(mixture.local_expert.state_dict()), dict(local))
         assert not torch.equal(local["weight"], model.local_expert.weight)
@@ -302,10 +313,8 @@ def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
     run = federation(tmp_path, [Phase("it", FedAvg("global_experts.*"), gate=first)])
     run.fit(model, blobs())
     later = federation(tmp_path / "later", [Phase("it", EpsilonGreedyIFCA(), gate=first)])
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"of the same method and model, because the server's state of 'it' lacks 'clusters/",
-    ):
+    refusal = r"of the same method and model, because the server's state of 'it' lacks 'clusters/"
+    with pytest.raises(MisconfigurationException, match=refusal):
         later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
 
 
@@ -332,3 +341,63 @@ def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
     later = federation(tmp_path / "later", [fedavg(rounds=1), local])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
     assert set(later.run.states["Local"].clients) == {0, 1}
+
+
+TEACHING = {  # a private and a shared model teach each other
+    "FML": (FML(), LocalOnly),
+    "FedAPEN": (FedAPEN(0.4, 0.1), MixtureWeights),
+    "FedKD": (FedKD(hidden_states=False), LocalOnly),
+}
+ROUNDS = 2
+
+
+@pytest.fixture(scope="module", params=TEACHING)
+def joined(request, tmp_path_factory):
+    """A finished federation, and newcomers that have trained for two rounds."""
+    name = request.param
+    algorithm, gate = TEACHING[name]
+    phases = [Phase(name, algorithm, rounds=3, gate=gate(), train=Train(max_epochs=1))]
+    run, later = personalized(tmp_path_factory.mktemp("run"), pair(), phases, blobs(), new_data(), ROUNDS)
+    return name, run.run.states[name], later
+
+
+@pytest.mark.few(1)
+def test_newcomers_have_the_federation_s_shared_model_and_train_a_private_one(joined):
+    name, state, later = joined
+    shared = {key: tensor for key, tensor in state.server.items() if key.startswith("global_expert.")}
+    for client in (0, 1):
+        module = later.client_module(name, client)
+        assert_same_bits(tensors(module, "global_expert."), shared)
+        private = tensors(module, "local_expert.")
+        assert private and not any(torch.equal(tensor, pair().state_dict()[key]) for key, tensor in private.items())
+        assert later.results[name].clients[client].global_test > 0.2
+    assert not {key for key in later.run.states[name].server if key.startswith("update/")}
+
+
+@pytest.mark.parametrize("joined", ["FedAPEN"], indirect=True)
+def test_newcomers_of_fedapen_learn_their_weight(joined):
+    name, _, later = joined
+    weights = [later.client_module(name, client).gate.weights[0].item() for client in (0, 1)]
+    assert len({0.5, *weights}) == 3
+
+
+def kl(student, teacher):
+    return F.kl_div(student.log_softmax(1), teacher.detach().softmax(1), reduction="batchmean")
+
+
+def private_loss(meme, private, x, y):
+    """The meme is the federation's: it teaches, and does not learn."""
+    z = private(x)
+    return (F.cross_entropy(z, y) + kl(z, meme(x))) / 2
+
+
+@pytest.mark.parametrize("joined", ["FML"], indirect=True)
+def test_newcomers_of_fml_learn_from_the_federation_s_meme(joined):
+    name, state, later = joined
+    for client in (0, 1):
+        own = pair().state_dict()
+        for round in range(ROUNDS):
+            own = train_bare(client, round, {**own, **state.server}, later.run.datamodule, private_loss)
+        expected = {key: tensor for key, tensor in own.items() if key.startswith("local_expert.")}
+        actual = tensors(later.client_module(name, client), "local_expert.")
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -116,16 +116,29 @@ def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():
     assert begun.get(timeout=60) == 0
 
 
-def test_a_sampler_of_too_few_samples_is_refused():
-    some = SequentialSampler(range(7))
-    for make in (
-        lambda data: DataLoader(data, sampler=some),
-        lambda data: DataLoader(data, sampler=RandomSampler(range(7))),
-        lambda data: DataLoader(data, batch_sampler=BatchSampler(some, 2, drop_last=True)),
-    ):
-        module = DictData()
-        module.train_dataloader = lambda make=make: make(Dicts(22))
-        assert refused_argument(lambda module=module: FromDataModule(module, num_clients=2)) == "datamodule"
+SEVEN = SequentialSampler(range(7))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_all"),
+    [
+        (lambda data: {"sampler": RandomSampler(data)}, True),
+        (lambda data: {"sampler": RandomSampler(data, replacement=True)}, False),
+        (lambda data: {"sampler": RandomSampler(data, num_samples=7)}, False),
+        (lambda data: {"sampler": RandomSampler(range(7))}, False),
+        (lambda data: {"sampler": WeightedRandomSampler([1.0] * 22, 22)}, False),
+        (lambda data: {"sampler": SEVEN}, False),
+        (lambda data: {"batch_sampler": BatchSampler(SEVEN, 2, drop_last=True)}, False),
+    ],
+)
+def test_a_sampler_that_does_not_draw_each_sample_once_in_training_is_refused(sampling, is_all):
+    module = DictData()
+    module.train_dataloader = lambda: DataLoader(Dicts(22), collate_fn=padded, **sampling(Dicts(22)))
+    data = FromDataModule(module, targets="label", num_clients=2)
+    if is_all:
+        assert set_up(data).num_clients == 2
+    else:
+        assert refused_argument(lambda: data) == "datamodule"
 
 
 @pytest.mark.parametrize(
@@ -184,18 +197,3 @@ def test_a_batch_sampler_says_the_batch_size():
             return DataLoader(Noisy(5))
 
     assert set_up(FromDataModule(Data(), num_clients=2)).batch_size == 7
-
-
-class Drawn(DictData):
-    def __init__(self, **arguments):
-        super().__init__()
-        self.sampling = arguments
-
-    def train_dataloader(self):
-        return DataLoader(self.training, sampler=RandomSampler(self.training, **self.sampling), collate_fn=padded)
-
-
-def test_a_random_sampler_of_all_samples_is_the_same_as_shuffling():
-    assert set_up(FromDataModule(Drawn(), targets="label", num_clients=2)).num_clients == 2
-    for drawn in (Drawn(replacement=True), Drawn(num_samples=7)):
-        assert refused_argument(lambda drawn=drawn: FromDataModule(drawn, num_clients=2)) == "datamodule"

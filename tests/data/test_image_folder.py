@@ -44,9 +44,8 @@ def test_photographs_are_rotated_according_to_their_exif_orientation(tmp_path, e
     for part in ("train", "test"):
         (tmp_path / part / "cat").mkdir(parents=True)
         Image.fromarray(image).save(tmp_path / part / "cat/1.png", exif=exif)
-    data = set_up(
-        ImageFolder(str(tmp_path / "train"), str(tmp_path / "test"), num_clients=1, mean=(0.0,) * 3, std=(1.0,) * 3)
-    )
+    folders, look = (str(tmp_path / "train"), str(tmp_path / "test")), {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    data = set_up(ImageFolder(*folders, num_clients=1, **look))
     upright = np.rot90(image, -1) if is_turned else image  # 6 means: turn it clockwise
     torch.testing.assert_close(data.x[0], torch.from_numpy(upright.copy()).permute(2, 0, 1).float() / 255)
 
@@ -82,13 +81,6 @@ DEEP = {
     **{f"{color}.png": deep_png(np.arange(8 * n).reshape(2, 4, n), color) for color, n in ((2, 3), (4, 2), (6, 4))},
     "x.ppm": b"P6 2 1 65535\n" + bytes(range(12)),
 }
-
-
-@pytest.mark.parametrize("name", DEEP)
-def test_colours_of_16_bits_are_refused(name, tmp_path):
-    (tmp_path / name).write_bytes(DEEP[name])
-    with pytest.raises(MisconfigurationException, match=f"{name}' has more than 8 bits per channel"):
-        read_images("data", [str(tmp_path / name)], None)
 
 
 @pytest.mark.parametrize("name", ["x.tif", "x.gif", "x.webp", "x.png"])
@@ -129,11 +121,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_refused_in_one_sentence_that_names_it(name, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(BROKEN[name]) if BROKEN[name] is not None else os.mkfifo(path)
-    with pytest.raises(MisconfigurationException, match=rf"^NoneType: '{path}' cannot be read: [^\n]*\.$"):
+@pytest.mark.parametrize("name", [*BROKEN, *DEEP])
+def test_a_broken_file_or_one_of_16_bits_is_refused_in_one_sentence_that_names_it(name, tmp_path):
+    path, content = tmp_path / name, (BROKEN | DEEP)[name]
+    path.write_bytes(content) if content is not None else os.mkfifo(path)
+    fault = "has more than 8 bits per channel" if name in DEEP else "cannot be read: "
+    with pytest.raises(MisconfigurationException, match=rf"^NoneType: '{path}' {fault}[^\n]*\.$"):
         read_images(None, [str(path)], None)
 
 
@@ -152,7 +145,6 @@ def test_images_are_resized_in_parts_of_some_pixels(monkeypatch):
     images, parts = torch.from_numpy(pixels(5, 40, 6, 3)).permute(0, 3, 1, 2), []
     expected = functional.center_crop(functional.resize(images.contiguous(), [8]), [8])
     monkeypatch.setattr("fedmoe_pl.data.datasets.images._PIXELS_AT_ONCE", 2 * 8 * 54)
-    monkeypatch.setattr(
-        functional, "resize", lambda x, size, own=functional.resize: parts.append(len(x)) or own(x, size)
-    )
+    own = functional.resize
+    monkeypatch.setattr(functional, "resize", lambda x, size: parts.append(len(x)) or own(x, size))
     assert torch.equal(resize(None, images, 8), expected) and parts == [2, 2, 1]

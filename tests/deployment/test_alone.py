@@ -1,43 +1,30 @@
 """A client's machine works alone with what it keeps: it tests, predicts, exports, and makes models for others."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import blobs
-from helpers.deployed import deploy, federation, name_of, of_client, split
-from helpers.methods import METHODS, data
+from helpers.deployed import Deployment, federation, method_of, name_of, of_client, simulated, split
+from helpers.methods import data
 from helpers.reports import csv_rows
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from fedmoe_pl.backends import TrainerBackend
 
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
 NAMES = ("PFLMoE", "IFCA", "FedMoEDA", "PFedMoE", "SpecialistMixture", "FedProto")
 CLIENT = 3
 
 
-def evaluated(name):
-    method = METHODS[name]
-    return replace(method, phases=lambda: [replace(phase, evaluate=True) for phase in method.phases()])
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def deployed(request, tmp_path_factory):
-    """A method, its folder, and the simulation of it."""
-    folder, method = tmp_path_factory.mktemp(request.param), evaluated(request.param)
-    simulation = federation(method.phases(), folder / "simulation", backend=TrainerBackend())
-    simulation.fit(method.model(), data(**SPLIT))
-    server = deploy(method, data(**SPLIT), folder, backend=TrainerBackend())
+    """A method, its folder, the simulation of it, and what the client's machine keeps of its run."""
+    folder, method = tmp_path_factory.mktemp(request.param), method_of(request.param, evaluate=True)
+    simulation = simulated(method, folder, data(**SPLIT))
+    server = Deployment(method, folder, datamodule=data(**SPLIT)).run()
     return method, folder, simulation, folder / f"client {CLIENT}" / name_of(server)
 
 
 def alone(method, folder):
-    return (
-        federation(method.phases(), folder / "alone"),
-        method.model(),
-        of_client(data(), CLIENT, **split(data(**SPLIT))),
-    )
+    own = of_client(data(), CLIENT, **split(data(**SPLIT)))
+    return federation(method.phases(), folder / "alone", backend="auto"), method.model(), own
 
 
 @pytest.mark.few("FedProto")
@@ -73,7 +60,7 @@ def test_it_makes_models_for_newcomers(deployed):
     if len(method.phases()) > 1 and method.phases()[0].name == "Local":
         pytest.skip("newcomers have no local experts of the first phase")
     newcomers = blobs((10, 12), validation_fraction=0.2, test_fraction=0.2)
-    settings = federation(method.phases(), folder / "new_clients")
+    settings = federation(method.phases(), folder / "new_clients", backend="auto")
     results = settings.personalize(method.model(), newcomers, str(run / "checkpoints/last.ckpt"), rounds=1)
     assert results.keys() == simulation.results.keys()
 

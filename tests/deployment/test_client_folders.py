@@ -49,11 +49,11 @@ def data(root):
 def test_each_trains_with_its_own_folder_and_its_name_stays_there(roots, tmp_path):
     machines = [tmp_path / f"run of {name}" for name in HOSPITALS]
     participants = {
-        client: Participant(federation(phases(), folder), model(), data(root), client, folder)
+        client: Participant(federation(phases(), folder, backend="auto"), model(), data(root), client, folder)
         for client, (root, folder) in enumerate(zip(roots, machines, strict=True))
     }
     transport = Passing(participants)
-    server = federation(phases(), tmp_path / "server")
+    server = federation(phases(), tmp_path / "server", backend="auto")
     serve(server, model(), data("nowhere"), transport, 2)
     assert server.run.states["PFL-FT"].round == 1
     sent = b"".join(message.to_bytes() for _, message in transport.passed)

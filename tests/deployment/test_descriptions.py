@@ -2,28 +2,25 @@
 
 import logging
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from helpers import GivenParts
-from helpers.deployed import Changing, Passing, deploy, federation, killed, participant, participants, with_values
-from helpers.methods import METHODS, data
+from helpers.deployed import Deployment, Passing, federation, method_of, participant, simulated, with_values
+from helpers.methods import data
 from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fedmoe_pl import Train
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
 from fedmoe_pl.deployment.descriptions import own_data, read_descriptions
 from fedmoe_pl.deployment.schema import FAILURES, problem_of_values
 from fedmoe_pl.setup.data import TooManyClassesError
 
-METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
-OF_TRAINER = {"backend": TrainerBackend()}
+METHOD = method_of("FedPer", rounds=4)
 CLIENT = 1
 
 
@@ -33,10 +30,21 @@ def _without_waiting(monkeypatch):
     monkeypatch.setattr(descriptions, "_BACK_WITHIN", 0)
 
 
-def transport_with(tmp_path, change, kind="describe", most=None):
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
-    transport.participants[CLIENT] = Changing(transport.participants[CLIENT], kind, change, most)
-    return transport
+def deployment_with(tmp_path, change, most=None, method=METHOD):
+    """A deployment in which a client's description is changed."""
+    deployed = Deployment(method, tmp_path)
+    deployed.change(CLIENT, "describe", change, most)
+    return deployed
+
+
+def killed(tmp_path):
+    deployed = Deployment(METHOD, tmp_path)
+    deployed.run_until(lambda *_: len(deployed.heard) >= 20)
+    return deployed
+
+
+def state_of(deployed):
+    return deployed.server.run.states["FedPer"]
 
 
 @pytest.mark.few(1)
@@ -49,39 +57,34 @@ def transport_with(tmp_path, change, kind="describe", most=None):
         (with_values(classes=["a" * 1001]), "its classes is"),
         (with_values(normalization=[[0.0]]), r"its normalization is \[\[0\.0\]\]"),
         (with_values(configuration={"hparams": "{"}), "its configuration cannot be read"),
-        (
-            lambda answer: Message("failed", {"failure": "MemoryError"}),
-            "it raised a MemoryError; its own log says more",
-        ),
+        (lambda _: Message("failed", {"failure": "MemoryError"}), "it raised a MemoryError; its own log says more"),
     ],
 )
 def test_a_description_that_is_none_is_waited_for(change, reason, tmp_path):
-    transport = transport_with(tmp_path, change, most=2)
+    deployed = deployment_with(tmp_path, change, most=2)
     with pytest.warns(UserWarning, match=f"client {CLIENT} cannot take part: {reason}") as warned:
-        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    assert len(warned) == 1 and not deployed.run.states["FedPer"].failed
+        deployed.run()
+    assert len(warned) == 1 and not state_of(deployed).failed
 
 
 def test_a_client_that_the_server_does_not_have_leaves_and_says_why(tmp_path):
-    client = participant(METHOD, data(), tmp_path, 3, **OF_TRAINER)
+    client = participant(METHOD, tmp_path, 3)
     assert client.answer(Message("describe", {"num_clients": 4})).kind == "description" and not client.leaves
     assert client.answer(Message("describe", {"num_clients": 3})).kind == "leaves"
     assert client.leaves == "client is 3, but must be at most 2, because the server counts from 0"
 
 
 def test_a_client_with_other_settings_is_told_so_and_waited_for(tmp_path):
-    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=7, train=Train(batch_size=2))])
-    clients = participants(METHOD, data(), tmp_path, **OF_TRAINER)
-    differs = participant(other, data(), tmp_path, CLIENT, **{**OF_TRAINER, "seed": 5})
-    transport = Passing({**clients, CLIENT: differs})
     notes = []
 
     def start_again_with_the_right_ones(client, message):
         if message.kind == "note":
             notes.append((client, message.values["text"]))
-            transport.participants[CLIENT] = clients[CLIENT]
+            deployed.participants[CLIENT] = deployed.started(CLIENT)
 
-    transport.before = start_again_with_the_right_ones
+    deployed = Deployment(METHOD, tmp_path, start_again_with_the_right_ones)
+    other = method_of("FedPer", rounds=7, train=Train(batch_size=2))
+    deployed.participants[CLIENT] = deployed.started(CLIENT, method=other, seed=5)
     texts = [
         "seed is 5, but must be 0",
         "phases.FedPer.rounds is 7, but must be 4",
@@ -89,72 +92,65 @@ def test_a_client_with_other_settings_is_told_so_and_waited_for(tmp_path):
     ]
     reason = f"client {CLIENT} cannot take part: {'; '.join(texts)}, as on the server"
     with pytest.warns(UserWarning, match=reason):
-        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+        deployed.run()
     ((client, text),) = notes
     assert client == CLIENT and text.startswith(f"{reason}; end this command with Ctrl-C")
-    assert not deployed.run.states["FedPer"].failed
+    assert not state_of(deployed).failed
 
 
 def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_path):
-    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
-    del transport.participants[CLIENT]
+    deployed = killed(tmp_path)
+    del deployed.participants[CLIENT]
     with pytest.warns(UserWarning) as warned:
-        deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+        deployed.run("last")
     assert all(f"client {CLIENT} " in str(warning.message) for warning in warned)
-    assert deployed.run.states["FedPer"].round == 4
+    assert state_of(deployed).round == 4
 
 
-def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none(tmp_path):
+def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none_and_needs_nobody_once_it_has_ended(tmp_path):
+    deployed = Deployment(METHOD, tmp_path)
     with pytest.warns(UserWarning, match=r"no run in .* has a checkpoint\. A new run begins"):
-        deployed = deploy(METHOD, data(), tmp_path, None, "last", **OF_TRAINER)
-    assert deployed.run.states["FedPer"].round == 4
-
-
-def test_a_client_that_is_known_to_have_the_result_may_be_away_when_the_server_starts_again(tmp_path):
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
-    deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    del transport.participants[CLIENT]
-    before = len(transport.passed)
-    deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)  # without a warning
-    assert {message.kind for _, message in transport.passed[before:]} == {"describe", "finish"}
+        deployed.run("last")
+    assert state_of(deployed).round == 4
+    del deployed.participants[CLIENT]
+    before = len(deployed.passed)
+    deployed.run("last")  # without a warning
+    assert {message.kind for _, message in deployed.passed[before:]} == {"describe", "finish"}
 
 
 def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
-    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
-    everybody, transport.participants, looks = transport.participants, {}, []
+    deployed, looks = killed(tmp_path), []
+    everybody, deployed.participants = deployed.participants, {}
 
     def come_late(client, message):
         looks.append(client)
         if len(looks) == 15:  # at the third look
-            transport.participants = everybody
+            deployed.participants = everybody
 
-    transport.before = come_late
-    deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
-    assert not deployed.run.states["FedPer"].failed
+    deployed.before = come_late
+    deployed.run("last")
+    assert not state_of(deployed).failed
 
 
 def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tmp_path):
-    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
+    deployed = killed(tmp_path)
     (path,) = tmp_path.glob("server/**/descriptions.json")
     path.write_text("{")
-    before = len(transport.heard)
-    deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
-    assert [message.kind for _, message in transport.heard[before:]].count("describe") == 5
-    assert not deployed.run.states["FedPer"].failed
+    before = len(deployed.heard)
+    deployed.run("last")
+    assert [message.kind for _, message in deployed.heard[before:]].count("describe") == 5
+    assert not state_of(deployed).failed
 
 
 def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_path, caplog):
-    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
-    transport.participants[0] = participant(METHOD, data(validation_fraction=0.3), tmp_path, 0, **OF_TRAINER)
-    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=9, train=Train(batch_size=2))])
-    transport.participants[3] = participant(other, data(), tmp_path, 3, **{**OF_TRAINER, "seed": 7})
+    deployed, other = killed(tmp_path), method_of("FedPer", rounds=9, train=Train(batch_size=2))
+    deployed.participants[0] = deployed.started(0, datamodule=data(validation_fraction=0.3))
+    deployed.participants[3] = deployed.started(3, method=other, seed=7)
     with pytest.warns(UserWarning) as warned, caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+        deployed.run("last")
     texts = {str(warning.message) for warning in warned}
     sizes = "numbers of training, validation and test samples [9, 4, 0] in place of [13, 0, 0]"
-    settings = (
-        "rounds is 9, but must be 4; phases.FedPer.train.batch_size is 2, but must be null, as when the run began"
-    )
+    settings = "rounds is 9, but must be 4; phases.FedPer.train.batch_size is 2, but must be null, as when the run beg"
     for client, own in ((0, f"its data have changed since the run began: {sizes}"), (3, settings)):
         reason = f"{FAILURES['configuration']}; its own log says more"
         assert f"Phase 'FedPer': client {client} has not confirmed that it has the result: {reason}" in texts, texts
@@ -166,27 +162,23 @@ def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_t
     def refuse(*args):
         raise MisconfigurationException("FedPer: start is missing.")
 
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
-    for each in transport.participants.values():
+    deployed = Deployment(METHOD, tmp_path)
+    for each in deployed.participants.values():
         each.federation.run_of_client = refuse
     with pytest.raises(MisconfigurationException, match=r"^client \d: its configuration, data or files do not fit"):
-        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    assert "update" not in {message.kind for _, message in transport.heard}
+        deployed.run()
+    assert "update" not in {message.kind for _, message in deployed.heard}
     assert not [*tmp_path.glob("client*/**/*.safetensors")]
 
 
 def test_one_client_alone_cannot_end_the_server(tmp_path):
-    everybody = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], clients_per_round=1.0)])
-    transport = Passing(participants(everybody, data(), tmp_path, **OF_TRAINER))
-    refusal = Message("failed", {"failure": "configuration"})
-    transport.participants[CLIENT] = Changing(transport.participants[CLIENT], "train", lambda _: refusal)
+    deployed = Deployment(method_of("FedPer", rounds=4, clients_per_round=1.0), tmp_path)
+    deployed.change(CLIENT, "train", lambda _: Message("failed", {"failure": "configuration"}))
     with pytest.warns(UserWarning) as warned:
-        deployed = deploy(everybody, data(), tmp_path, transport, **OF_TRAINER)
-    assert (
-        str(warned[0].message)
-        == f"Phase 'FedPer', round 1: client {CLIENT} is left out: {FAILURES['configuration']}; its own log says more"
-    )
-    assert deployed.run.states["FedPer"].round == 4
+        deployed.run()
+    reason = f"client {CLIENT} is left out: {FAILURES['configuration']}; its own log says more"
+    assert str(warned[0].message) == f"Phase 'FedPer', round 1: {reason}"
+    assert state_of(deployed).round == 4
 
 
 class Lazy(Dataset):
@@ -211,22 +203,23 @@ def lazy(partitioner=None, as_dicts=False, samples=None):
     return FromDatasets(train, test, partitioner=partitioner, test_fraction=0.2)
 
 
+def with_data_of(folder, client, samples):
+    """A client with data of its own."""
+    return Participant(federation(METHOD.phases(), folder), METHOD.model(), samples, client, folder / f"{client}")
+
+
+def served(folder, clients):
+    """A server of samples that are read one by one, when it has ended."""
+    server = federation(METHOD.phases(), folder / "server")
+    serve(server, METHOD.model(), lazy(), Passing(clients), len(clients))
+    return server
+
+
 def test_samples_that_are_read_one_by_one(tmp_path):
-    parts, phases = data().partitioner.parts, METHOD.phases
-    simulation = federation(phases(), tmp_path / "simulation", **OF_TRAINER)
-    simulation.fit(METHOD.model(), lazy(GivenParts(parts)))
-    clients = {
-        client: Participant(
-            federation(phases(), tmp_path, **OF_TRAINER),
-            METHOD.model(),
-            lazy(samples=part),
-            client,
-            tmp_path / f"{client}",
-        )
-        for client, part in enumerate(parts)
-    }
-    server = federation(phases(), tmp_path / "server", **OF_TRAINER)
-    serve(server, METHOD.model(), lazy(), Passing(clients), len(parts))
+    parts = data().partitioner.parts
+    simulation = simulated(METHOD, tmp_path, lazy(GivenParts(parts)))
+    clients = {client: with_data_of(tmp_path, client, lazy(samples=part)) for client, part in enumerate(parts)}
+    server = served(tmp_path, clients)
     assert_same(server.run.states["FedPer"].server, simulation.run.states["FedPer"].server)
 
 
@@ -261,9 +254,8 @@ def in_folders(path, *folders, kind="folder", targets=None):
         samples.train_dataset.class_to_idx = {name: np.int64(number) for number, name in enumerate(names)}
         samples.train_dataset = KINDS[kind if names else "folder"](samples.train_dataset)
         samples.targets = targets
-        of_client = federation(METHOD.phases(), path, **OF_TRAINER)
-        clients[client] = Participant(of_client, METHOD.model(), samples, client, path / f"{client}")
-    return Passing(clients)
+        clients[client] = with_data_of(path, client, samples)
+    return clients
 
 
 @pytest.mark.parametrize(
@@ -273,33 +265,42 @@ def in_folders(path, *folders, kind="folder", targets=None):
     ("kind", "targets"), [*((kind, None) for kind in KINDS), ("folder", lambda dataset: [y for _, y in dataset])]
 )
 def test_folders_that_number_a_class_differently_are_refused_together(kind, targets, folders, difference, tmp_path):
-    transport = in_folders(tmp_path, folders[0], "", folders[1], "", "", kind=kind, targets=targets)
+    clients = in_folders(tmp_path, folders[0], "", folders[1], "", "", kind=kind, targets=targets)
     refused = f"^client 2 must number its classes as the clients before it do, but {difference}; renumber them, such as"
     with pytest.raises(MisconfigurationException, match=refused):
-        serve(federation(METHOD.phases(), tmp_path / "server"), METHOD.model(), lazy(), transport, 5)
+        served(tmp_path, clients)
 
 
 def test_a_client_may_lack_classes_and_their_names_may_have_joiners(tmp_path):
     """Persian words have them within."""
     classes = "a", "b", "\u0645\u06cc\u200c\u0634\u0648\u062f"
-    server = federation(METHOD.phases(), tmp_path / "server", **OF_TRAINER)
-    serve(server, METHOD.model(), lazy(), in_folders(tmp_path, classes[:2], classes, *[()] * 3), 5)
+    server = served(tmp_path, in_folders(tmp_path, classes[:2], classes, *[()] * 3))
     assert read_descriptions(server.run_dir)[1]["class_numbers"] == {"a": 0, "b": 1, classes[2]: 2}
 
 
 def test_a_client_with_more_classes_than_the_model_is_named(tmp_path):
-    evaluated = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], evaluate=True)])
-    transport = Passing(participants(evaluated, data(), tmp_path, **OF_TRAINER))
-    transport.participants[CLIENT] = Changing(transport.participants[CLIENT], "describe", with_values(num_classes=7))
+    deployed = deployment_with(tmp_path, with_values(num_classes=7), method=method_of("FedPer", evaluate=True))
     with pytest.raises(TooManyClassesError) as error:
-        deploy(evaluated, data(), tmp_path, transport, **OF_TRAINER)
+        deployed.run()
     assert error.value.because.endswith(f"; only client {CLIENT} has that many classes")
 
 
-def test_data_with_other_shapes_are_refused_together(tmp_path):
-    of_one = with_values(shape=[3])
-    with pytest.raises(MisconfigurationException, match=rf"^client {CLIENT}: the shape of its samples is \[3\], but"):
-        deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
+HEIGHT = r"of its samples are \['height'\], but must be None, as client 0's\."
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"shape": [3]}, r"the shape of its samples is \[3\], but"),
+        ({"classes": ["height"]}, f"the classes {HEIGHT}"),
+        ({"columns": ["height"]}, f"the columns {HEIGHT}"),
+        ({"classes": ["height"] * 1000}, "the classes of its samples are "),
+    ],
+)
+def test_data_of_another_shape_or_with_other_names_are_refused_together(values, reason, tmp_path):
+    with pytest.raises(MisconfigurationException, match=f"^client {CLIENT}: {reason}") as error:
+        deployment_with(tmp_path, with_values(**values)).run()
+    assert len(str(error.value)) < 500, "many names are cut"
 
 
 class OwnTable(CsvFile):
@@ -309,27 +310,12 @@ class OwnTable(CsvFile):
         super().__init__(**kwargs)
 
 
-@pytest.mark.parametrize("names", ["classes", "columns"])
-def test_other_names_of_classes_or_columns_are_refused_together(names, tmp_path):
-    of_one = with_values(**{names: ["height"]})
-    refused = rf"^client {CLIENT}: the {names} of its samples are \['height'\], but must be None, as client 0's\."
-    with pytest.raises(MisconfigurationException, match=refused):
-        deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
-
-
-def test_many_names_of_classes_are_cut_in_the_refusal(tmp_path):
-    of_one = with_values(classes=["height"] * 1000)
-    with pytest.raises(MisconfigurationException) as error:
-        deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
-    assert len(str(error.value)) < 500
-
-
 @pytest.mark.parametrize(
     ("name", "problem"), [("poids\u00a0(kg)", ""), ("\u4f53\u91cd\u3000kg", ""), ("a\nb", "its columns")]
 )
 def test_names_of_columns_may_have_spaces_of_other_kinds(name, problem, tmp_path):
     """Such as those before a unit in a table of Excel."""
-    answer = participant(METHOD, data(), tmp_path, 0, **OF_TRAINER).answer(Message("describe", {"num_clients": 3}))
+    answer = participant(METHOD, tmp_path, 0).answer(Message("describe", {"num_clients": 3}))
     found = problem_of_values("description", {**answer.values, "columns": [name]})
     assert found.partition(" is")[0] == problem
 
@@ -347,18 +333,15 @@ def test_a_client_says_how_the_classes_and_columns_of_its_table_are_called(tmp_p
 def test_classes_that_a_client_would_number_alone_are_refused(classes, made, tmp_path):
     (tmp_path / "a.csv").write_text("x,y\n1,yes\n2,no\n3,yes\n4,no\n")
     table = made(path=str(tmp_path), target="y", classes=classes, test_fraction=0.5)
-    refused = pytest.raises(
-        MisconfigurationException, match=rf"{made.__name__}: classes must be given in a deployed federation"
-    )
-    with refused if classes is None else nullcontext():
+    sentence = f"{made.__name__}: classes must be given in a deployed federation"
+    with nullcontext() if classes else pytest.raises(MisconfigurationException, match=sentence):
         own_data(table, 0, federation(METHOD.phases(), tmp_path))
 
 
 def test_batches_that_are_no_pairs_are_refused(tmp_path):
-    with pytest.raises(
-        MisconfigurationException, match="FromDatasets: collate_fn gives batches of dict, but must give"
-    ):
-        Participant(federation(METHOD.phases(), tmp_path), METHOD.model(), lazy(as_dicts=True), 0, tmp_path)
+    sentence = "FromDatasets: collate_fn gives batches of dict, but must give"
+    with pytest.raises(MisconfigurationException, match=sentence):
+        with_data_of(tmp_path, 0, lazy(as_dicts=True))
 
 
 def test_a_description_says_nothing_of_single_samples(tmp_path):
@@ -367,5 +350,5 @@ def test_a_description_says_nothing_of_single_samples(tmp_path):
     for change in (0, 1):
         datamodule = data()
         datamodule.arrays.x_train[0] += change
-        said.append(participant(METHOD, datamodule, tmp_path, 0, **OF_TRAINER).answer(Message("describe")).values)
+        said.append(participant(METHOD, tmp_path, 0, datamodule).answer(Message("describe")).values)
     assert said[0] == said[1] and "phases" in said[0]["configuration"]["objects"]

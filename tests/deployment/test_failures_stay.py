@@ -1,22 +1,19 @@
 """What a server gets to know of a client's failure: its kind, and nothing of its text, which may name a patient."""
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
 from helpers import TensorData
-from helpers.deployed import Passing, deploy, federation, of_client, participants, reason_of
+from helpers.deployed import Deployment, federation, method_of, of_client, reason_of
 from helpers.methods import METHODS, data
 
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.files import DamagedFileError
 from fedmoe_pl.deployment import BadMessageError, Message, Participant
 from fedmoe_pl.deployment.schema import FAILURES
 
 METHOD = METHODS["FedPer"]
-OF_TRAINER = {"backend": TrainerBackend()}
 CLIENT = 1
 SECRET = "/data/patients/mueller.dcm"
 HANDLERS = ("describe", "prepare", "begin", "train", "evaluate", "read", "exchange", "finish")
@@ -44,12 +41,9 @@ EXCEPTIONS = {
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory):
     """A client that was deployed, and a message of each kind that it got."""
-    folder, method = tmp_path_factory.mktemp("conversation"), METHODS["FedMoEDA"]
-    evaluated = [replace(phase, evaluate=True) for phase in method.phases()]
-    method = replace(method, phases=lambda: evaluated)
-    transport = Passing(participants(method, data(), folder, **OF_TRAINER))
-    deploy(method, data(), folder, transport, **OF_TRAINER)
-    return transport.participants[CLIENT], {each.kind: each for client, each in transport.heard if client == CLIENT}
+    deployed = Deployment(method_of("FedMoEDA", evaluate=True), tmp_path_factory.mktemp("conversation"))
+    deployed.run()
+    return deployed.participants[CLIENT], {each.kind: each for client, each in deployed.heard if client == CLIENT}
 
 
 @pytest.mark.parametrize("kind", HANDLERS)
@@ -71,16 +65,15 @@ def test_a_training_that_fails_is_told_by_its_kind_and_in_the_clients_own_log_as
     def fail(*args):
         raise error_with_notes()
 
-    clients = participants(METHOD, data(), tmp_path, **OF_TRAINER)
-    clients[CLIENT].model.training_step = fail
-    transport = Passing(clients)
+    deployed = Deployment(METHOD, tmp_path)
+    deployed.participants[CLIENT].model.training_step = fail
     with pytest.warns(UserWarning) as warned, caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+        deployed.run()
     texts = [str(each.message) for each in warned]
     assert any(f"client {CLIENT} is left out: it raised a ValueError; its own log says more" in text for text in texts)
     assert f"join: this client has failed: BadMueller: {SECRET}." in caplog.messages
     assert not any("ueller" in text for text in texts)
-    assert not any(b"ueller" in answer.to_bytes() for answer in transport.answers)
+    assert not any(b"ueller" in answer.to_bytes() for answer in deployed.answers)
 
 
 class Scans(TensorData):

@@ -14,17 +14,21 @@ from types import SimpleNamespace
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.deployment import Message
-from fedmoe_pl.deployment.connection import Security, free_port
-
 pytest.importorskip("flwr", reason="needs the extra `flower`")
+
+import httpx
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+
+from fedmoe_pl.cli import flower_app
+from fedmoe_pl.deployment import Message, flower_processes
+from fedmoe_pl.deployment.connection import Security, free_port
+from fedmoe_pl.deployment.flower import packed, unpacked
+from fedmoe_pl.deployment.flower_inside import LostMessageError, Tasks, has_lost_server, pulling, retries
+from fedmoe_pl.deployment.flower_keys import provision
+from fedmoe_pl.deployment.flower_processes import Server, answer_tasks
 
 
 def test_a_message_is_given_up_if_its_server_was_killed_while_it_was_received(tmp_path):
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-
-    from fedmoe_pl.deployment.flower_inside import pulling
-
     log = tmp_path / "supernode.log"
     log.write_text("INFO : Run ID 7 is not in `RUNNING` status. Ignoring message 01c2.")
     missing = SimpleNamespace(object_found=True, object_available=False)
@@ -39,8 +43,6 @@ def test_a_message_is_given_up_if_its_server_was_killed_while_it_was_received(tm
 
 @pytest.fixture
 def keys(tmp_path):
-    from fedmoe_pl.deployment.flower_keys import provision
-
     provision(tmp_path / "keys", 1, ["localhost"], 1)
     return tmp_path / "keys"
 
@@ -75,31 +77,19 @@ def without_tls(connection):
 
 @pytest.mark.parametrize("has_ca", [True, False])
 def test_a_proxy_that_accepts_and_closes_is_a_server_that_is_down(keys, has_ca):
-    from fedmoe_pl.deployment.flower_processes import Server
-
     with listening(lambda connection: None) as address:
         assert not Server(address, Security(ca=keys / "server/ca.pem" if has_ca else None))._reaches()
 
 
 def test_a_server_without_tls_and_a_client_without_a_certificate_are_told_so(keys):
-    from fedmoe_pl.deployment.flower_processes import Server
-
-    with (
-        with_tls(keys) as address,
-        pytest.raises(MisconfigurationException, match="--keys is not given, but"),
-    ):
+    ca, sentence = keys / "server/ca.pem", "has no valid certificate signed by"
+    with with_tls(keys) as address, pytest.raises(MisconfigurationException, match="--keys is not given, but"):
         Server(address, Security())._reaches()
-    with (
-        listening(without_tls) as address,
-        pytest.raises(MisconfigurationException, match="has no valid certificate signed by"),
-    ):
-        Server(address, Security(ca=keys / "server/ca.pem"))._reaches()
+    with listening(without_tls) as address, pytest.raises(MisconfigurationException, match=sentence):
+        Server(address, Security(ca=ca))._reaches()
 
 
 def test_a_client_names_what_is_wrong_with_the_servers_certificate(keys, tmp_path):
-    from fedmoe_pl.deployment.flower_keys import provision
-    from fedmoe_pl.deployment.flower_processes import Server
-
     provision(tmp_path / "others", 1, ["localhost"], 1)
     sentence = r"^join: the server at .* has no valid certificate signed by '.*' \([^_]*\)\.$"
     with with_tls(keys) as address, pytest.raises(MisconfigurationException, match=sentence):
@@ -107,8 +97,6 @@ def test_a_client_names_what_is_wrong_with_the_servers_certificate(keys, tmp_pat
 
 
 def test_a_message_whose_supernode_has_ended_is_lost_and_does_not_end_the_client(tmp_path):
-    from fedmoe_pl.deployment.flower_inside import LostMessageError, Tasks
-
     tasks = Tasks(f"127.0.0.1:{free_port()}", tmp_path / "supernode.log")
     assert tasks.next() == ""
     with pytest.raises(LostMessageError):
@@ -125,8 +113,6 @@ def test_a_message_whose_supernode_has_ended_is_lost_and_does_not_end_the_client
     ],
 )
 def test_a_supernode_that_lost_its_server_is_replaced_and_one_that_was_refused_is_not(log, has_lost, tmp_path):
-    from fedmoe_pl.deployment.flower_inside import has_lost_server
-
     path = tmp_path / "supernode.log"
     path.write_text(log)
     assert has_lost_server(path) is has_lost
@@ -134,9 +120,6 @@ def test_a_supernode_that_lost_its_server_is_replaced_and_one_that_was_refused_i
 
 @pytest.mark.parametrize("line", ["SSL/TLS handshake error detected.", "Failed to send message 01c2: gone"])
 def test_a_supernode_whose_process_goes_on_after_it_has_given_up_is_left(line, tmp_path):
-    from fedmoe_pl.deployment.flower_inside import Tasks
-    from fedmoe_pl.deployment.flower_processes import answer_tasks
-
     log = tmp_path / "supernode.log"
     log.write_text(f"\x1b[92mINFO \x1b[0m:      SuperNode ID: 7\n\x1b[91mERROR \x1b[0m:     {line}\n")
     lives, server = SimpleNamespace(poll=lambda: None), SimpleNamespace(look=lambda: True)
@@ -164,8 +147,6 @@ def dated(ahead):
 )
 @pytest.mark.parametrize("key", [None, "client_0"])
 def test_a_client_compares_its_clock_with_the_servers_and_says_the_difference(ahead, said, key, caplog):
-    from fedmoe_pl.deployment.flower_processes import Server
-
     limits = ", and Flower takes signatures at most 5 s ahead and 305 s behind" if key and said else ""
     with listening(dated(ahead)) as address, caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         server = Server(address, Security(key=key))
@@ -177,8 +158,6 @@ def test_a_client_compares_its_clock_with_the_servers_and_says_the_difference(ah
 
 
 def test_a_client_that_is_refused_says_that_its_clock_may_be_the_reason(tmp_path, monkeypatch):
-    from fedmoe_pl.deployment import flower_processes
-
     @contextmanager
     def refused(command, log, home):
         log.write_text("")
@@ -191,10 +170,6 @@ def test_a_client_that_is_refused_says_that_its_clock_may_be_the_reason(tmp_path
 
 
 def test_requests_are_tried_again_only_while_the_superlink_lives():
-    import httpx
-
-    from fedmoe_pl.deployment.flower_inside import retries
-
     tried = []
 
     def request(error):
@@ -218,18 +193,12 @@ def test_requests_are_tried_again_only_while_the_superlink_lives():
 
 
 def status_error(status):
-    import httpx
-
     request = httpx.Request("GET", "http://a")
     return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
 
 
 @pytest.mark.parametrize(("how", "name"), [("terminate", "SIGTERM"), ("kill", "SIGKILL")])
 def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeypatch):
-    import httpx
-
-    from fedmoe_pl.deployment import flower_processes
-
     @contextmanager
     def grid_of_run(connection, secret, lives):
         assert lives()
@@ -260,9 +229,6 @@ def test_a_server_whose_superlink_has_ended_says_so(how, name, tmp_path, monkeyp
 
 
 def test_flowers_own_commands_send_the_server_no_text_of_an_exception(capsys, monkeypatch):
-    from fedmoe_pl.cli import flower_app
-    from fedmoe_pl.deployment.flower import packed, unpacked
-
     monkeypatch.setattr(flower_app, "FlowerMessage", lambda content, reply_to: content)
     context = SimpleNamespace(node_config={"arguments": "--config /data/patients.yaml", "client": 0})
     answer = unpacked(flower_app.answer(SimpleNamespace(content=packed(Message("describe"))), context))

@@ -3,15 +3,13 @@
 import random
 import re
 import time
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import pytest
-from helpers.deployed import HOSTILE, Passing, deploy, participant, participants
-from helpers.methods import METHODS, data
+from helpers.deployed import HOSTILE, Deployment, method_of, participant
+from helpers.methods import METHODS
 from helpers.odd_messages import odd
 
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message, descriptions
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, UNREADABLE, answer_each
 
@@ -19,27 +17,15 @@ SEEDS = range(11)
 ODD = 100  # messages of each seed
 ANSWERS = {"description", "prepared", "begun", "requested", "given", "update", "kept", "evaluation", "finished"}
 ANSWERS |= {"answers", "leaves", FAILED, UNPREPARED, NOT_BEGUN}
-OF_TRAINER = {"backend": TrainerBackend()}
 METHOD_NAMES = (
-    "FedPer",
-    "FedAPEN",
-    "FedMix",
-    "FedPAC",
-    "Scaffold",
-    "FD",
-    "FedKD",
-    "FedProto",
-    "PFedMoE",
-    "TrimmedMean",
+    *("FedPer", "FedAPEN", "FedMix", "FedPAC", "Scaffold", "FD", "FedKD", "FedProto", "PFedMoE", "TrimmedMean"),
     "FedMoEDA",
 )
 
 
-def method_of(seed, rounds):
+def method_of_seed(seed, rounds):
     """A method whose clients all train in each of many rounds."""
-    method = METHODS[METHOD_NAMES[seed % len(METHOD_NAMES)]]
-    of_phase = {"rounds": rounds, "clients_per_round": 1.0, "evaluate": True}
-    return replace(method, phases=lambda: [replace(phase, **of_phase) for phase in method.phases()])
+    return method_of(METHOD_NAMES[seed], rounds=rounds, clients_per_round=1.0, evaluate=True)
 
 
 class Replayed:
@@ -62,16 +48,17 @@ class Replayed:
         return answer
 
 
-class OddClient(Passing):
-    """A transport in which a client's answers are odd, but for its description and until it has begun.
+class OddClient(Deployment):
+    """A deployment in which a client's answers are odd, but for its description and until it has begun.
 
     Attributes:
         sent: number of odd messages.
         slowest: the largest CPU time in seconds from an odd message to the server's next one.
     """
 
-    def __init__(self, participants, seed):
-        super().__init__({client: Replayed(each) for client, each in participants.items()})
+    def __init__(self, seed, folder):
+        super().__init__(method_of_seed(seed, ODD), folder)
+        self.participants = {client: Replayed(each) for client, each in self.participants.items()}
         self.rng = random.Random(seed)
         self.sent = 0
         self.slowest = 0.0
@@ -98,24 +85,22 @@ class OddClient(Passing):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_client(seed, tmp_path, recwarn):
-    method = method_of(seed, rounds=ODD)
-    transport = OddClient(participants(method, data(), tmp_path, **OF_TRAINER), seed)
-    deployed = deploy(method, data(), tmp_path, transport, callbacks=[], enable_checkpointing=False, **OF_TRAINER)
-    (state,) = deployed.run.states.values()
-    assert transport.sent >= ODD and state.round == ODD
+    deployed = OddClient(seed, tmp_path)
+    (state,) = deployed.run(callbacks=[], enable_checkpointing=False).run.states.values()
+    assert deployed.sent >= ODD and state.round == ODD
     assert all(tensor.isfinite().all() for tensor in state.server.values())
     for warning in recwarn:
         text = str(warning.message)
         named = re.match(r".*?client (\d+)", text)
         assert named and int(named[1]) == HOSTILE, text
         assert "\n" not in text and "\x1b" not in text and len(text) < 1200
-    assert transport.slowest < 1
+    assert deployed.slowest < 1
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_descriptions_of_a_client(seed, tmp_path):
-    client = participant(METHODS["FedPer"], data(), tmp_path, 0, **OF_TRAINER)
+    client = participant(METHODS["FedPer"], tmp_path, 0)
     true = client.answer(Message("describe"))
     ours, phases = true.values["configuration"], ["FedPer"]
     assert not descriptions._problem_of(true, ours, phases)
@@ -131,17 +116,17 @@ def test_odd_descriptions_of_a_client(seed, tmp_path):
 
 def heard(method, folder):
     """The messages that a client gets in a run of a method, as bytes."""
-    transport = Passing(participants(method, data(), folder, **OF_TRAINER))
-    deploy(method, data(), folder, transport, **OF_TRAINER)
-    return [message.to_bytes() for client, message in transport.passed if client == 0]
+    deployed = Deployment(method, folder)
+    deployed.run()
+    return [message.to_bytes() for client, message in deployed.passed if client == 0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_server(seed, tmp_path, tmp_path_factory):
-    rng, method, kept = random.Random(seed), method_of(seed, 2), {}
+    rng, method, kept = random.Random(seed), method_of_seed(seed, 2), {}
     messages = heard(method, tmp_path_factory.mktemp("run"))
-    client = participant(method, data(), tmp_path, 0, **OF_TRAINER)
+    client = participant(method, tmp_path, 0)
     for content in messages[:6]:  # so that it has begun
         client.answer(Message.from_bytes(content))
     for _ in range(ODD):

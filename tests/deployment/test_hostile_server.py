@@ -1,25 +1,22 @@
 """A client gives away what its own settings say, and removes what its own files say, whatever a server asks for."""
 
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
 import pytest
 import torch
 from helpers import mixture, sparse_mixture
-from helpers.deployed import Passing, assert_ends_as, deploy, federation, participants, reason_of
-from helpers.methods import METHODS, Method, alone, data, everything, linear_gate, one, phase
+from helpers.deployed import Deployment, method_of, reason_of, simulated
+from helpers.methods import METHODS, Method, alone, everything, linear_gate, one, phase
 
 from fedmoe_pl import Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_federation
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.models import GlobalOnly
 
 CLIENT = 1
-OF_TRAINER = {"backend": TrainerBackend()}
-EXPERTS, OWN = ["experts.*", "gate.*"], ["local_expert.*", "gate.*"]
+OWN = ["local_expert.*", "gate.*"]
 
 
 def experts(**kwargs):
@@ -33,11 +30,9 @@ def after_local(algorithm, trainable="*", **kwargs):
 
 
 EXCHANGING = {
-    "no exchange": Method(experts(top_p=0), sparse_mixture, EXPERTS),
+    "no exchange": Method(experts(top_p=0), sparse_mixture, ["experts.*", "gate.*"]),
     "similarity of updates": Method(experts(top_p=2, similarity="updates"), sparse_mixture, ["gate.*"]),
-    "FedPAC": Method(
-        after_local(FedPAC, ["local_expert.*", "gate.*"], start="Local"), mixture, ["local_expert.*", "gate.*"]
-    ),
+    "FedPAC": Method(after_local(FedPAC, OWN, start="Local"), mixture, OWN),
 }
 
 
@@ -45,24 +40,44 @@ EXCHANGING = {
 @pytest.mark.parametrize("name", EXCHANGING)
 def test_an_honest_exchange_sends_nothing_private(name, tmp_path):
     method = EXCHANGING[name]
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER))
-    deploy(method, data(), tmp_path, transport, **OF_TRAINER)
-    left = {tensor for answer in transport.answers for tensor in answer.tensors}
+    deployed = Deployment(method, tmp_path)
+    deployed.run()
+    left = {tensor for answer in deployed.answers for tensor in answer.tensors}
     assert left and not [tensor for tensor in left for pattern in method.private if fnmatchcase(tensor, pattern)]
 
 
 def deployed_client(method, tmp_path):
     """The client of a finished run, the run's states, and what a message of the last phase says."""
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER))
-    server = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
-    last = transport.heard[-1][1].values
+    deployed = Deployment(method, tmp_path)
+    server = deployed.run()
+    last = deployed.heard[-1][1].values
     values = {key: last[key] for key in ("run", "phase")} | {"round": 1}
-    return transport.participants[CLIENT], server, values
+    return deployed.participants[CLIENT], server, values
 
 
-def files_of(tmp_path, client=CLIENT):
-    """The content of all files that a client keeps of a run, by path."""
-    return {path: path.read_bytes() for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/*/*.safetensors")}
+def killed_in_round(round, method, tmp_path, **settings):
+    """A deployment whose server is killed when the second client has trained in a round."""
+    trained = []
+
+    def is_time(client, message):
+        if message.kind == "train" and message.values["round"] == round:
+            trained.append(client)
+        return len(trained) == 2
+
+    deployed = Deployment(method, tmp_path, **settings)
+    deployed.run_until(is_time)
+    return deployed
+
+
+def answer_again(deployed, **values):
+    """The client's answer to its last message to train, with other values."""
+    *_, last = (message for client, message in deployed.heard if client == CLIENT and message.kind == "train")
+    return deployed.participants[CLIENT].answer(Message("train", {**last.values, **values}, last.tensors))
+
+
+def files_of(tmp_path):
+    """The content of all files that the client keeps of a run, by path."""
+    return {path: path.read_bytes() for path in tmp_path.glob(f"client {CLIENT}/*/checkpoints/clients/*/*.safetensors")}
 
 
 def newest(tmp_path, phase):
@@ -123,32 +138,19 @@ def test_no_message_says_what_a_client_removes(tmp_path):
 
 def test_training_that_goes_on_from_nothing_removes_and_overwrites_nothing(tmp_path):
     """The server is killed in the third round of many, so that the phase has rounds that are much later."""
-    method = longer("FedPer", 60, **everything())
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(2))
-    with pytest.raises(Stopped):
-        deploy(method, data(), tmp_path, transport, **OF_TRAINER)
-    *_, last = (message for client, message in transport.heard if client == CLIENT and message.kind == "train")
+    deployed = killed_in_round(2, method_of("FedPer", rounds=60, **everything()), tmp_path)
     before, number = files_of(tmp_path), newest(tmp_path, "FedPer")
     for time in range(1, 6):
         kept = [["FedPer", number + time - 1, None]] if time > 1 else []  # of the hostile training before
-        hostile = Message("train", {**last.values, "kept": kept, "round": 10 * time}, last.tensors)
-        answer = transport.participants[CLIENT].answer(hostile)
-        assert answer.values["keeps"] == number + time
+        assert answer_again(deployed, kept=kept, round=10 * time).values["keeps"] == number + time
     assert before.items() <= files_of(tmp_path).items()
 
 
-def longer(name, rounds, **kwargs):
-    """A method with one phase of so many rounds."""
-    (of_method,) = METHODS[name].phases()
-    return replace(METHODS[name], phases=lambda: [replace(of_method, rounds=rounds, **kwargs)])
-
-
-def assert_ends_as_simulated(method, deployed, tmp_path):
-    simulated = federation(method.phases(), tmp_path / "simulation", **OF_TRAINER)
-    simulated.fit(method.model(), data())
-    assert_ends_as(simulated, deployed, tmp_path)
-    ((name, state),) = simulated.run.states.items()
-    assert deployed.run.states[name].best_round == state.best_round
+def assert_ends_as_simulated(deployed):
+    simulation = simulated(deployed.method, deployed.folder)
+    deployed.assert_ends_as(simulation)
+    ((name, state),) = simulation.run.states.items()
+    assert deployed.server.run.states[name].best_round == state.best_round
     return state
 
 
@@ -157,46 +159,20 @@ def assert_ends_as_simulated(method, deployed, tmp_path):
 @pytest.mark.parametrize("checkpoint", ["last", "previous"])
 def test_a_server_finds_what_both_of_its_checkpoints_refer_to(name, checkpoint, tmp_path):
     """It is killed in the last of five rounds, when clients have already removed what they can."""
-    method = longer(name, 5)
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(4))
-    with pytest.raises(Stopped):
-        deploy(method, data(), tmp_path, transport, **OF_TRAINER)
-    transport.before = None
+    deployed = killed_in_round(4, method_of(name, rounds=5), tmp_path)
     (path,) = tmp_path.glob(f"server/**/checkpoints/{checkpoint}.ckpt")
-    deployed = deploy(method, data(), tmp_path, transport, str(path), **OF_TRAINER)
-    assert_ends_as_simulated(method, deployed, tmp_path)
-
-
-class Stopped(BaseException):
-    """The server is killed."""
-
-
-def stop_in_round(round):
-    """Kills the server when the second client has trained in a round."""
-    trained = []
-
-    def stop(client, message):
-        if message.kind == "train" and message.values["round"] == round:
-            trained.append(client)
-        if len(trained) == 2:
-            raise Stopped
-
-    return stop
+    deployed.run(str(path))
+    assert_ends_as_simulated(deployed)
 
 
 @pytest.mark.slow
 def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
     """From the third round on, nothing is learned, so that no later round is better."""
     falling = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round < 2))
-    best = {
-        "select": Select("global_test"),
-        "evaluate": True,
-        "train": Train(round_lr_scheduler=falling),
-        **everything(),
-    }
-    method = longer("FedPer", 8, **best)
-    deployed = deploy(method, data(), tmp_path, evaluate_every_n_rounds=1, **OF_TRAINER)
-    state = assert_ends_as_simulated(method, deployed, tmp_path)
+    best = {"select": Select("global_test"), "evaluate": True, "train": Train(round_lr_scheduler=falling)}
+    deployed = Deployment(method_of("FedPer", rounds=8, **everything(), **best), tmp_path, evaluate_every_n_rounds=1)
+    deployed.run()
+    state = assert_ends_as_simulated(deployed)
     assert state.best_round < 6 and len(files_of(tmp_path)) <= 5
 
 
@@ -204,15 +180,11 @@ def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
 @pytest.mark.parametrize("round", [9, 50])
 def test_a_later_round_makes_no_file_old(round, tmp_path):
     """The server is killed after a training for the next round; then a hostile one names the newest file."""
-    method = longer("FedPer", 60, **everything())
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(8))
-    with pytest.raises(Stopped):
-        deploy(method, data(), tmp_path, transport, evaluate_every_n_rounds=1, **OF_TRAINER)
+    method = method_of("FedPer", rounds=60, **everything())
+    deployed = killed_in_round(8, method, tmp_path, evaluate_every_n_rounds=1)
     before = files_of(tmp_path)
-    *_, last = (message for client, message in transport.heard if client == CLIENT and message.kind == "train")
     kept = [["FedPer", newest(tmp_path, "FedPer"), None]]
-    hostile = Message("train", {**last.values, "kept": kept, "round": round}, last.tensors)
-    assert transport.participants[CLIENT].answer(hostile).kind == "update"
+    assert answer_again(deployed, kept=kept, round=round).kind == "update"
     referred = set()
     for checkpoint in ("last", "previous"):
         (path,) = tmp_path.glob(f"server/**/checkpoints/{checkpoint}.ckpt")

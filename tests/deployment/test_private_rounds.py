@@ -13,24 +13,13 @@ import pytest
 import torch
 from helpers import blobs, mixture
 from helpers.backends import local_training
-from helpers.deployed import (
-    Changing,
-    Passing,
-    deploy,
-    federation,
-    name_of,
-    participant,
-    participants,
-    reason_of,
-    with_values,
-)
+from helpers.deployed import Deployment, name_of, participant, reason_of, simulated, with_values
 from helpers.methods import Method, everything, one
 from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.files import write_json
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
@@ -39,10 +28,6 @@ from fedmoe_pl.rounds.privacy import epsilon_of_clients
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 SIZES = (13, 8, 11)
-OF_TRAINER = {"backend": TrainerBackend()}
-
-
-WITH_NOISE = everything(sample_privacy=DPSGD(0.5, 1e-5, 1.0))
 
 
 def method(privacy, **kwargs):
@@ -53,33 +38,42 @@ PRIVATE, OPEN = method(DPSGD(0.5, 1e-3, target_epsilon=4.0)), method(None)
 
 
 def run(folder, before=None, secrets_of=None):
-    """A deployed run named as all others here, with secrets of its own or those of another run; and its transport."""
+    """A deployment that has ended, named as all others here, with secrets of its own or those of another run."""
     if secrets_of is not None:
         for client in range(len(SIZES)):
             own = folder / f"client {client}"
             (count := own / f"{1:032x}" / "private_rounds.json").parent.mkdir(parents=True)
             write_json(count, {"phases": {}})
             shutil.copy(secrets_of / f"client {client}" / "secret", own)
-    transport = Passing(participants(PRIVATE, blobs(SIZES), folder, **OF_TRAINER))
-    transport.before = before and (lambda client, message: before(transport, client, message))
+    deployed = Deployment(PRIVATE, folder, datamodule=blobs(SIZES))
+    deployed.before = before and (lambda client, message: before(deployed, client, message))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
-        return deploy(PRIVATE, blobs(SIZES), folder, transport, **OF_TRAINER), transport
+        deployed.run()
+    return deployed
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deployed")
-    return folder, *run(folder)
+def finished(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("finished"))
+
+
+def state_of(deployed):
+    return deployed.server.run.states["it"]
+
+
+def of_client_1(deployed):
+    """The last message of each kind that client 1 has got."""
+    return {message.kind: message for client, message in deployed.heard if client == 1}
 
 
 def secret_of(folder, client):
     return (folder / f"client {client}" / "secret").read_bytes()
 
 
-def trained(transport, client, round=0):
+def trained(deployed, client, round=0):
     """The message with which a client was trained in a round, and its answer."""
-    pairs = zip(transport.heard, transport.answers, strict=True)
+    pairs = zip(deployed.heard, deployed.answers, strict=True)
     return next(
         (message, answer)
         for (of_client, message), answer in pairs
@@ -92,49 +86,46 @@ def differ(a, b):
 
 
 @pytest.mark.slow
-def test_noise_follows_from_secrets_that_no_message_and_no_file_of_the_server_has(deployed, tmp_path):
-    folder, server, transport = deployed
-    simulated = federation(PRIVATE.phases(), tmp_path / "simulated", **OF_TRAINER)
-    simulated.fit(PRIVATE.model(), blobs(SIZES))
-    state, in_simulation = server.run.states["it"], simulated.run.states["it"]
+def test_noise_follows_from_secrets_that_no_message_and_no_file_of_the_server_has(finished, tmp_path):
+    folder, state = finished.folder, state_of(finished)
+    in_simulation = simulated(PRIVATE, tmp_path, blobs(SIZES)).run.states["it"]
     assert (state.finished, state.failed, state.round) == (True, 0, 2)
     assert differ(state.server, in_simulation.server)
-    other, _ = run(tmp_path / "others")
-    assert differ(state.server, other.run.states["it"].server)
+    assert differ(state.server, state_of(run(tmp_path / "others")).server)
 
-    sent = [message.to_bytes() for message in (*transport.answers, *(message for _, message in transport.heard))]
+    sent = [message.to_bytes() for message in (*finished.answers, *(message for _, message in finished.heard))]
     written = [path.read_bytes() for path in (folder / "server").rglob("*") if path.is_file()]
     assert sent and written
     for client in range(len(SIZES)):
         path, secret = folder / f"client {client}" / "secret", secret_of(folder, client)[:32]
         assert path.stat().st_mode & 0o777 == 0o600
-        seed = transport.participants[client]._plan.training.secret_seed
+        seed = finished.participants[client]._plan.training.secret_seed
         hidden = (secret, secret.hex().encode(), str(seed).encode(), f"{seed:x}".encode())
         assert not [each for content in (*sent, *written) for each in hidden if each in content]
         # by the client's own count, what a simulation counts for it
-        own, of_client = transport.participants[client].run.states["it"], epsilon_of_clients(PRIVATE.phases()[0], state)
+        own, of_client = finished.participants[client].run.states["it"], epsilon_of_clients(PRIVATE.phases()[0], state)
         assert of_client == epsilon_of_clients(PRIVATE.phases()[0], in_simulation)
         assert (own.sample_epsilon, own.sample_delta) == (pytest.approx(of_client[str(client)], rel=1e-9), 1e-3)
         assert own.sample_epsilon <= 4
 
 
-def test_clients_that_restart_before_every_training_have_the_same_bits(deployed, tmp_path):
+def test_clients_that_restart_before_every_training_have_the_same_bits(finished, tmp_path):
     restarted = []
 
-    def restart(transport, client, message):
+    def restart(deployed, client, message):
         if message.kind == "train" and (client, message.values["round"]) not in restarted:
             restarted.append((client, message.values["round"]))
-            transport.participants[client] = participant(PRIVATE, blobs(SIZES), tmp_path, client, **OF_TRAINER)
+            deployed.participants[client] = deployed.started(client)
 
-    again, _ = run(tmp_path, restart, secrets_of=deployed[0])
-    assert len(restarted) == 2 * len(SIZES) and not again.run.states["it"].failed
-    assert_same(again.run.states["it"].server, deployed[1].run.states["it"].server)
+    again = state_of(run(tmp_path, restart, secrets_of=finished.folder))
+    assert len(restarted) == 2 * len(SIZES) and not again.failed
+    assert_same(again.server, state_of(finished).server)
 
 
 def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
-    _, transport = run(tmp_path)
-    client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
-    message, answer = trained(transport, 1)
+    deployed = run(tmp_path)
+    client = deployed.started(1)
+    message, answer = trained(deployed, 1)
     assert_same(client.answer(message).tensors, answer.tensors)
 
     changed = Message("train", message.values, {name: tensor + 1 for name, tensor in message.tensors.items()})
@@ -142,7 +133,7 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     reasons = [reason_of(client, each) for each in (changed, later)]
     assert "it has trained this round with other tensors" in reasons[0] and "round 2 is none of" in reasons[1]
 
-    begin = next(each for of_client, each in transport.heard if of_client == 1 and each.kind == "begin")
+    begin = of_client_1(deployed)["begin"]
     assert client.answer(replace(begin, values={**begin.values, "rounds_before": 1})).kind == "begun"
     assert "it has trained this round with other tensors" in reason_of(client, message)
     assert client.answer(begin).kind == "begun" and client.answer(message).kind == "update"
@@ -150,13 +141,13 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     damaged = bytearray(secret_of(tmp_path, 1))
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
-    restarted = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
-    assert "secret', from which the noise of this client follows, is damaged" in reason_of(restarted, begin)
+    reason = reason_of(deployed.started(1), begin)
+    assert "secret', from which the noise of this client follows, is damaged" in reason
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
 
     with pytest.raises(MisconfigurationException), caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        deploy(PRIVATE, blobs(SIZES), tmp_path, **OF_TRAINER)
+        Deployment(PRIVATE, tmp_path, datamodule=blobs(SIZES)).run()
     assert re.search(r"has trained with sample_privacy in another run, 0{31}1", caplog.text)
 
 
@@ -169,27 +160,25 @@ def test_a_client_trains_no_round_again_with_other_data(sample, what, tmp_path, 
     def data():
         return blobs((21_000, 8, 11), batch_size=10_500)
 
-    changed, method = data(), replace(PRIVATE, phases=one(lambda: FedAvg("global_expert.*"), rounds=1, **WITH_NOISE))
+    changed = data()
     values = changed.arrays.x_train if what == "x" else changed.arrays.y_train
     values[sample] = values[sample] + 1 if what == "x" else (values[sample] + 1) % 3
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER))
-    deploy(method, data(), tmp_path, transport, **OF_TRAINER)
-    message, answer = trained(transport, 0)
-    again = participant(method, data(), tmp_path, 0, **OF_TRAINER)
-    assert_same(again.answer(message).tensors, answer.tensors)
-    other = participant(method, changed, tmp_path, 0, **OF_TRAINER)
-    assert "it has trained this round with other tensors" in reason_of(other, message)
+    deployed = Deployment(method(DPSGD(0.5, 1e-5, 1.0), rounds=1), tmp_path, datamodule=data())
+    deployed.run()
+    message, answer = trained(deployed, 0)
+    assert_same(deployed.started(0).answer(message).tensors, answer.tensors)
+    reason = reason_of(deployed.started(0, datamodule=changed), message)
+    assert "it has trained this round with other tensors" in reason
 
 
 def test_a_client_goes_on_with_no_more_rounds_than_its_noise_was_chosen_for(tmp_path):
-    _, transport = run(tmp_path)
-    own = replace(transport.participants[1]._plan.training, secret_seed=None)
-    simulated = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES))
-    assert own.hash_of_samples(1) == simulated.hash_of_samples(1)  # only the secret tells their noise apart
+    deployed = run(tmp_path)
+    own = replace(deployed.participants[1]._plan.training, secret_seed=None)
+    in_simulation = local_training(mixture(GlobalOnly()), FedAvg("global_expert.*"), blobs(SIZES))
+    assert own.hash_of_samples(1) == in_simulation.hash_of_samples(1)  # only the secret tells their noise apart
 
     more = method(DPSGD(0.5, 1e-3, target_epsilon=4.0), rounds=9)
-    client = participant(more, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
-    messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
+    client, messages = deployed.started(1, method=more), of_client_1(deployed)
     description = client.answer(messages["describe"]).values
     prepare = replace(messages["prepare"], values={**messages["prepare"].values, "description": description})
     assert client.answer(prepare).kind == "prepared"
@@ -198,7 +187,7 @@ def test_a_client_goes_on_with_no_more_rounds_than_its_noise_was_chosen_for(tmp_
 
 
 def test_a_client_counts_rounds_without_noise_in_a_run_that_has_rounds_with_noise(tmp_path):
-    server, _ = run(tmp_path)
+    server = run(tmp_path).server
     own = PrivateRounds(tmp_path / "client 1", name_of(server), 1)
     before = own.steps(["it"])
     assert PRIVATE.phases()[0].sample_privacy.epsilon(before) <= 4
@@ -222,14 +211,13 @@ LOST = {
 @pytest.mark.parametrize("lost", LOST)
 def test_a_client_that_has_lost_its_secret_or_its_count_of_epsilon_trains_no_more(lost, tmp_path):
     """Otherwise it would have other noise in a round that it counts once, or begin anew at 0."""
-    server, transport = run(tmp_path)
+    deployed = run(tmp_path)
     where, of_secret = LOST[lost]
-    shutil.move(where(tmp_path / "client 1", name_of(server)), tmp_path / "away")
+    shutil.move(where(tmp_path / "client 1", name_of(deployed.server)), tmp_path / "away")
     of_rounds = r"/0{31}1/private_rounds\.json', in which .* is missing"
     reasons = {"1": of_secret or of_rounds, "2": "in another run, 0{31}1" if of_secret else of_rounds}
     for run_name, reason in reasons.items():
-        client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
-        messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
+        client, messages = deployed.started(1), of_client_1(deployed)
         prepare, begin, train = (
             replace(messages[kind], values={**messages[kind].values, "run": run_name.zfill(32)})
             for kind in ("prepare", "begin", "train")
@@ -240,9 +228,8 @@ def test_a_client_that_has_lost_its_secret_or_its_count_of_epsilon_trains_no_mor
 
 @pytest.mark.slow
 def test_a_run_that_a_client_has_only_begun_keeps_it_from_no_other(tmp_path):
-    _, transport = run(tmp_path / "elsewhere")
-    client = participant(PRIVATE, blobs(SIZES), tmp_path, 1, **OF_TRAINER)
-    messages = {message.kind: message for of_client, message in transport.heard if of_client == 1}
+    messages = of_client_1(run(tmp_path / "elsewhere"))
+    client = participant(PRIVATE, tmp_path, 1, blobs(SIZES))
     for run_name in ("2", "3", "2"):
         for kind in ("prepare", "begin"):
             answer = client.answer(replace(messages[kind], values={**messages[kind].values, "run": run_name.zfill(32)}))
@@ -252,16 +239,12 @@ def test_a_run_that_a_client_has_only_begun_keeps_it_from_no_other(tmp_path):
 
 
 def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_says_of_the_client(tmp_path, caplog):
-    data = blobs(SIZES)
-    of_server = participant(OPEN, data, tmp_path / "open", 0, **OF_TRAINER).answer(Message("describe")).values
-    passing = participants(PRIVATE, data, tmp_path, **OF_TRAINER)
-    transport = Passing(
-        {
-            client: Changing(each, "describe", with_values(configuration=of_server["configuration"]))
-            for client, each in passing.items()
-        }
-    )
+    of_server = participant(OPEN, tmp_path / "open", 0, blobs(SIZES)).answer(Message("describe")).values
+    deployed = Deployment(PRIVATE, tmp_path, datamodule=blobs(SIZES))
+    for client in range(len(SIZES)):
+        deployed.change(client, "describe", with_values(configuration=of_server["configuration"]))
+    deployed.method = OPEN
     with pytest.raises(MisconfigurationException), caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        deploy(OPEN, data, tmp_path, transport, **OF_TRAINER)
+        deployed.run()
     assert re.search(r"this client has failed: .*sample_privacy", caplog.text)
-    assert "update" not in [answer.kind for answer in transport.answers]
+    assert "update" not in [answer.kind for answer in deployed.answers]

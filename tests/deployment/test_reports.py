@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.deployed import Passing, deploy, federation, participant, participants, reason_of
-from helpers.methods import METHODS, data
+from helpers.deployed import Deployment, federation, method_of, participant, reason_of
+from helpers.methods import data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD, Reports, Select
 from fedmoe_pl.aggregation import DifferentialPrivacy
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.files import read_json
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.deployment import Message
@@ -22,22 +21,20 @@ from fedmoe_pl.evaluation.evaluation import METRICS as ACCURACIES
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.report.report import report
 
-OF_TRAINER = {"backend": TrainerBackend()}
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
 CLASSES, BIAS = 3, "global_expert.classifier.1.bias"
 
 
 def method(name="FedAvg of everything", **of_phase):
-    changed = {"evaluate": True, "clients_per_round": 1.0, **of_phase}
-    return replace(METHODS[name], phases=lambda: [replace(phase, **changed) for phase in METHODS[name].phases()])
+    return method_of(name, **{"evaluate": True, "clients_per_round": 1.0, **of_phase})
 
 
-def begun(of_method, tmp_path, datamodule=None, run="0", **settings):
+def begun(of_method, tmp_path, **settings):
     """A client in the first phase of a run, and the messages that led it there."""
-    client = participant(of_method, datamodule or data(**SPLIT), tmp_path, 0, **OF_TRAINER, **settings)
-    about = {"run": 32 * run, "num_clients": 5, "num_classes": CLASSES}
+    client = participant(of_method, tmp_path, 0, data(**SPLIT), **settings)
+    about = {"run": 32 * "0", "num_clients": 5, "num_classes": CLASSES}
     prepare = Message("prepare", {**about, "description": client.answer(Message("describe")).values})
-    begin = Message("begin", {"run": 32 * run, "phase": of_method.phases()[0].name, "rounds_before": 0})
+    begin = Message("begin", {"run": 32 * "0", "phase": of_method.phases()[0].name, "rounds_before": 0})
     assert [client.answer(message).kind for message in (prepare, begin)] == ["prepared", "begun"]
     return client, [prepare, begin]
 
@@ -69,9 +66,8 @@ def test_models_of_the_server_s_making_give_no_class_counts_unless_the_client_s_
     if name is None:
         assert all(map(math.isnan, found))
         return
-    labels = client.datamodule.y[
-        torch.cat([client.datamodule.train_samples[0], client.datamodule.validation_samples[0]])
-    ]
+    own = client.datamodule
+    labels = own.y[torch.cat([own.train_samples[0], own.validation_samples[0]])]
     assert [share * len(labels) for share in found] == pytest.approx(labels.bincount(minlength=CLASSES).tolist())
 
 
@@ -110,16 +106,14 @@ def test_nothing_is_reported_in_any_phase_of_a_federation_with_privacy_unless_it
 @pytest.mark.parametrize("reports", [Reports(), Reports(["global_test"])])
 @pytest.mark.few(1)
 def test_a_deployed_federation_with_privacy_has_the_values_that_are_named(reports, tmp_path, caplog):
-    transport = Passing(participants(method("SecureAggregation"), data(), tmp_path, **OF_TRAINER, reports=reports))
-    settings = {**OF_TRAINER, "reports": reports, "logger": True}
-    deployed = deploy(method("SecureAggregation"), data(), tmp_path, transport, **settings)
-    (evaluation,) = deployed.results.values()
+    deployed = Deployment(method("SecureAggregation"), tmp_path, reports=reports)
+    (evaluation,) = deployed.run(logger=True).results.values()
     assert len(evaluation.values("global_test")) == (5 if reports.metrics else 0)
     assert not evaluation.values("local_test") and not evaluation.values("reweighted_test")
-    of_clients = [answer for answer in transport.answers if answer.kind == "evaluation"]
+    of_clients = [answer for answer in deployed.answers if answer.kind == "evaluation"]
     assert of_clients and not any(answer.tensors for answer in of_clients)
     with nullcontext() if reports.metrics else pytest.raises(InvalidArgumentError, match="a run with accuracies"):
-        report([str(deployed.run_dir), "--output", str(tmp_path / "report.html")])
+        report([str(deployed.server.run_dir), "--output", str(tmp_path / "report.html")])
 
 
 @pytest.mark.parametrize(
@@ -127,13 +121,11 @@ def test_a_deployed_federation_with_privacy_has_the_values_that_are_named(report
 )
 def test_a_phase_is_not_selected_by_what_no_client_reports(monitor, allowed, tmp_path):
     name = "SecureAggregation" if monitor == "global_test" else "FedAvg of everything"
-    selecting = method(name, select=Select(monitor))
-    transport = Passing(participants(selecting, data(), tmp_path, **OF_TRAINER))
-    with pytest.raises(
-        InvalidArgumentError, match=f"select.monitor is '{monitor}', but must be {allowed}.*reports.metrics"
-    ):
-        deploy(selecting, data(), tmp_path, transport, evaluate_every_n_rounds=1, **OF_TRAINER)
-    assert not [message for _, message in transport.heard if message.kind.startswith("train")]
+    deployed = Deployment(method(name, select=Select(monitor)), tmp_path)
+    refused = f"select.monitor is '{monitor}', but must be {allowed}.*reports.metrics"
+    with pytest.raises(InvalidArgumentError, match=refused):
+        deployed.run(evaluate_every_n_rounds=1)
+    assert not [message for _, message in deployed.heard if message.kind.startswith("train")]
 
 
 def test_a_client_evaluates_one_model_in_a_round_whoever_asks(tmp_path):
@@ -151,7 +143,7 @@ def test_a_client_evaluates_one_model_in_a_round_whoever_asks(tmp_path):
     assert_refuses(client, messages)
     assert [client.answer(message).kind for message in other_run] == ["prepared", "begun"]
     assert_refuses(client, other_run)
-    again = participant(method(rounds=2), data(**SPLIT), tmp_path, 0, **OF_TRAINER, evaluate_every_n_rounds=1)
+    again = participant(method(rounds=2), tmp_path, 0, data(**SPLIT), evaluate_every_n_rounds=1)
     assert [again.answer(message).kind for message in messages] == ["prepared", "begun"]
     assert_refuses(again, messages)
     assert asked(client, other_run, second, round=2).kind == "evaluation"
@@ -161,23 +153,15 @@ def test_a_client_evaluates_after_rounds_of_its_own_configuration_and_a_last_one
     client, messages = begun(method(rounds=9), tmp_path, evaluate_every_n_rounds=4)
     tensors = dict(client._plan.training.initial)
     kinds = {round: asked(client, messages, tensors, round).kind for round in (4, 8, 9, 6, 5, 7, 0, 6)}
-    assert kinds == {
-        4: "evaluation",
-        8: "evaluation",
-        9: "evaluation",
-        6: "evaluation",
-        5: FAILED,
-        7: FAILED,
-        0: FAILED,
-    }
+    assert kinds == dict.fromkeys((4, 8, 9, 6), "evaluation") | dict.fromkeys((5, 7, 0), FAILED)
 
 
 @pytest.mark.slow
 def test_a_client_keeps_a_record_of_what_it_has_reported(tmp_path):
-    settings = {**OF_TRAINER, "evaluate_every_n_rounds": 1}
-    transport = Passing(participants(method("PFLMoE", rounds=1), data(**SPLIT), tmp_path, **settings))
-    deploy(method("PFLMoE", rounds=1), data(**SPLIT), tmp_path, transport, **settings)
-    said = zip(transport.heard, transport.answers, strict=True)
+    of_method = method("PFLMoE", rounds=1)
+    deployed = Deployment(of_method, tmp_path, datamodule=data(**SPLIT), evaluate_every_n_rounds=1)
+    deployed.run()
+    said = zip(deployed.heard, deployed.answers, strict=True)
     answers = [(message, answer) for (client, message), answer in said if client == 2 and answer.kind == "evaluation"]
     (path,) = tmp_path.glob("client 2/*/evaluations.json")
     rows = read_json(path)["evaluations"]
@@ -197,22 +181,12 @@ def test_what_is_reported_has_enough_samples_and_no_more_digits():
         0, 10, 2 / 3, 1 / 3, 0.98765, 1 / 9, weights, torch.zeros(3), 1234.5678, metrics=metrics, name="Berlin"
     )
     samples = {"local_test": 3, "reweighted_test": 100, "global_test": 100, "validation": 9}
-    names = [
-        "local_test",
-        "local_test_f1",
-        "global_test",
-        "global_test_f1",
-        "validation",
-        "validation_loss",
-        "gate_weights",
-    ]
+    names = ["local_test", "local_test_f1", "global_test", "global_test_f1", "validation", "validation_loss"]
+    names += ["gate_weights"]
     said = Reports(names, digits=2).reported(evaluation, names, samples)
     assert (said.local_test, said.global_test, said.validation) == (0.67, 0.99, 0.11)
-    assert (said.validation_loss, said.metrics, said.name) == (
-        1200,
-        {"local_test_f1": 0.14, "global_test_f1": 0.29},
-        "",
-    )
+    assert (said.validation_loss, said.name) == (1200, "")
+    assert said.metrics == {"local_test_f1": 0.14, "global_test_f1": 0.29}
     assert said.gate_weights is not None and said.gate_weights.tolist() == [[0.17, 0.83]] and said.gate_labels is None
     assert math.isnan(said.reweighted_test)
     few = Reports(names, min_samples=4).reported(evaluation, names, samples)
@@ -223,17 +197,16 @@ def test_what_is_reported_has_enough_samples_and_no_more_digits():
 
 
 def test_a_client_may_report_less_than_the_server_s_configuration_says(tmp_path):
-    everyone = participants(method(), data(), tmp_path, **OF_TRAINER)
-    everyone[1] = participant(method(), data(), tmp_path, 1, **OF_TRAINER, reports=Reports(["global_test"], digits=1))
-    deployed = deploy(method(), data(), tmp_path, Passing(everyone), **OF_TRAINER)
-    (evaluation,) = deployed.results.values()
+    deployed = Deployment(method(), tmp_path)
+    deployed.participants[1] = deployed.started(1, reports=Reports(["global_test"], digits=1))
+    (evaluation,) = deployed.run().results.values()
     values = [client.global_test for client in evaluation.clients]
     assert values[1] == float(f"{values[1]:.0e}") and not any(map(math.isnan, values))
 
 
 def test_names_and_numbers_that_mean_nothing_are_refused(tmp_path):
     with pytest.raises(InvalidArgumentError, match="metrics is 'accuracy', but must be one of local_test"):
-        participant(method(), data(), tmp_path, 0, reports=Reports(["accuracy"]))
+        participant(method(), tmp_path, 0, reports=Reports(["accuracy"]))
     for wrong in ({"min_samples": 0}, {"digits": 0}):
         with pytest.raises(MisconfigurationException, match=next(iter(wrong))):
             Reports(**wrong)
@@ -253,14 +226,14 @@ def rows_of(text):
 def test_the_audit_names_all_that_is_on_the_wire_also_of_evaluations(name, tmp_path, capsys):
     of_method = method(name)
     reports = Reports(["local_test", "validation_loss", "gate_weights"]) if name == "SecureAggregation" else Reports()
-    settings = {**OF_TRAINER, "reports": reports, "evaluate_every_n_rounds": 1}
-    transport = Passing(participants(of_method, data(**SPLIT), tmp_path, **settings))
-    deploy(of_method, data(**SPLIT), tmp_path, transport, **settings)
+    settings = {"reports": reports, "evaluate_every_n_rounds": 1}
+    deployed = Deployment(of_method, tmp_path, datamodule=data(**SPLIT), **settings)
+    deployed.run()
     capsys.readouterr()
     audits = federation(of_method.phases(), tmp_path, **settings).audit(of_method.model(), data(**SPLIT))
     rows = rows_of(capsys.readouterr().out)
     reported = {phase: set() for phase in audits}
-    for (_, message), answer in zip(transport.heard, transport.answers, strict=True):
+    for (_, message), answer in zip(deployed.heard, deployed.answers, strict=True):
         for each in (message, answer):
             hidden = {"run", "phase", "round", "kept", "gate_weights", "gate_labels", "name"}
             listed = {text.strip() for text in rows[each.kind].split(",")}

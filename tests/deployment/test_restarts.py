@@ -6,66 +6,51 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import (
-    Passing,
-    assert_ends_as,
-    deploy,
-    federation,
-    kept_by,
-    killed,
-    name_of,
-    participant,
-    participants,
-    reason_of,
-)
-from helpers.methods import METHODS, data
+from helpers.deployed import Deployment, method_of, name_of, participant, reason_of, simulated
+from helpers.methods import METHODS
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
 from fedmoe_pl.deployment import BadMessageError, Message
 
-METHOD = replace(METHODS["PFLMoE"], phases=lambda: [replace(p, evaluate=True) for p in METHODS["PFLMoE"].phases()[:3]])
-OF_TRAINER = {"backend": TrainerBackend()}
+METHOD = method_of("PFLMoE", 3, evaluate=True)
 
 
 @pytest.fixture(scope="module")
-def simulated(tmp_path_factory):
-    run = federation(METHOD.phases(), tmp_path_factory.mktemp("simulation"), **OF_TRAINER)
-    run.fit(METHOD.model(), data())
-    return run
+def simulation(tmp_path_factory):
+    return simulated(METHOD, tmp_path_factory.mktemp("simulation"))
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["train", "evaluate", "begin", "prepare"])
-def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, simulated, tmp_path):
+def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, simulation, tmp_path):
     restarted = []
 
     def restart(client, message):
         if message.kind == kind and client not in restarted and len(restarted) < 4:
             restarted.append(client)
-            transport.participants[client] = participant(METHOD, data(), tmp_path, client, **OF_TRAINER)
+            deployed.participants[client] = deployed.started(client)
 
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), restart)
-    deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    deployed = Deployment(METHOD, tmp_path, restart)
+    deployed.run()
     assert len(restarted) == 4
-    assert_ends_as(simulated, deployed, tmp_path)
+    deployed.assert_ends_as(simulation)
 
 
 @pytest.mark.few("20")
 @pytest.mark.parametrize("messages", [3, 12, 20, 33, 47])
-def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulated, tmp_path):
-    transport = killed(METHOD, data(), tmp_path, messages, **OF_TRAINER)
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulation, tmp_path):
+    deployed = Deployment(METHOD, tmp_path)
+    deployed.run_until(lambda *_: len(deployed.heard) >= messages)
     # killed before its first checkpoint, it begins again
-    checkpoint = "last" if [*tmp_path.glob("server/**/last.ckpt")] else None
-    deployed = deploy(METHOD, data(), tmp_path, transport, checkpoint, **OF_TRAINER)
-    assert_ends_as(simulated, deployed, tmp_path)
+    deployed.run("last" if [*tmp_path.glob("server/**/last.ckpt")] else None)
+    deployed.assert_ends_as(simulation)
 
 
 @pytest.mark.parametrize(("name", "bit"), [("run.message", 1), ("phase.message", 128)])
 @pytest.mark.few(1)
 def test_a_client_that_restarts_with_a_damaged_message_gets_it_again(name, bit, tmp_path):
-    method, damaged = METHODS["FedPer"], []
+    damaged = []
 
     def restart(client, message):
         path = tmp_path / f"client {client}" / name
@@ -74,66 +59,101 @@ def test_a_client_that_restarts_with_a_damaged_message_gets_it_again(name, bit, 
             content = bytearray(path.read_bytes())
             content[-9] ^= bit  # a letter of the description, the sign of an initial weight
             path.write_bytes(content)
-            transport.participants[client] = participant(method, data(), tmp_path, client, **OF_TRAINER)
+            deployed.participants[client] = deployed.started(client)
 
-    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), restart)
-    deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
-    simulation = federation(method.phases(), tmp_path / "simulation", **OF_TRAINER)
-    simulation.fit(method.model(), data())
-    assert damaged and not deployed.run.states["FedPer"].failed
-    assert_ends_as(simulation, deployed, tmp_path)
+    deployed = Deployment(METHODS["FedPer"], tmp_path, restart)
+    deployed.run()
+    assert damaged and not deployed.server.run.states["FedPer"].failed
+    deployed.assert_ends_as(simulated(METHODS["FedPer"], tmp_path))
 
 
 def test_a_run_whose_name_among_clients_is_damaged_does_not_go_on(tmp_path):
-    killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
+    deployed = Deployment(METHOD, tmp_path)
+    deployed.run_until(lambda *_: len(deployed.heard) >= 20)
     (path,) = tmp_path.glob("server/**/deployment.json")
     content = path.read_text()
     path.write_text(content[:-3] + ("0" if content[-3] != "0" else "1") + content[-2:])
     with pytest.raises(MisconfigurationException, match=r"deployment\.json', which has the run's name among its clien"):
-        deploy(METHOD, data(), tmp_path, None, "last", **OF_TRAINER)
+        deployed.run("last")
 
 
 def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp_path):
-    others = participants(METHOD, data(), tmp_path, **OF_TRAINER)
     away = {}
 
     def leave(client, message):
         if message.kind == "train" and message.values["phase"] == "FedAvg":
             if message.values["round"] == 0 and not away:
-                away[client] = transport.participants.pop(client)
+                away[client] = deployed.participants.pop(client)
             elif message.values["round"] == 1:
-                transport.participants.update(away)
+                deployed.participants.update(away)
 
-    transport = Passing(others, leave)
+    deployed = Deployment(METHOD, tmp_path, leave)
     with pytest.warns(UserWarning) as warned:
-        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+        server = deployed.run()
     (client,) = away
     assert f"round 1: client {client} is left out: it is not connected" in str(warned[0].message)
-    assert deployed.run.states["FedAvg"].failed == 1
-    rows = [row for row in deployed.run.rows if row["method"] == "FedAvg"]
-    assert [row["failed"] for row in rows] == [1, 1]
-    assert not np.isnan(deployed.results["MF"].clients[client].global_test)
+    assert server.run.states["FedAvg"].failed == 1
+    assert [row["failed"] for row in server.run.rows if row["method"] == "FedAvg"] == [1, 1]
+    assert not np.isnan(server.results["MF"].clients[client].global_test)
 
 
 @pytest.mark.slow
-def test_a_client_that_is_away_when_models_are_evaluated_has_no_accuracy(tmp_path):
-    def leave(client, message):
-        if message.kind == "evaluate" and client == 2:
-            transport.participants.pop(2, None)
+def test_a_client_that_is_away_when_phases_end_has_no_accuracy_and_gets_their_results_later(tmp_path):
+    """That of the last phase when the server starts again."""
+    away = []
 
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
+    def come_and_go(client, message):
+        now = message.kind, message.values.get("phase")
+        if client == 2 and now in (("evaluate", "FedAvg"), ("finish", "MF")) and 2 in deployed.participants:
+            away.append(deployed.participants.pop(2))
+        elif now == ("begin", "tuned"):
+            deployed.participants[2] = away[0]
+
+    deployed = Deployment(METHOD, tmp_path, come_and_go)
     with pytest.warns(UserWarning) as warned:
-        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    assert "phase 'FedAvg': client 2 is not evaluated: it is not connected" in str(warned[0].message)
-    of_clients = [client.global_test for client in deployed.results["FedAvg"].clients]
+        server = deployed.run()
+    texts = [str(warning.message) for warning in warned]
+    assert any("phase 'FedAvg': client 2 is not evaluated: it is not connected" in text for text in texts)
+    of_clients = [client.global_test for client in server.results["FedAvg"].clients]
     assert [np.isnan(value) for value in of_clients] == [False, False, True, False, False]
-    assert deployed.results["FedAvg"].evaluated == "4 of 5"
+    assert server.results["FedAvg"].evaluated == "4 of 5"
+    for phase in ("FedAvg", "MF"):
+        assert any(f"'{phase}': client 2 has not confirmed that it has the result" in text for text in texts)
+
+    def states(client):
+        return load_federation(tmp_path / f"client {client}" / name_of(server) / FILE)["phases"]
+
+    assert [*states(2)] == ["FedAvg", "tuned"] and [*states(3)] == ["FedAvg", "tuned", "MF"]
+    assert states(2)["FedAvg"].server.keys() == states(3)["FedAvg"].server.keys()
+    before, deployed.before, deployed.participants[2] = len(deployed.heard), None, away[0]
+    deployed.run("last")
+    assert [*states(2)] == ["FedAvg", "tuned", "MF"]
+    assert {message.kind for _, message in deployed.heard[before:]} == {"describe", "finish"}
+
+
+@pytest.mark.slow
+def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model_is_not(tmp_path):
+    phases = []
+
+    def leave_for_a_phase(client, message):
+        phases.append(message.values.get("phase"))
+        if client == 2 and phases[-1] == "tuned" and "MF" not in phases:
+            deployed.participants.pop(client, None)
+        elif phases[-1] == "MF":
+            deployed.participants.update(everybody)
+
+    deployed = Deployment(METHOD, tmp_path, leave_for_a_phase)
+    everybody = {**deployed.participants}
+    with pytest.warns(UserWarning) as warned:
+        deployed.run()
+    text = "Phase 'tuned': client 2 was away, so its model is not trained"
+    assert text in [str(warning.message) for warning in warned]
+    notes = [(client, message.values["text"]) for client, message in deployed.heard if message.kind == "note"]
+    assert notes == [(2, text)]
 
 
 def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
-    method = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=8)])
-    deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
-    kept = deployed.run.states["FedPer"].clients.files
+    kept = Deployment(method_of("FedPer", rounds=8), tmp_path).run().run.states["FedPer"].clients.files
     for client in range(5):
         files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/FedPer/*.safetensors")]
         numbers = sorted(int(name.partition("_")[0]) for name in files)
@@ -142,73 +162,17 @@ def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
 
 @pytest.mark.slow
 def test_clients_of_another_run_keep_their_files(tmp_path):
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
-    first = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    deployed = Deployment(METHOD, tmp_path)
+    first = deployed.run()
     before = {path: path.read_bytes() for path in tmp_path.glob("client*/**/*.safetensors")}
-    deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    deployed.run()
     assert before and all(path.read_bytes() == content for path, content in before.items())
-    assert kept_by(tmp_path, first, "MF", 0)
-
-
-@pytest.mark.slow
-def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_path):
-    away = {}
-
-    def leave(client, message):
-        if message.kind == "finish" and message.values["phase"] == "FedAvg" and client == 2 and not away:
-            away[client] = transport.participants.pop(client)
-        elif message.kind == "begin" and message.values["phase"] == "tuned":
-            transport.participants.update(away)
-
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
-    with pytest.warns(UserWarning, match="'FedAvg': client 2 has not confirmed that it has the result"):
-        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    states = [load_federation(tmp_path / f"client {client}" / name_of(deployed) / FILE)["phases"] for client in (2, 3)]
-    assert [*states[0]] == [*states[1]] == ["FedAvg", "tuned", "MF"]
-    assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
-
-
-@pytest.mark.slow
-def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model_is_not(tmp_path):
-    everybody, phases = participants(METHOD, data(), tmp_path, **OF_TRAINER), []
-
-    def leave_for_a_phase(client, message):
-        phases.append(message.values.get("phase"))
-        if client == 2 and phases[-1] == "tuned" and "MF" not in phases:
-            transport.participants.pop(client, None)
-        elif phases[-1] == "MF":
-            transport.participants.update(everybody)
-
-    transport = Passing({**everybody}, leave_for_a_phase)
-    with pytest.warns(UserWarning) as warned:
-        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    text = "Phase 'tuned': client 2 was away, so its model is not trained"
-    assert text in [str(warning.message) for warning in warned]
-    notes = [(client, message.values["text"]) for client, message in transport.heard if message.kind == "note"]
-    assert notes == [(2, text)]
-
-
-@pytest.mark.slow
-def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_starts_again(tmp_path):
-    everybody = participants(METHOD, data(), tmp_path, **OF_TRAINER)
-
-    def leave(client, message):
-        if message.kind == "finish" and message.values["phase"] == "MF" and client == 2:
-            transport.participants.pop(client, None)
-
-    transport = Passing({**everybody}, leave)
-    with pytest.warns(UserWarning, match="'MF': client 2 has not confirmed that it has the result"):
-        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    (path,) = (tmp_path / "client 2").glob(f"*/{FILE}")
-    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned"]
-    transport = Passing(everybody)
-    deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
-    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF"]
-    assert {message.kind for _, message in transport.heard} == {"describe", "finish"}
+    deployed.server = first
+    assert deployed.kept_by(0, "MF")
 
 
 def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
-    client = participant(METHOD, data(), tmp_path, 0)
+    client = participant(METHOD, tmp_path, 0)
     assert reason_of(client, Message("dance")) == "it does not know messages of the kind 'dance'"
     prepare = Message("prepare", {"run": "../../etc", "num_clients": 5, "num_classes": 3})
     assert "must be 32 hexadecimal digits" in reason_of(client, prepare)
@@ -226,7 +190,7 @@ def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
     ],
 )
 def test_a_client_makes_no_paths_of_what_is_no_file_of_the_run(values, reason, tmp_path):
-    client, run = participant(METHODS["FedPAC"], data(), tmp_path, 0), {"run": "0" * 32}
+    client, run = participant(METHODS["FedPAC"], tmp_path, 0), {"run": "0" * 32}
     description = client.answer(Message("describe")).values
     prepare = Message("prepare", {**run, "num_clients": 5, "num_classes": 3, "description": description})
     assert client.answer(prepare).kind == "prepared"
@@ -241,28 +205,21 @@ def test_a_client_makes_no_paths_of_what_is_no_file_of_the_run(values, reason, t
     assert not [*tmp_path.rglob("*_*_*.safetensors")]
 
 
-def refusal(tmp_path, method=METHOD, of_clients=METHOD, datamodule=None, **kwargs):
-    with pytest.raises(MisconfigurationException) as error:
-        transport = Passing(participants(of_clients, datamodule or data(), tmp_path))
-        deploy(method, datamodule or data(), tmp_path, transport, **kwargs)
-    return str(error.value)
-
-
 def with_anchors():
     phases = METHODS["FedJETs"].phases()
     phases[-1].algorithm.anchors = True
     return phases
 
 
-@pytest.mark.parametrize("name", ["FedJETs", "PMMoE"])
-def test_methods_whose_server_needs_the_clients_before_the_first_round_are_refused(name, tmp_path):
-    method = METHODS[name] if name == "PMMoE" else replace(METHODS[name], phases=with_anchors)
-    assert f"{name} cannot be deployed, because its server computes with the clients' data" in refusal(
-        tmp_path, method, method
-    )
+@pytest.mark.parametrize(
+    ("method", "refusal"),
+    [
+        (replace(METHODS["FedJETs"], phases=with_anchors), "FedJETs cannot .*, because its server computes with the"),
+        (METHODS["PMMoE"], "PMMoE cannot be deployed, because its server computes with the clients' data"),
+        (method_of("PFLMoE", 1, ckpt_path="a.ckpt"), "ckpt_path is 'a.ckpt', but must be left out in a deployed fed"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused(method, refusal, tmp_path):
+    with pytest.raises(MisconfigurationException, match=refusal):
+        Deployment(method, tmp_path).run()
     assert not [*tmp_path.glob("server/*/version_*")]
-
-
-def test_a_result_from_a_checkpoint_is_refused(tmp_path):
-    method = replace(METHOD, phases=lambda: [replace(p, ckpt_path="some.ckpt") for p in METHOD.phases()[:1]])
-    assert "ckpt_path is 'some.ckpt', but must be left out in a deployed federation" in refusal(tmp_path, method)

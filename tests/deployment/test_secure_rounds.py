@@ -3,7 +3,6 @@
 import logging
 import random
 import re
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,18 +12,8 @@ import pytest
 import torch
 from helpers import blobs, mixture
 from helpers.backends import local_training
-from helpers.deployed import (
-    Changing,
-    Passing,
-    assert_ends_as,
-    deploy,
-    federation,
-    participant,
-    participants,
-    reason_of,
-    tensors,
-)
-from helpers.methods import METHODS, SIZES, data
+from helpers.deployed import Deployment, method_of, participant, reason_of, simulated, tensors, with_values
+from helpers.methods import METHODS, SIZES
 from helpers.odd_messages import odd
 from helpers.runs import assert_same
 from helpers.secrets import held
@@ -32,7 +21,7 @@ from helpers.secrets import held
 from fedmoe_pl import DPSGD, Update
 from fedmoe_pl.aggregation import SecureAggregation
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import Failure, TrainerBackend
+from fedmoe_pl.backends import Failure
 from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import FAILED, SEVERAL
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
@@ -42,7 +31,6 @@ from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import ClientError
 from fedmoe_pl.rounds.privacy import epsilon_of_clients
 
-OF_TRAINER = {"backend": TrainerBackend()}
 CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "confirm", "unmask")
 AFTER_MASKING = STEPS[3:]
 NAME = "global_expert.extractor.1.weight"
@@ -51,9 +39,7 @@ needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opa
 
 
 def method(**of_phase):
-    (phase,) = METHODS["SecureAggregation"].phases()
-    changed = replace(phase, **{"clients_per_round": 1.0, "rounds": 1, "evaluate": False, **of_phase})
-    return replace(METHODS["SecureAggregation"], phases=lambda: [changed])
+    return method_of("SecureAggregation", **{"clients_per_round": 1.0, "rounds": 1, "evaluate": False, **of_phase})
 
 
 @pytest.fixture
@@ -77,12 +63,12 @@ def trained(monkeypatch):
     return found
 
 
-class Leaving(Passing):
-    """A transport in which clients are gone from a step of the round to its end."""
+class Leaving(Deployment):
+    """Clients are gone from a step of the round to its end."""
 
-    def __init__(self, participants, step, leaving):
-        super().__init__(participants)
-        self.step, self.leaving, self.all, self.unmasked = step, leaving, participants, []
+    def __init__(self, method, folder, step, leaving):
+        super().__init__(method, folder)
+        self.step, self.leaving, self.all, self.unmasked = step, leaving, self.participants, []
 
     def ask(self, messages, seconds):
         kinds = {message.kind for message in messages.values()}
@@ -95,9 +81,9 @@ class Leaving(Passing):
         return answers
 
 
-def server_after(deployed):
-    (state,) = deployed.run.states.values()
-    return state.server
+def state_after(deployed):
+    (state,) = deployed.run().run.states.values()
+    return state
 
 
 def expected_after(trained, clients):
@@ -108,48 +94,49 @@ def expected_after(trained, clients):
     return start + mean.reshape(start.shape)
 
 
+@needs_opacus
 @pytest.mark.few(STEPS[-1])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone(step, tmp_path, trained):
-    transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {2})
-    if step not in AFTER_MASKING:
-        with pytest.warns(UserWarning, match=r"round 1: client 2 is left out: it is not connected"):
-            deployed = deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
-    else:
-        deployed = deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
-    clients = [client for client in CLIENTS if client != 2 or step in AFTER_MASKING]
-    expected = expected_after(trained, clients)
-    torch.testing.assert_close(server_after(deployed)[NAME], expected, rtol=0, atol=1e-15)
-    (state,) = deployed.run.states.values()
-    assert state.failed == len(CLIENTS) - len(clients)
-    assert [*transport.unmasked] == [client for client in CLIENTS if client != 2]
+def test_a_client_that_drops_out_in_any_step_costs_its_own_update_alone_and_its_epsilon(step, tmp_path, trained):
+    """The server counts epsilon in any case, because it cannot know whether the client has trained."""
+    private, is_left_out = method(sample_privacy=PRIVATE), step not in AFTER_MASKING
+    deployed, sentence = Leaving(private, tmp_path, step, {2}), "round 1: client 2 is left out: it is not connected"
+    with pytest.warns(UserWarning, match=sentence) if is_left_out else nullcontext():
+        state = state_after(deployed)
+    expected = expected_after(trained, [client for client in CLIENTS if client != 2 or not is_left_out])
+    torch.testing.assert_close(state.server[NAME], expected, rtol=0, atol=1e-15)
+    assert state.failed == is_left_out and deployed.unmasked == [client for client in CLIENTS if client != 2]
+    by_server = epsilon_of_clients(private.phases()[0], state)
+    for client, each in deployed.all.items():
+        (own,) = each.run.states.values()
+        spent = 0.0 if (client, step) == (2, "train masked") else by_server[str(client)]
+        assert own.sample_epsilon == pytest.approx(spent, rel=1e-9)
+        assert 0 < by_server[str(client)] <= 4
 
 
 @pytest.mark.few(STEPS[-1])
 @pytest.mark.parametrize("step", STEPS)
 def test_with_fewer_than_the_threshold_nothing_is_unmasked(step, tmp_path):
-    transport = Leaving(participants(method(), data(), tmp_path, **OF_TRAINER), step, {1, 2})
+    deployed = Leaving(method(), tmp_path, step, {1, 2})
     with pytest.warns(UserWarning) as warned, pytest.raises(ClientError) as error:
-        deploy(method(), data(), tmp_path, transport, **OF_TRAINER)
+        deployed.run()
     sentence = "clients answered, but secure aggregation needs 4"
     assert sentence in str(error.value) and sum(sentence in str(each.message) for each in warned) == 3
     assert f": 3 of 5 {sentence}, also after 3 more tries; client 1: it is not connected" in str(error.value)
-    kinds = Counter(message.kind for _, message in transport.heard)
     if step not in AFTER_MASKING:
-        assert not kinds["unmask"]
+        assert "unmask" not in [message.kind for _, message in deployed.heard]
 
 
 @pytest.mark.slow
 @needs_opacus
 def test_masks_hide_what_clients_with_noise_of_their_own_would_send_without_them(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(PrivateRounds, "begin", lambda self, training: 1 + self.client)  # in place of their secrets
-    without = method(sample_privacy=PRIVATE, secure_aggregation=False)
-    transport = Passing(participants(without, data(), tmp_path / "without", **OF_TRAINER))
-    deploy(without, data(), tmp_path / "without", transport, **OF_TRAINER)
+    without = Deployment(method(sample_privacy=PRIVATE, secure_aggregation=False), tmp_path / "without")
+    without.run()
     private = method(sample_privacy=PRIVATE)
-    deploy(private, data(), tmp_path / "masked", **OF_TRAINER)
+    Deployment(private, tmp_path / "masked").run()
     start = private.model().state_dict()
-    sent = [answer for answer in transport.answers if answer.kind == "update"]
+    sent = [answer for answer in without.answers if answer.kind == "update"]
     assert len(sent) == len(trained) == 5
     for client, answer in enumerate(sent):
         update = Update(answer.tensors, answer.values["weight"])
@@ -161,53 +148,31 @@ def test_masks_hide_what_clients_with_noise_of_their_own_would_send_without_them
 def test_with_the_run_s_seed_for_its_noise_a_deployment_has_the_bits_of_a_simulation(tmp_path, monkeypatch):
     monkeypatch.setattr(PrivateRounds, "begin", lambda self, training: None)
     private = method(sample_privacy=PRIVATE, rounds=2)
-    simulated = federation(private.phases(), tmp_path / "simulated", **OF_TRAINER)
-    simulated.fit(private.model(), data())
-    deployed = deploy(private, data(), tmp_path, **OF_TRAINER)
-    assert_ends_as(simulated, deployed, tmp_path)
-    (there,), (here,) = deployed.run.states.values(), simulated.run.states.values()
+    simulation, deployed = simulated(private, tmp_path), Deployment(private, tmp_path)
+    there, (here,) = state_after(deployed), simulation.run.states.values()
+    deployed.assert_ends_as(simulation)
     assert there.counted_steps == here.counted_steps and 0 < there.sample_epsilon == here.sample_epsilon <= 4
 
 
 @needs_opacus
-@pytest.mark.few(STEPS[-1])
-@pytest.mark.parametrize("step", STEPS)
-def test_a_client_that_drops_out_after_its_training_has_spent_epsilon(step, tmp_path):
-    """The server counts it in any case, because it cannot know whether the client has trained."""
-    private = method(sample_privacy=PRIVATE)
-    transport = Leaving(participants(private, data(), tmp_path, **OF_TRAINER), step, {2})
-    with pytest.warns(UserWarning, match="client 2 is left out") if step not in AFTER_MASKING else nullcontext():
-        deployed = deploy(private, data(), tmp_path, transport, **OF_TRAINER)
-    (state,) = deployed.run.states.values()
-    assert state.failed == (step not in AFTER_MASKING)
-    by_server = epsilon_of_clients(private.phases()[0], state)
-    for client, each in transport.all.items():
-        (own,) = each.run.states.values()
-        spent = 0.0 if (client, step) == (2, "train masked") else by_server[str(client)]
-        assert own.sample_epsilon == pytest.approx(spent, rel=1e-9)
-        assert 0 < by_server[str(client)] <= 4
-
-
-@needs_opacus
 def test_a_round_that_is_tried_again_has_the_same_noise_below_other_masks(tmp_path, trained):
-    private, tried = method(sample_privacy=PRIVATE), []
-    transport = Leaving(participants(private, data(), tmp_path, **OF_TRAINER), "share", {1, 2})
-    transport.before = lambda client, message: tried.append(trained.get(4)) if message.kind == "train masked" else None
+    deployed, tried = Leaving(method(sample_privacy=PRIVATE), tmp_path, "share", {1, 2}), []
+    deployed.before = lambda client, message: tried.append(trained.get(4)) if message.kind == "train masked" else None
     with pytest.warns(UserWarning), pytest.raises(ClientError, match="3 of 5 clients answered"):
-        deploy(private, data(), tmp_path, transport, **OF_TRAINER)
+        deployed.run()
     first, *others = {id(each): each for each in (*tried, trained[4]) if each is not None}.values()
     assert len(others) == 3
     for other in others:
         assert_same(other, first)
-    assert len(transport.all[4]._private.steps(["FedAvg"])) == 1
-    keys = [answer.tensors[masked_round.KEYS] for answer in transport.answers if answer.kind == "trained"]
+    assert len(deployed.all[4]._private.steps(["FedAvg"])) == 1
+    keys = [answer.tensors[masked_round.KEYS] for answer in deployed.answers if answer.kind == "trained"]
     assert len({tuple(each.flatten().tolist()) for each in keys}) == len(keys) == 5 + 3 * 3
 
 
-def with_changed(change, kind, tmp_path, client=1):
-    everyone = participants(method(), data(), tmp_path, **OF_TRAINER)
-    everyone[client] = Changing(everyone[client], kind, change)
-    return deploy(method(), data(), tmp_path, Passing(everyone), **OF_TRAINER)
+def state_with_changed(change, kind, tmp_path):
+    deployed = Deployment(method(), tmp_path)
+    deployed.change(1, kind, change)
+    return state_after(deployed)
 
 
 def flipped(name):
@@ -215,11 +180,7 @@ def flipped(name):
 
 
 NOT_MASKED = [
-    (
-        "train masked",
-        lambda answer: Message("trained", {**answer.values, "weight": 9}, answer.tensors),
-        "its weight is",
-    ),
+    ("train masked", with_values(weight=9), "its weight is"),
     ("train masked", tensors(lambda tree: {}), "its keys have not 2 times 32 bytes"),
     ("train masked", lambda answer: Message("update", answer.values), "its answer to 'train masked' is 'update'"),
     ("share", tensors(lambda tree: {**tree, "shares": tree["shares"][1:]}), "its shares have not 4 times 148 bytes"),
@@ -235,8 +196,7 @@ NOT_MASKED = [
 @pytest.mark.parametrize(("kind", "change", "reason"), NOT_MASKED)
 def test_an_answer_that_is_none_is_the_failure_of_who_sent_it(kind, change, reason, tmp_path):
     with pytest.warns(UserWarning, match=f"round 1: client 1 is left out: {reason}"):
-        deployed = with_changed(change, kind, tmp_path)
-    (state,) = deployed.run.states.values()
+        state = state_with_changed(change, kind, tmp_path)
     assert state.failed == 1 and state.round == 1
 
 
@@ -251,35 +211,29 @@ ALTERED = [
 @pytest.mark.parametrize(("kind", "change", "reason"), ALTERED)
 def test_what_is_altered_is_noticed_and_the_round_is_refused(kind, change, reason, tmp_path, own_logs):
     with pytest.warns(UserWarning), pytest.raises(ClientError) as error:
-        with_changed(change, kind, tmp_path)
+        state_with_changed(change, kind, tmp_path)
     assert re.search(reason, f"{error.value} {own_logs.text}")
 
 
 def test_a_client_lets_its_update_leave_only_as_its_own_configuration_says(tmp_path):
     """Whatever the server's plan is."""
     for name, kind, needs in (("SecureAggregation", "train", "only masked"), ("FedAvg", "train masked", "as they are")):
-        transport = Passing(participants(METHODS[name], data(), tmp_path / name, **OF_TRAINER))
-        deploy(METHODS[name], data(), tmp_path / name, transport, **OF_TRAINER)
-        client = transport.participants[0]
-        usual = next(message for _, message in transport.heard if message.kind in ("train", "train masked"))
-        reason = reason_of(client, replace(usual, kind=kind))
+        deployed = Deployment(METHODS[name], tmp_path / name)
+        deployed.run()
+        usual = next(message for _, message in deployed.heard if message.kind in ("train", "train masked"))
+        reason = reason_of(deployed.participants[0], replace(usual, kind=kind))
         assert re.search(f"its own configuration says that updates of phase .* leave it {needs}", reason)
 
 
 def test_a_client_that_is_started_again_has_lost_what_it_had_trained(tmp_path, own_logs):
-    everyone = participants(method(), data(), tmp_path, **OF_TRAINER)
+    def restart(client, message):
+        if (client, message.kind) == (3, "mask"):
+            deployed.participants[3] = deployed.started(3)
 
-    class Restarted(Passing):
-        def ask(self, messages, seconds):
-            if any(message.kind == "mask" for message in messages.values()):
-                self.participants[3] = participant(method(), data(), tmp_path, 3, **OF_TRAINER)
-            return super().ask(messages, seconds)
-
+    deployed = Deployment(method(), tmp_path, restart)
     with pytest.warns(UserWarning, match="client 3 is left out: it refuses the message"):
-        deployed = deploy(method(), data(), tmp_path, Restarted(everyone), **OF_TRAINER)
+        assert state_after(deployed).failed == 1
     assert "it has trained nothing since it was started" in own_logs.text
-    (state,) = deployed.run.states.values()
-    assert state.failed == 1
 
 
 @pytest.mark.few(1)
@@ -300,15 +254,13 @@ def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, 
     def look(*roots):
         for client, tree in trained.items():
             as_integers = tree[NAME].numpy().tobytes()
-            if held([as_integers], *roots, beyond=transport.participants.values()):
+            if held([as_integers], *roots, beyond=deployed.participants.values()):
                 found.add(client)
 
-    transport = Passing(
-        participants(method(rounds=2), data(), tmp_path, **OF_TRAINER), lambda *_: look(halves, transport.answers)
-    )
-    deployed = deploy(method(rounds=2), data(), tmp_path, transport, **OF_TRAINER)
+    deployed = Deployment(method(rounds=2), tmp_path, lambda *_: look(halves, deployed.answers))
+    server = deployed.run()
     files = [path.read_bytes() for path in (tmp_path / "server").rglob("*") if path.is_file()]
-    look(deployed, files, [message for _, message in transport.passed], transport.answers)
+    look(server, files, [message for _, message in deployed.passed], deployed.answers)
     assert len(halves) == 2 and len(trained) == 5 and len(files) > 3
     assert found == (set() if masks else {*CLIENTS})
     total = halves[-1]._sum[NAME].numpy().tobytes()
@@ -316,11 +268,9 @@ def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, 
 
 
 def test_training_goes_with_the_evaluation_before_it_and_four_messages_follow(tmp_path):
-    of_method = method(rounds=3, evaluate=True)
-    settings = {**OF_TRAINER, "evaluate_every_n_rounds": 1}
-    transport = Passing(participants(of_method, data(), tmp_path, **settings))
-    deploy(of_method, data(), tmp_path, transport, **settings)
-    kinds = [message.kind for client, message in transport.passed if client == 0]
+    deployed = Deployment(method(rounds=3, evaluate=True), tmp_path, evaluate_every_n_rounds=1)
+    deployed.run()
+    kinds = [message.kind for client, message in deployed.passed if client == 0]
     steps = [*STEPS[1:]]
     expected = ["train masked", *steps, SEVERAL, *steps, SEVERAL, *steps, "evaluate", "finish"]
     assert kinds[kinds.index("begin") + 1 :] == expected
@@ -374,33 +324,36 @@ def test_tensors_that_are_not_those_of_most_clients_are_left_out_whoever_is_firs
         assert [*failed] == [place]
 
 
+VALUES = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
+
+
+def masked_update(threshold, num_clients):
+    return masked_round.MaskedUpdate(
+        0, threshold, Message("train masked", VALUES), {"a": torch.arange(8)}, num_clients, num_clients
+    )
+
+
 @pytest.mark.parametrize("other", [{"run": "another"}, {"phase": "another"}, {"round": 1}])
 def test_a_message_about_another_round_is_refused(other):
-    values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
-    update = masked_round.MaskedUpdate(
-        0, 1, Message("train masked", values), {"a": torch.zeros(2, dtype=torch.int64)}, 1, 1
-    )
+    update = masked_update(1, 1)
     with pytest.raises(protocol.MaskingError, match="it has trained in another round"):
-        update.answer(Message("share", values | other, update.keys))
-    assert update.answer(Message("share", values, update.keys)).kind == "shared"
+        update.answer(Message("share", VALUES | other, update.keys))
+    assert update.answer(Message("share", VALUES, update.keys)).kind == "shared"
 
 
 def test_a_client_that_was_asked_for_its_tensors_no_longer_has_them_whatever_it_was_sent():
-    values = {"run": "a run", "phase": "it", "round": 0, "clients": [0]}
-    sent = {"a": torch.arange(8)}
-    update = masked_round.MaskedUpdate(0, 2, Message("train masked", values), {"a": sent["a"].clone()}, 3, 3)
-    content = [sent["a"].numpy().tobytes()]
+    update, content = masked_update(2, 3), [torch.arange(8).numpy().tobytes()]
     assert held(content, update) == content
     with pytest.raises(protocol.MaskingError, match="in order"):
-        update.answer(Message("mask", values, {masked_round.SHARES: masked_round.as_rows([], protocol.ENCRYPTED)}))
+        update.answer(Message("mask", VALUES, {masked_round.SHARES: masked_round.as_rows([], protocol.ENCRYPTED)}))
     assert not held(content, update)
 
 
 def test_odd_messages_end_no_client_and_get_no_update_out_of_it(tmp_path, trained):
-    first = Passing(participants(method(), data(), tmp_path / "run", **OF_TRAINER))
-    deploy(method(), data(), tmp_path / "run", first, **OF_TRAINER)
+    first = Deployment(method(), tmp_path / "run")
+    first.run()
     messages = [message for client, message in first.passed if client == 0]
-    client, rng = participant(method(), data(), tmp_path, 0, **OF_TRAINER), random.Random(0)
+    client, rng = participant(method(), tmp_path, 0), random.Random(0)
     until_begun = messages[: [message.kind for message in messages].index("begin") + 1]
     for message in until_begun:
         client.answer(message)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from helpers.deployed import Passing, federation, participant, participants
+from helpers.deployed import Deployment, federation, participant
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -29,27 +29,21 @@ def lines(caplog):
         yield lambda: caplog.messages
 
 
-def test_a_client_says_once_that_it_has_reached_the_server(tmp_path, lines):
-    client = participant(METHOD, data(), tmp_path, 1)
+def test_a_client_says_once_that_it_has_reached_the_server_what_that_says_each_phase_and_failures(tmp_path, lines):
+    client = participant(METHOD, tmp_path, 1)
     for _ in range(3):
         assert client.answer(Message("describe")).kind == "description"
-    assert lines() == ["join: client 1 has described its data to the server."]
-
-
-def test_a_client_shows_what_the_server_says(tmp_path, lines):
-    client = participant(METHOD, data(), tmp_path, 1)
     for text in ("lr is 2\nand more", "lr is 2\nand more", "the end"):
         assert client.answer(Message("note", {"text": text})).kind == "noted"
-    assert lines() == ["join: the server says: lr is 2 and more.", "join: the server says: the end."]
-
-
-def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
-    client = participant(METHOD, data(), tmp_path, 1)
     client._answer = lambda message: client._failed("MemoryError", "no memory")
     for phase in ("A", "A", "B"):
         assert client.answer(Message("train", {"phase": phase})).kind == "failed"
     failed = "join: this client has failed: no memory."
-    assert lines() == ["join: phase 'A'.", failed, "join: phase 'B'.", failed]
+    assert lines() == [
+        "join: client 1 has described its data to the server.",
+        *("join: the server says: lr is 2 and more.", "join: the server says: the end."),
+        *("join: phase 'A'.", failed, "join: phase 'B'.", failed),
+    ]
 
 
 @pytest.mark.filterwarnings("always")
@@ -79,7 +73,8 @@ def test_no_other_user_of_the_machine_reads_what_a_client_keeps(tmp_path):
 
 
 def test_clients_are_told_why_the_server_has_ended(tmp_path, monkeypatch):
-    transport = Passing(participants(METHOD, data(), tmp_path, clients=[0, 1]))
+    transport = Deployment(METHOD, tmp_path)
+    transport.participants = {client: transport.participants[client] for client in (0, 1)}
 
     def refuse(*args):
         raise MisconfigurationException("client 1: the shape of its samples is [3].")

@@ -32,8 +32,13 @@ def set_up(datamodule: Data) -> Data:
     return datamodule
 
 
-def refused_argument(make) -> str:
-    """The argument that is refused, in one line, by what ``make`` does or when the data that it makes are set up."""
+def client_samples(data: FederatedDataModule, client: int) -> torch.Tensor:
+    """Indices of a client's samples in the order of the data, whichever part they are in."""
+    return torch.cat([data.train_samples[client], data.test_samples[client]]).sort().values
+
+
+def refusal_of(make) -> InvalidArgumentError:
+    """The refusal, in one line, of what ``make`` does or of the data that it makes when they are set up."""
     with pytest.raises(MisconfigurationException) as error:
         made = make()
         if isinstance(made, FederatedDataModule):
@@ -41,7 +46,12 @@ def refused_argument(make) -> str:
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
     refusal = error.value if isinstance(error.value, InvalidArgumentError) else error.value.__cause__  # of a phase
     assert isinstance(refusal, InvalidArgumentError), str(error.value)
-    return refusal.argument
+    return refusal
+
+
+def refused_argument(make) -> str:
+    """The argument that is refused."""
+    return refusal_of(make).argument
 
 
 def without_labels(data: TensorData, share: float, **kwargs) -> TensorData:

@@ -24,12 +24,11 @@ from fedmoe_pl.deployment.messages import (
 )
 from fedmoe_pl.deployment.participant import read_own
 from helpers import TensorData, blobs
-from helpers.methods import METHODS, SIZES
+from helpers.methods import METHODS, SIZES, Method, data
 from helpers.runs import assert_same
 
 HOSTILE = 1  # the client that is hostile where a test has one
 FOUR = SIZES[:4]  # without the hostile one, enough for a trimmed mean
-QUIET = {"logger": False, "enable_progress_bar": False}
 
 
 class Passing(Transport):
@@ -143,22 +142,43 @@ def tensors(change: Callable) -> Callable:
     return lambda answer: Message(answer.kind, answer.values, change(answer.tensors))
 
 
-def with_hostile(name, folder, kind, change, client=HOSTILE, **of_phase) -> Federation:
-    """Deploys the first federated phase of a method with a client whose answers to one kind of message are changed."""
+def method_of(name, number=None, **of_phases) -> Method:
+    """A method with changed phases; only the first ones if their number is given."""
+
+    def phases():
+        return [replace(phase, **of_phases) for phase in METHODS[name].phases()[:number]]
+
+    return replace(METHODS[name], phases=phases)
+
+
+def federated(name, **of_phase) -> Method:
+    """The first federated phase of a method alone, evaluated and changed."""
 
     def phases():
         phase = next(phase for phase in METHODS[name].phases() if phase.algorithm.federated)
         return [replace(phase, **{"evaluate": True, "start": None, **of_phase})]
 
-    method, backend = replace(METHODS[name], phases=phases), TrainerBackend()
-    all_of_them = participants(method, blobs(FOUR), folder, backend=backend)
-    all_of_them[client] = Changing(all_of_them[client], kind, change)
-    return deploy(method, blobs(FOUR), folder, Passing(all_of_them), backend=backend)
+    return replace(METHODS[name], phases=phases)
 
 
-def federation(phases, folder, **kwargs) -> Federation:
+def with_hostile(name, folder, kind, change, client=HOSTILE, **of_phase) -> Federation:
+    """Deploys the first federated phase of a method with a client whose answers to one kind of message are changed."""
+    deployed = Deployment(federated(name, **of_phase), folder, datamodule=blobs(FOUR))
+    deployed.change(client, kind, change)
+    return deployed.run()
+
+
+def federation(phases, folder, **settings) -> Federation:
     trainer = {"max_epochs": 2, "accelerator": "cpu"}
-    return Federation(phases, trainer, default_root_dir=str(folder), **{**QUIET, **kwargs})
+    defaults = {"backend": TrainerBackend(), "logger": False, "enable_progress_bar": False}
+    return Federation(phases, trainer, default_root_dir=str(folder), **{**defaults, **settings})
+
+
+def simulated(method, folder, datamodule=None, **settings) -> Federation:
+    """A simulation of the method with the samples of all clients."""
+    simulation = federation(method.phases(), folder / "simulation", **settings)
+    simulation.fit(method.model(), datamodule or data())
+    return simulation
 
 
 def of_client(data: TensorData, client: int, **kwargs) -> TensorData:
@@ -169,65 +189,87 @@ def of_client(data: TensorData, client: int, **kwargs) -> TensorData:
     return TensorData(own.x_train, own.y_train, [], test, data.dtype, batch_size=data.batch_size, **kwargs)
 
 
-def participants(method, data, folder, clients=None, **kwargs) -> dict[int, Participant]:
-    """All clients of a method, each with its own settings, model, data and folder."""
-    clients = range(len(data.partitioner.parts)) if clients is None else clients
-    return {client: participant(method, data, folder, client, **kwargs) for client in clients}
-
-
-def participant(method, data, folder, client, **kwargs) -> Participant:
-    own = folder / f"client {client}"
-    settings = federation(method.phases(), own, **kwargs)
-    return Participant(settings, method.model(), of_client(data, client, **split(data)), client, own)
-
-
 def split(data) -> dict:
     """How the data are split into training, validation and test samples."""
     return {name: getattr(data, name) for name in ("test_fraction", "validation_fraction", "partition_seed")}
 
 
-def deploy(method, data, folder, transport=None, ckpt_path=None, **kwargs) -> Federation:
-    """Runs a method with a server that has no data."""
-    transport = transport or Passing(participants(method, data, folder, **kwargs))
-    server = federation(method.phases(), folder / "server", **kwargs)
-    empty = TensorData(torch.zeros(1, 1), torch.zeros(1), [], batch_size=data.batch_size, **split(data))
-    serve(server, method.model(), empty, transport, len(data.partitioner.parts), ckpt_path)
-    return server
+def participant(method, folder, client, datamodule=None, **settings) -> Participant:
+    """A client with settings, a model, data and a folder of its own."""
+    own, datamodule = folder / f"client {client}", datamodule or data()
+    of_participant = federation(method.phases(), own, **settings)
+    return Participant(of_participant, method.model(), of_client(datamodule, client, **split(datamodule)), client, own)
 
 
-def killed(method, data, folder, messages, **kwargs) -> Passing:
-    """The transport of a federation whose server was killed after so many messages; its clients go on."""
+class Killed(BaseException):
+    """Ends a server, wherever it is raised."""
 
-    class Killed(BaseException):
-        pass
 
-    def kill(client, message):
-        if len(transport.heard) >= messages:
-            raise Killed
+class Deployment(Passing):
+    """A method on a server, which has no data, and on all of its clients.
 
-    transport = Passing(participants(method, data, folder, **kwargs), kill)
-    with pytest.raises(Killed):
-        deploy(method, data, folder, transport, **kwargs)
-    transport.before = None
-    return transport
+    Args:
+        method: the method.
+        folder: the folder of all of their folders.
+        before: as of ``Passing``.
+        datamodule: the samples of all clients.
+        settings: arguments of each one's federation.
+
+    Attributes:
+        server: the federation of the server that was started last.
+    """
+
+    def __init__(self, method, folder, before=None, datamodule=None, **settings):
+        self.method, self.folder, self.settings = method, folder, settings
+        self.datamodule = datamodule or data()
+        self.num_clients = len(self.datamodule.partitioner.parts)
+        super().__init__({client: self.started(client) for client in range(self.num_clients)}, before)
+
+    def started(self, client, **changes) -> Participant:
+        """A client that starts, with other data, settings or another method if they are given."""
+        defaults = {"method": self.method, "datamodule": self.datamodule, **self.settings}
+        return participant(folder=self.folder, client=client, **{**defaults, **changes})
+
+    def change(self, client, kind, change, most=None) -> None:
+        """Changes a client's answers to messages of a kind, as ``Changing`` does."""
+        self.participants[client] = Changing(self.participants[client], kind, change, most)
+
+    def run(self, ckpt_path=None, **settings) -> Federation:
+        """Starts the server, which is returned when it has finished."""
+        server = federation(self.method.phases(), self.folder / "server", **self.settings, **settings)
+        size = self.datamodule.batch_size
+        empty = TensorData(torch.zeros(1, 1), torch.zeros(1), [], batch_size=size, **split(self.datamodule))
+        self.server = server
+        serve(server, self.method.model(), empty, self, self.num_clients, ckpt_path)
+        return server
+
+    def run_until(self, is_time: Callable[..., bool]) -> None:
+        """Starts the server and kills it before the message of which a function says so; the clients go on."""
+
+        def kill(client, message):
+            if is_time(client, message):
+                raise Killed
+
+        self.before = kill
+        with pytest.raises(Killed):
+            self.run()
+        self.before = None
+
+    def kept_by(self, client, phase) -> dict:
+        """What a client keeps of a phase, read from its own disk."""
+        kept, tree = self.folder / f"client {client}" / name_of(self.server) / CLIENT_STATES, {}
+        for of_phase, number, names in self.server.run.states[phase].clients.files.get(client, []):
+            tree |= read_own(kept, of_phase, client, number, names)
+        return tree
+
+    def assert_ends_as(self, simulation) -> None:
+        """The server and every client have, to the last bit, what they have after a simulation."""
+        for phase, state in simulation.run.states.items():
+            assert_same(self.server.run.states[phase].server, state.server)
+            for client in range(self.num_clients):
+                assert_same(self.kept_by(client, phase), state.clients.get(client, {}))
 
 
 def name_of(server) -> str:
     """The name of a run, which is that of its clients' folders."""
     return read_json(server.run_dir / "deployment.json")["run"]
-
-
-def kept_by(folder, server, phase, client) -> dict:
-    """What a client keeps of a phase, read from its own disk."""
-    kept, tree = folder / f"client {client}" / name_of(server) / CLIENT_STATES, {}
-    for of_phase, number, names in server.run.states[phase].clients.files.get(client, []):
-        tree |= read_own(kept, of_phase, client, number, names)
-    return tree
-
-
-def assert_ends_as(simulated, deployed, folder) -> None:
-    """The server and every client have, to the last bit, what they have after a simulation."""
-    for phase, state in simulated.run.states.items():
-        assert_same(deployed.run.states[phase].server, state.server)
-        for client in range(simulated.run.datamodule.num_clients):
-            assert_same(kept_by(folder, deployed, phase, client), state.clients.get(client, {}))

@@ -35,64 +35,66 @@ CONFIGURATIONS = {
     "an algorithm that is none": "federation: {phases: [{name: a, algorithm: b}]}",
     "a seed that is a list": "seed_everything: [1]",
     "data that are none": "data: 3",
-    "bytes": "\xff\xfe\0",
+    "bytes": b"\xff\xfe\0",
     "too much": f"a: {'b' * 2**22}",
 }
 
 
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
-def test_a_configuration_that_no_run_writes_is_refused_in_one_sentence(kind, copied):
-    path = copied("run") / "config.yaml"
-    path.write_text(CONFIGURATIONS[kind], encoding="latin-1")
-    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is damaged: .+"):
-        find_runs([path.parent])
+RECORDS = ["[", "[]", "[" * 10**5, '{"a": NaN, "seed_everything": "x"}', '{"federation": 1}']
+CELLS = ["paper: [1]", "values: 3", "paper: [{metric: a, table: b, cells: {c: [1, x]}}]"]
 
 
-@pytest.mark.parametrize("text", ["[", "[]", "[" * 10**5, '{"a": NaN, "seed_everything": "x"}', '{"federation": 1}'])
-def test_so_is_a_record(text, copied):
-    path = copied("run") / "record.json"
-    path.write_text(text)
-    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is damaged: .+"):
-        find_runs([path.parent])
+def field(column, value):
+    """A change of a field in the first row of a table."""
+
+    def change(text):
+        header, line, *lines = text.splitlines()
+        fields = line.split(",")
+        fields[header.split(",").index(column)] = value
+        return "\n".join([header, ",".join(fields), *lines, ""])
+
+    return change
 
 
-@pytest.mark.parametrize("text", ["paper: [1]", "values: 3", "paper: [{metric: a, table: b, cells: {c: [1, x]}}]"])
-def test_so_is_the_file_of_a_cell(text, copied):
-    folder = copied("run")
-    (folder.parent / "cell.yaml").write_text(text)
-    with pytest.raises(MisconfigurationException, match=r"cell\.yaml', which is damaged"):
-        find_runs([folder])
+def with_column(name):
+    """A change that adds a column to a table."""
+
+    def change(text):
+        header, *lines = text.splitlines()
+        return "\n".join([f'{header},"{name}"', *(f"{line}," for line in lines), ""])
+
+    return change
 
 
-FIELDS = {
-    "a round that is infinite": ("summary", "round", "inf"),
-    "a client that is no integer": ("clients", "client", "1e9"),
-    "a negative client": ("partition", "client", "-1"),
-    "a client of many digits": ("gate_weights", "client", "9" * 20),
-    "a word in place of a number": ("rounds", "global_test_mean", "high"),
-    "a field that is very long": ("clients", "method", "a" * 200_000),
+DAMAGED = {  # a file of a run, and what it has in place of what the run wrote
+    **{kind: ("config.yaml", content) for kind, content in CONFIGURATIONS.items()},
+    **{f"a record {number}": ("record.json", content) for number, content in enumerate(RECORDS)},
+    **{f"a cell {number}": ("../cell.yaml", content) for number, content in enumerate(CELLS)},
+    "cut off in half": ("rounds.csv", lambda text: text[: len(text) // 2]),
+    "without its last row": ("rounds.csv", lambda text: text[: text[:-1].rfind("\n") + 1]),
+    "empty": ("rounds.csv", ""),
+    "with a word in place of a number": ("rounds.csv", lambda text: text.replace(",0.", ",zero", 1)),
+    "a round that is infinite": ("summary.csv", field("round", "inf")),
+    "a client that is no integer": ("clients.csv", field("client", "1e9")),
+    "a negative client": ("partition.csv", field("client", "-1")),
+    "a client of many digits": ("gate_weights.csv", field("client", "9" * 20)),
+    "a word in place of a mean": ("rounds.csv", field("global_test_mean", "high")),
+    "a field that is very long": ("clients.csv", field("method", "a" * 200_000)),
+    "a column that is there twice": ("summary.csv", with_column("method")),
+    "a column with a line break": ("summary.csv", with_column("a\nb_worst_tenth")),
+    "a column that is not printable": ("summary.csv", with_column("a\u2028b")),
 }
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-def test_a_field_that_no_run_writes_is_refused_in_one_sentence(kind, copied):
-    name, column, value = FIELDS[kind]
-    path = copied("run") / f"{name}.csv"
-    header, line, *lines = path.read_text().splitlines()
-    fields = line.split(",")
-    fields[header.split(",").index(column)] = value
-    path.write_text("\n".join([header, ",".join(fields), *lines, ""]))
-    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is damaged: .+"):
-        find_runs([path.parent])
-
-
-@pytest.mark.parametrize("column", ["method", "a\nb_worst_tenth", "a\u2028b"])
-def test_columns_that_are_there_twice_or_not_printable_are_refused(column, copied):
-    path = copied("run") / "summary.csv"
-    header, *lines = path.read_text().splitlines()
-    path.write_text("\n".join([f'{header},"{column}"', *(f"{line}," for line in lines), ""]))
-    with pytest.raises(MisconfigurationException, match=r"damaged: its first line has not the names of its columns\.$"):
-        find_runs([path.parent])
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_file_that_no_run_writes_is_refused_in_one_sentence(kind, copied):
+    (name, content), folder = DAMAGED[kind], copied("run")
+    path = (folder / name).resolve()
+    content = content(path.read_text()) if callable(content) else content
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    reason = r"its first line has not the names of its columns\.$" if "a column" in kind else ".+"
+    with pytest.raises(MisconfigurationException, match=rf"^report: RUN has the file '{path}', which is.*: {reason}"):
+        find_runs([folder])
 
 
 @pytest.mark.parametrize(
