@@ -150,7 +150,7 @@ def check_tied(phase: Phase, module: LightningModule, epochs: Iterable[tuple[int
 
 def check_has_optimizer(phase: Phase, module: LightningModule) -> None:
     """Refuses a module without an optimizer, because Lightning would train nothing."""
-    if isinstance(module, MixtureOfExperts) or not module.automatic_optimization:
+    if not module.automatic_optimization:
         return
     try:
         configured = module.configure_optimizers()

@@ -42,6 +42,12 @@ def received(server, client):
     return {name.removeprefix("global_expert."): tensor.item() for name, tensor in sent.items()}
 
 
+def test_the_rest_of_the_world_is_the_mean_of_the_others_factors_apart():
+    server = server_of(upload(0, 1.0, 1.0), upload(2, 4.0, 3.0), upload(1, 2.0, 0.0))
+    assert received(server, 0) == {"A": 3.0, "B": 1.5}
+    assert received(server, 1) == {"A": 2.5, "B": 2.0}
+
+
 def test_the_last_upload_of_a_client_that_does_not_train_counts():
     server = server_of(upload(0, 1.0, 1.0), upload(1, 2.0, 0.0), upload(2, 4.0, 3.0))
     server = server_of(upload(1, 6.0, 5.0), server=server)

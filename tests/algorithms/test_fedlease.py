@@ -110,6 +110,16 @@ def server_of(*updates, places=2):
     return algorithm.server_update(server, fold(algorithm, [*updates]))
 
 
+def test_a_client_gets_its_own_cluster_first():
+    a = [[1.0, 0], [3, 0], [0, 5], [0, 7]]
+    server = server_of(*(uploaded(i, a[i], POINTS[i].tolist()) for i in (2, 0, 3, 1)))
+    for client, (own, other) in {1: ([2.0, 0], [0, 6.0]), 3: ([0, 6.0], [2.0, 0])}.items():
+        sent = FedLEASE().server_send(server, client, {})
+        assert sent["gate.num_clusters"] == 2
+        assert sent[f"{OWN}layer.lora_A.weight"].tolist() == own == sent["gate.routers.layer.weight"].tolist()
+        assert sent["global_experts.1.layer.lora_A.weight"].tolist() == other
+
+
 def test_with_equal_b_there_is_one_cluster_of_the_means():
     a = [[1.0, 0], [3, 0], [0, 5]]
     server = server_of(*(uploaded(i, a[i], [2.0, 1.0]) for i in range(3)))

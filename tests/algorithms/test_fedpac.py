@@ -143,6 +143,13 @@ def test_weights_below_a_thousandth_are_dropped():
     assert combination_weights(features, 2 * variances, 0)[1] > 1e-3
 
 
+def test_clients_alike_get_the_mean_classifier_by_samples():
+    """Equal features: the weights are proportional to 1 / v, and v to 1 / n."""
+    features = torch.ones(3, 4, dtype=torch.float64)
+    weights = combination_weights(features, 1 / torch.tensor([13.0, 8.0, 11.0], dtype=torch.float64), 1)
+    assert weights.tolist() == pytest.approx([13 / 32, 8 / 32, 11 / 32], rel=1e-10)
+
+
 def test_what_leaves_and_reaches_a_client_is_what_the_paper_says(tmp_path):
     state = run([it(rounds=2)], model(), without_a_class(), tmp_path).run.states["it"]
     size = sum(tensor.numel() for tensor in model().global_expert.parameters())

@@ -213,6 +213,10 @@ class WithoutOptimizer(Own):
         return None
 
 
+class MixtureWithoutOptimizer(PersonalizedMoE):
+    configure_optimizers = WithoutOptimizer.configure_optimizers
+
+
 def having(**parts):
     """A mixture whose local expert has something more."""
     module = model()
@@ -256,6 +260,7 @@ class TooFew(WithDropout):
         (lambda: having(lock=threading.Lock()), "PersonalizedMoE cannot be copied for each client: "),
         (lambda: having(x=2 * torch.ones(2, requires_grad=True)), "PersonalizedMoE cannot be copied for each client: "),
         (lambda: WithoutOptimizer(WithDropout(), None), "an optimizer, because Phase 'p' would train nothing"),
+        (lambda: MixtureWithoutOptimizer(WithDropout()), "an optimizer, because Phase 'p' would train nothing"),
         (of_one_expert, r"'global_expert\.extractor\.0\.weight', but not 'local_expert\.extractor\.0\.weight'"),
     ],
 )
