@@ -90,12 +90,12 @@ def test_another_width_is_refused_with_the_right_one(width, tmp_path):
         run([phase("p", FedAvg())], PersonalizedMoE(Expert(), gate=Own(softmax, width)).double(), blobs(), tmp_path)
 
 
-MLP = RepresentationMLP(9, 4, 5, 3)
+MLP = RepresentationMLP(9, 40, 30, 3)  # so wide that some features differ
 MIXTURES = {
     "clusters": lambda gate: ClusteredMoE(SmallMLP(9, 20, 3), 1, gate=gate(9, False)),
     "pool": lambda gate: PooledMoE(SmallMLP(9, 20, 3), 2, gate(20, True)),
     "sparse": lambda gate: SparseMoE(SmallMLP(9, 20, 5), nn.Linear(5, 3), 2, gate=gate(5, False)),
-    "representations": lambda gate: RepresentationMoE(MLP, [MLP], gate=gate(5, True)),
+    "representations": lambda gate: RepresentationMoE(MLP, [MLP], gate=gate(30, True)),
 }
 
 

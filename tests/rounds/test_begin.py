@@ -166,7 +166,7 @@ def test_a_server_that_holds_tensors_of_single_clients_is_refused_for_others(alg
             after.fit(model(), named(c=c, a=a))
         run.personalize(model(), named(d=torch.arange(32, 41)))
         for server, has_others in ((before, True), (run.run.states["it"].server, False)):
-            assert any(name.startswith(FedPAC.per_client) for name in server) == has_others
+            assert any(name.startswith(FedPAC().messages.per_client) for name in server) == has_others
         return
     with pytest.warns(UserWarning, match="clients c, a may hold out"):
         after.fit(model(), named(c=c, a=a))
