@@ -158,12 +158,12 @@ class ItemsAction(ActionTypeHint):
         except Exception:  # a module of the user's may raise anything while it is imported
             is_list = isinstance(items, list)
             kind = type_of_items(self._typehint)
+            of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
             if not self._supports_append:
                 for name, item in items.items() if isinstance(items, Mapping) else ():
                     with _naming(f"{self.dest}.{name}", kind):
-                        ActionTypeHint(typehint=kind)(option_strings=[], dest="item")._check_type(item)
+                        of_item._check_type(item)
                 raise
-            of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
             if not is_list and not append:
                 if isinstance(items, Mapping) and items and self.dest == PHASES:
                     example = "[{name: FedAvg, algorithm: FedAvg}]"

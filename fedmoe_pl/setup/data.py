@@ -213,11 +213,11 @@ def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> I
             if argument in arguments and part.input_shape[index] != needed:
                 because = f"the samples of {type(datamodule).__name__} have shape {shape}"
                 raise InvalidArgumentError(part, argument, part.input_shape[index], f"{needed}", because) from None
-        size = getattr(part, "input_shape", ())[1:]
+        size, argument = getattr(part, "input_shape", ())[1:], str(module.sized_by)
         if len(shape) == 3 and size and size != shape[1:]:
             other = "TwoConvCNN with this image_size" if 16 <= shape[1] == shape[2] else "SmallMLP"
             allowed, because = f"one for {_pixels(shape[1:])}, such as {other}", f"it takes {_pixels(size)}"
-            raise InvalidArgumentError(module, module.sized_by, part, allowed, because) from None
+            raise InvalidArgumentError(module, argument, part, allowed, because) from None
         raise
 
 
