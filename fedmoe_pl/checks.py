@@ -185,8 +185,9 @@ def check_made(owner: object, name: str, value: Any) -> None:
         if base.__module__.startswith("fedmoe_pl.") and "__init__" in vars(base) and not issubclass(base, nn.Module):
             _, *arguments = signature(vars(base)["__init__"]).parameters.values()
             attributes |= {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+        attributes -= {name for name in attributes if hasattr(type(value), name)}  # a subclass's property
         if attributes and not attributes & vars(value).keys():
-            because = f"{base.__name__} has its attributes from there"
+            because = f"{base.__name__} sets its attributes there"
             raise InvalidArgumentError(owner, name, value, "one whose __init__ calls super().__init__()", because)
 
 

@@ -165,8 +165,18 @@ class Messages:
 
 
 _REPLACED = {
-    "parts": ("needed_parts", "copied_parts", "computed_parts", "gate_starts_anew", "predicts_with_local_expert"),
-    "messages": ("aggregates", "sends_changes", "own_weights", "per_client", "request", "exchanged", "message_period"),
+    "needed_parts": "parts.needed",
+    "copied_parts": "parts.copied",
+    "computed_parts": "parts.computed",
+    "gate_starts_anew": "parts.new_gate",
+    "predicts_with_local_expert": "parts.local_expert_predicts",
+    "aggregates": "messages.combined",
+    "sends_changes": "messages.changes",
+    "own_weights": "messages.weights",
+    "per_client": "messages.per_client",
+    "request": "messages.request",
+    "exchanged": "messages.exchanged",
+    "message_period": "messages.period",
 }
 
 
@@ -247,12 +257,6 @@ class Algorithm:
     client_exchange: Callable[..., Tree] | None = None
     validation_loss: Callable[..., Tensor] | None = None
     predictor: Callable[..., Callable[[Tensor], Tensor]] | None = None
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for attribute, names in _REPLACED.items():
-            if replaced := [name for name in names if name in vars(cls)]:
-                raise MisconfigurationException(f"{cls.__name__}.{replaced[0]} is now a field of `{attribute}`.")
 
     def __init__(
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
@@ -408,6 +412,13 @@ class Algorithm:
         The client has the phase's module with its initial tensors.
         """
         return of_module({**received(self, server, client.id, client.state), **client.state})
+
+
+def check_declarations(algorithm: Algorithm) -> None:
+    """Refuses a declaration under the name that it had before the release, because nothing reads it any more."""
+    for name, now in _REPLACED.items():
+        if hasattr(algorithm, name) and not callable(getattr(algorithm, name)):
+            raise MisconfigurationException(f"{type(algorithm).__name__}.{name} is now `{now}`.")
 
 
 def check_copied_parts(module: LightningModule, parts: Mapping[str, str]) -> None:

@@ -28,12 +28,12 @@ _CLASSES = 1000  # a label may be higher only if there are as many samples
 class Arrays:
     """A data set as it was read, before normalization and partition.
 
-    A training sample whose class is -100 has no label. It is in its client's batches as any other, and counts there as
-    in PyTorch's cross-entropy: the loss of a batch is the mean over its samples with a label; that of a batch without
-    any is nan and has a gradient of 0. Such samples are never held out, and count in no weight of an update, in no
-    class count and in no metric. Each client needs one with a label. Refused are partitioners that deal by class, and
-    phases in which such samples could count: those with another algorithm than ``FedAvg``, ``FedRep``, ``Local``,
-    ``FineTuning`` and ``PFLMoE``, or your own with ``samples_in_loss_only``, and some settings of these.
+    A training sample whose class is -100 has no label. It is in its client's batches like any other, and counts there
+    as in PyTorch's cross-entropy: the loss of a batch is the mean over its samples with a label; that of a batch
+    without any is nan and has a gradient of 0. Such samples are never held out, and count in no weight of an update, in
+    no class count and in no metric. Each client needs one with a label. Partitioners that deal by class are refused,
+    and so are phases in which such samples could count: those with another algorithm than ``FedAvg``, ``FedRep``,
+    ``Local``, ``FineTuning`` and ``PFLMoE``, or your own with ``samples_in_loss_only``, and some settings of these.
 
     Attributes:
         x_train: training samples: uint8 images, shape (n, channels, height, width), which are normalized; floating

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import nn
 
 from fedmoe_pl.aggregation import Aggregation, SecureAggregation
-from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, check_declarations
 from fedmoe_pl.backends.dp_sgd import DPSGD
 from fedmoe_pl.backends.fitting import listed
 from fedmoe_pl.checks import (
@@ -173,6 +173,7 @@ class Phase:
             if not isinstance(getattr(self, name), kind):
                 raise InvalidArgumentError(str(self), name, getattr(self, name), allowed)
             check_made(str(self), name, getattr(self, name))
+        check_declarations(self.algorithm)
         others = self.secure_aggregation, self.sample_privacy
         for settings in (self, self.train, self.select, self.evaluate, *others):
             for each in [] if settings is None or isinstance(settings, bool) else fields(settings):

@@ -206,8 +206,13 @@ def _check_labels(run: Run, phase: Phase, module: LightningModule) -> None:
     trainer = phase.client_trainer(run.trainer)
     owner, because = str(phase), f"some training samples have no label ({IGNORED})"
     if not sees_losses_only(algorithm):
-        allowed = "one that uses samples in the losses of batches only (samples_in_loss_only), such as FedAvg"
+        allowed = "one that uses samples only in the losses of batches (samples_in_loss_only), such as FedAvg"
         raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, because)
+    opted_in = algorithm.opt_out.opted_in_of_all(run.datamodule.train_samples, run.seed)
+    for client in run.clients:
+        if len(opted_in[client]) and not len(run.datamodule.labelled(opted_in[client])):
+            allowed = "one that opts in a sample with a label of each client"
+            raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, f"client {client} has none")
     if isinstance(module, MixtureOfExperts):
         with naming(phase):
             if module.task != "multiclass":

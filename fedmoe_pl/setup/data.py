@@ -202,7 +202,7 @@ def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> I
     """If the model fails in this context, names a size of the package's network that does not fit the samples."""
     try:
         yield
-    except Exception:
+    except Exception as error:
         if datamodule.reader is not None:
             raise
         (part, arguments), shape = _sized(module), tuple(datamodule.x.shape[1:])
@@ -213,11 +213,11 @@ def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> I
             if argument in arguments and part.input_shape[index] != needed:
                 because = f"the samples of {type(datamodule).__name__} have shape {shape}"
                 raise InvalidArgumentError(part, argument, part.input_shape[index], f"{needed}", because) from None
-        size, argument = getattr(part, "input_shape", ())[1:], str(module.sized_by)
+        size = getattr(part, "input_shape", ())[1:]
         if len(shape) == 3 and size and size != shape[1:]:
             other = "TwoConvCNN with this image_size" if 16 <= shape[1] == shape[2] else "SmallMLP"
-            allowed, because = f"one for {_pixels(shape[1:])}, such as {other}", f"it takes {_pixels(size)}"
-            raise InvalidArgumentError(module, argument, part, allowed, because) from None
+            allowed, because = f"a network for {_pixels(shape[1:])}, such as {other}", f"it takes {_pixels(size)}"
+            raise InvalidArgumentError(module, str(module.sized_by), part, allowed, because) from error
         raise
 
 

@@ -247,6 +247,8 @@ def test_images_that_would_be_pooled_to_nothing_are_refused(network, least):
 @pytest.mark.parametrize("network", [LeNet5, VGG16, CNN, IFCACNN])
 def test_a_network_for_images_of_another_size_is_refused_by_both_sizes(network, tmp_path):
     federation = Federation([Phase("A", FedAvg("global_expert.*"), gate=GlobalOnly())], default_root_dir=str(tmp_path))
-    refusal = r"global_expert is .*, but must be one for images of 8 x 8 pixels, .* it takes images of 32 x 32 pixels\."
+    refusal = (
+        r"global_expert is .*, but must be a network for images of 8 x 8 pixels, .* it takes images of 32 x 32 pixels\."
+    )
     with pytest.raises(InvalidArgumentError, match=refusal):
         federation.fit(PersonalizedMoE(network(in_channels=1)), Digits(num_clients=2))

@@ -128,6 +128,16 @@ def test_a_module_whose_forward_takes_more_than_samples_is_told_not_to_be_evalua
     federation(tmp_path, [Phase("FedAvg", FedAvg(), evaluate=False)]).fit(OfPairs(), data())
 
 
+class OfFour(Linear):
+    def forward(self, x):
+        return self.net(x[:, :4])
+
+
+def test_a_module_that_fails_on_the_samples_is_refused_with_its_own_error(tmp_path):
+    with pytest.raises(MisconfigurationException, match="mat1 and mat2 shapes cannot be multiplied"):
+        federation(tmp_path, [Phase("FedAvg", FedAvg())]).fit(OfFour(), data())
+
+
 @pytest.mark.parametrize("waits", ["scheduler", "callback"])
 def test_what_waits_for_a_metric_that_nobody_validates_is_told_how_clients_validate(waits, tmp_path):
     callbacks = [EarlyStopping("val_loss")] if waits == "callback" else []

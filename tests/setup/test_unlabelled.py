@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from fedmoe_pl import DPSGD, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
+from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import CsvFile, Dirichlet, FromDatasets, NpzFile
 from fedmoe_pl.data.partition_report import log_partition, partition_rows
@@ -207,6 +208,13 @@ def test_what_would_count_them_is_refused(argument, fit, tmp_path):
     with pytest.raises(InvalidArgumentError, match="some training samples have no label") as refusal:
         fit(tmp_path)
     assert refusal.value.argument.endswith(argument)
+
+
+def test_a_client_that_opts_in_no_sample_with_a_label_is_refused(tmp_path):
+    algorithm = FedAvg()
+    algorithm.opt_out = OptOut(data=0.9)
+    with pytest.raises(InvalidArgumentError, match=r"one that opts in a sample with a label of each client, because"):
+        federation(tmp_path, [Phase("it", algorithm)]).fit(mixture(), without_labels(blobs(), 0.9))
 
 
 @pytest.mark.parametrize("algorithm", [Declared(), FineTuning(keep_better=True), PFLMoE(interleaved=True)])

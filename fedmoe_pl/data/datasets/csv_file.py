@@ -30,7 +30,7 @@ class CsvFile(ImageDataModule):
     The other columns are numbers, which are not changed, or one of them has the files of images. The inputs of a sample
     are these numbers in the sorted order of the columns' names. Targets that are all numbers, and not all of them
     integers, are values, as those of a regression, unless ``classes`` is given; others are the names of classes, which
-    are numbered in sorted order, integers by their size, but for -100, which says that a training sample has no label
+    are numbered in sorted order, integers by their size, except that -100 says that a training sample has no label
     (see :class:`Arrays`), unless ``classes`` has it. A cell without a value (empty, or ``nan``, ``NaT``, ``<NA>``,
     ``NA``, ``N/A``, ``None``, ``null``) is refused unless ``classes`` has it, and so is a quoted cell of several lines.
 
