@@ -247,7 +247,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         labels = torch.zeros(len(self.y), dtype=torch.int64) if labels is None else labels
         if partitioner.needs_classes and (labels == NO_LABEL).any():
             because = f"some training samples have no label ({NO_LABEL})"
-            allowed = "one that does not look at classes, such as IID or PredefinedIndices"
+            allowed = "one that does not look at classes, such as IID, NaturalIds or PredefinedIndices"
             raise InvalidArgumentError(self, "partitioner", partitioner, allowed, because)
         self.dealt_by = partitioner
         dealt = partitioner(labels[: self.num_shared].numpy(), self.requested_clients, rng, ids)

@@ -85,7 +85,7 @@ def log_partition(datamodule: FederatedDataModule) -> None:
     if datamodule.num_classes:
         each.append(f"samples of {_range((counts > 0).sum(dim=1))} of {datamodule.num_classes} classes")
         lacking = datamodule.train_samples.sizes + datamodule.validation_samples.sizes - counts.sum(1).long()
-        each += [f"{_range(lacking)} samples without a label"] if lacking.any() else []
+        each += [f"{_range(lacking)} training samples without a label"] if lacking.any() else []
     odd = [f" {text}" for text in _oddities(datamodule)]
     text = f"{type(datamodule).__name__}: {scheme}, {n} client{'s' * (n > 1)} with {' and '.join(each)}.{''.join(odd)}"
     getLogger("lightning.pytorch").log(WARNING if odd else INFO, text)

@@ -83,7 +83,7 @@ def test_a_share_of_the_samples_with_labels_is_held_out(caplog):
         of_each.append(len(part) - labelled)
         assert [*map(len, held_out)] == [round(0.3 * labelled), round(0.2 * labelled)]
         assert all((samples.y[some] >= 0).all() for some in held_out)
-    assert f"{min(of_each)} to {max(of_each)} samples without a label" in caplog.text
+    assert f"{min(of_each)} to {max(of_each)} training samples without a label" in caplog.text
 
 
 @pytest.mark.parametrize(
