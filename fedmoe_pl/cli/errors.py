@@ -138,9 +138,11 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
     expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         return f"{place}: {_no_attribute(match[1], match[2])}"
-    if match := re.search(r"No module named '(\w+)", text):
-        remedy = f"run fedmoe from the folder that has {match[1]}.py, or add that folder to PYTHONPATH"
-        return f"{place}: {match[0]}' in {os.getcwd()}, PYTHONPATH or the installed packages; {remedy}."
+    missing = next((each.name for each in _causes(error) if isinstance(each, ModuleNotFoundError)), None)
+    if missing:
+        name = missing.partition(".")[0]
+        remedy = f"install {name}, run fedmoe from the folder that has {name}.py, or add that folder to PYTHONPATH"
+        return f"{place}: no module {missing} in {os.getcwd()}, PYTHONPATH or the installed packages; {remedy}."
     if not expected and "mport path" not in text:
         return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
     given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)

@@ -65,8 +65,8 @@ REFUSED = {
     "model.init_args.gate: fedmoe_pl.models has no class Constant; similar ones are ConstantGate.": [
         *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
     ],
-    f"federation.logger: No module named 'nothing' in {os.getcwd()}, PYTHONPATH or the installed packages; run fedmoe "
-    "from the folder that has nothing.py, or add that folder to PYTHONPATH.": ["--federation.logger", "nothing.X"],
+    f"federation.logger: no module nothing in {os.getcwd()}, PYTHONPATH or the installed packages; install nothing, "
+    "run fedmoe from the folder that has nothing.py, or add that folder": ["--federation.logger", "nothing.X"],
     "model.init_args.global_expert is 3, but must be Module or its import path, such as SmallMLP or {class_path: my_": [
         *("--model.global_expert", "3")
     ],
@@ -104,7 +104,7 @@ REFUSED = {
     "trainer.logger[0].init_args.save_dirr is not an argument of CSVLogger; did you mean save_dir?": (
         ["--trainer.logger", "[{class_path: CSVLogger, init_args: {save_dirr: x}}]"]
     ),
-    "federation.metrics.init_args.squard is not an argument of MeanSquaredError; did you mean squared?": [
+    "federation.metrics.e.init_args.squard is not an argument of MeanSquaredError; did you mean squared?": [
         "--federation.metrics",
         "{e: {class_path: torchmetrics.MeanSquaredError, init_args: {squard: false}}}",
     ],
