@@ -50,6 +50,7 @@ from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import benchmark
+from fedmoe_pl.grids.forks import serve_forks
 from fedmoe_pl.grids.grid import grid_parser
 from fedmoe_pl.grids.tuning import tune_parser
 from fedmoe_pl.phases.participation import ClientError
@@ -65,6 +66,7 @@ yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.repr
 
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
 _TRAIN = ("fit", "personalize", "validate", "test")  # they may use worker processes
+_GRIDS = ("benchmark", "tune")  # they run fit in other processes
 OTHER_PARSERS = {
     "benchmark": grid_parser,
     "tune": tune_parser,
@@ -299,11 +301,15 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
         # that of TensorBoard's thread is raised in this one as well
         threading.excepthook = lambda raised: None if _is_full(raised.exc_value) else threading.__excepthook__(raised)
         warnings.filterwarnings("ignore", ".isinstance.treespec, LeafSpec.. is deprecated", FutureWarning)
+    may_fork = may_fork and FORKS and isinstance(arguments, list)
+    if may_fork and arguments[0] in _GRIDS:
+        serve_forks()
+        arguments = sys.argv[1:]  # of the process of a cell, in that process
     try:
         if isinstance(arguments, list) and arguments[0] in _OTHERS:
             _run_other(*map(str, arguments))
         else:
-            if may_fork and FORKS and isinstance(arguments, list) and arguments[0] in _TRAIN:
+            if may_fork and arguments[0] in _TRAIN:
                 fork_server(work)
             FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:

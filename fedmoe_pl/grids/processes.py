@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from fedmoe_pl.backends.fitting import cores_of_process
 from fedmoe_pl.checkpoints.checkpoint import LOCK
 from fedmoe_pl.checkpoints.files import acquired
 from fedmoe_pl.grids.cells import Cell, cut_run, finished_run, last_round
+from fedmoe_pl.grids.forks import ForkedProcess, fork
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
 from fedmoe_pl.rounds.interruption import Interruption, raising
 
@@ -28,6 +29,7 @@ _POLL = 0.1  # seconds between two looks at the processes
 _TELL = 30.0  # seconds after which a line says how far a run is
 _SECONDS_TO_END = 15.0  # after a signal; a run needs at most ten
 _LONGEST = 300  # characters of an error in a line
+_PROGRAM = [sys.executable, "-m", "fedmoe_pl"]
 
 
 @dataclass
@@ -35,7 +37,7 @@ class _Process:
     title: str
     cell: Cell
     slot: int
-    process: subprocess.Popen[bytes]
+    process: ForkedProcess | subprocess.Popen[bytes]
     began: float
     is_ended: bool = False  # by this process
     started: float = field(default_factory=time.time)
@@ -131,29 +133,39 @@ def _start(title: str, cell: Cell, slot: int, parallel: int) -> _Process:
     path = cell.folder / "config.yaml"
     _write(path, cell.configuration)
     checkpoint, device = cut_run(cell), _gpu(cell, slot)
-    environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
-    with (cell.folder / "stdout.log").open("ab") as out, (cell.folder / "stderr.log").open("wb") as errors:
-        # in a session of its own, so that Ctrl-C reaches only this process, which ends the others
-        process = subprocess.Popen(
-            _command(path, checkpoint),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-        )
+    environment = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     cores = cores_of_process()
-    if device is None and 1 < parallel <= len(cores) and hasattr(os, "sched_setaffinity"):
-        # or runs would start more worker processes than there are cores
-        os.sched_setaffinity(process.pid, cores[slot::parallel])
+    # or runs would start more worker processes than there are cores
+    cores = cores[slot::parallel] if device is None and 1 < parallel <= len(cores) else []
+    command = _command(path, checkpoint)
+    process = fork(command, cell.folder, environment, cores) or _popen(command, cell.folder, environment, cores)
     where = f" on GPU {device}" if device is not None else ""
     print(f"{title} starts{where}" if checkpoint is None else f"{title} goes on{where} from {checkpoint}", flush=True)
     return _Process(title, cell, slot, process, time.monotonic())
 
 
+def _popen(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], cores: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Runs a command in a new process where none can be forked, with the arguments of :func:`fork`."""
+    with (folder / "stdout.log").open("ab") as out, (folder / "stderr.log").open("wb") as errors:
+        # in a session of its own, so that Ctrl-C reaches only this process, which ends the others
+        process = subprocess.Popen(
+            [*_PROGRAM, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(process.pid, cores)
+    return process
+
+
 def _command(configuration: Path, checkpoint: Path | None) -> list[str]:
     """The command that runs a configuration, or continues its run."""
-    command = [sys.executable, "-m", "fedmoe_pl", "fit", "--config", str(configuration)]
+    command = ["fit", "--config", str(configuration)]
     return command if checkpoint is None else [*command, "--ckpt_path", str(checkpoint)]
 
 

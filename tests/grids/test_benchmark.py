@@ -46,7 +46,7 @@ def pretend(monkeypatch, tmp_path):
 
     def use(kind):
         monkeypatch.setattr("fedmoe_pl.cli.command_line.configured", pretended_configured)
-        monkeypatch.setattr(processes, "_command", pretended_fit(kind, tmp_path))
+        monkeypatch.setattr(processes, "_PROGRAM", pretended_fit(kind, tmp_path))
 
     return use
 

@@ -67,7 +67,7 @@ def in_this_process(monkeypatch):
     def start(title, cell, slot, parallel):
         path = cell.folder / "config.yaml"
         processes._write(path, cell.configuration)
-        commands.append(processes._command(path, processes.cut_run(cell))[3:])
+        commands.append(processes._command(path, processes.cut_run(cell)))
         with contextlib.redirect_stdout(io.StringIO()):
             main([*commands[-1]])
         ended = SimpleNamespace(poll=lambda: 0, returncode=0)
@@ -150,11 +150,11 @@ def test_the_best_is_that_of_separate_runs_also_after_a_kill(in_this_process, no
 # Writes the rounds of a run, the value in its learning rate, and does not end if that is bad.
 SCRIPT = """
 import os, pathlib, shutil, sys, time, yaml
-config = yaml.safe_load(open(sys.argv[1]))
+config = yaml.safe_load(open(sys.argv[3]))
 rate = config["model"]["init_args"]["optimizer"]["init_args"]["lr"]
 folder = pathlib.Path(config["federation"]["default_root_dir"]) / config["federation"]["name"] / "version_0"
 (folder / "checkpoints/finished").mkdir(parents=True)
-shutil.copy(sys.argv[1], folder / "config.yaml")
+shutil.copy(sys.argv[3], folder / "config.yaml")
 table = "method,round,validation_mean\\n" + "".join(f"FedAvg,{round},{rate}\\n" for round in (1, 2, 3))
 (folder / "rounds.csv.tmp").write_text(table)
 os.replace(folder / "rounds.csv.tmp", folder / "rounds.csv")
@@ -168,7 +168,7 @@ time.sleep(60 if rate < 0.2 else 0)
 def pretended(monkeypatch, no_checks, tmp_path):
     """Lets trials run the script in place of ``fedmoe fit``."""
     (tmp_path / "fit.py").write_text(SCRIPT)
-    monkeypatch.setattr(processes, "_command", lambda path, checkpoint: [sys.executable, "fit.py", str(path)])
+    monkeypatch.setattr(processes, "_PROGRAM", [sys.executable, "fit.py"])
 
 
 @pytest.mark.slow

@@ -39,15 +39,15 @@ TINY = {
     },
 }
 
-# Writes what `fedmoe fit` writes: its first argument says how it ends, the third is the configuration.
+# Writes what `fedmoe fit` writes: its first argument says how it ends, the others are those of `fedmoe`.
 _SCRIPT = """
 import csv, os, pathlib, shutil, statistics, sys, time, yaml
-kind, config, checkpoint = sys.argv[1], yaml.safe_load(open(sys.argv[2])), sys.argv[3:]
+kind, config, checkpoint = sys.argv[1], yaml.safe_load(open(sys.argv[4])), sys.argv[6:]
 federation, seed = config["federation"], config["seed_everything"]
 folder = pathlib.Path(federation["default_root_dir"]) / federation["name"] / "version_0"
 finished = folder / "checkpoints/finished"
 finished.mkdir(parents=True, exist_ok=True)
-shutil.copy(sys.argv[2], folder / "config.yaml")
+shutil.copy(sys.argv[4], folder / "config.yaml")
 (folder / "checkpoints/last.ckpt").touch()
 with open(folder / "began", "a") as file:
     print(*checkpoint, file=file)
@@ -117,15 +117,11 @@ def _merged(before, after):
     return before | {name: _merged(before.get(name), value) for name, value in after.items()}
 
 
-def pretended_fit(kind: str, folder: Path):
-    """Makes the command of a process that writes a run's files at once.
+def pretended_fit(kind: str, folder: Path) -> list[str]:
+    """Makes a program that takes the place of ``fedmoe`` and writes a run's files at once.
 
     The kind is "ends"; "fails", with seed 0; or "hangs", with seed 1, until it is continued.
     """
     script = folder / "fit.py"
     script.write_text(_SCRIPT)
-
-    def command(configuration: Path, checkpoint: Path | None) -> list[str]:
-        return [sys.executable, str(script), kind, str(configuration), *([str(checkpoint)] if checkpoint else [])]
-
-    return command
+    return [sys.executable, str(script), kind]
