@@ -26,7 +26,7 @@ def phases_of_new_clients(phases: Sequence[Phase], ckpt_path: Path, rounds: int)
             "personalize needs a federated phase, from whose result new clients start, but none of the phases is "
             "federated; use fit to train clients alone."
         )
-    alone = [replace(phase, clients_per_round=None, ckpt_path=None) for phase in phases]
+    alone = [replace(phase, clients_per_round=None, clients=None, ckpt_path=None) for phase in phases]
     given = {"ckpt_path": str(ckpt_path), "rounds": rounds, "select": None}
     return [replace(phase, **given) if phase.algorithm.federated else phase for phase in alone]
 

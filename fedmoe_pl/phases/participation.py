@@ -73,6 +73,8 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
     A share below 1 counts all clients, not only the participants.
     """
     participants = phase.algorithm.opt_out.participants(range(num_clients), seed)
+    if phase.clients is not None:
+        participants = [client for client in participants if client in {*phase.clients}]
     all_of_them = takes_all(phase.clients_per_round)
     return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
 

@@ -111,6 +111,9 @@ class Phase:
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: an int is a number of clients, a float a share of all N
             clients, ``max(int(share * N), 1)``. 1.0 and None are all that take part.
+        clients: ids of the clients that take part, from 0 on, so that clients may join or leave between two phases of a
+            run: the others neither train nor influence the phase, but are evaluated. None means all that the algorithm
+            lets take part.
         model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
             compare methods with different models. A phase with a model of its own takes those parts from its start that
             both models have; they must have the same tensors, except the gate, which otherwise starts anew, and a list
@@ -148,6 +151,7 @@ class Phase:
     algorithm: Algorithm
     rounds: int = 1
     clients_per_round: int | float | None = 1.0  # with None as default, jsonargparse would make floats of integers
+    clients: list[int] | None = None
     model: LightningModule | None = None
     gate: Gate | None = None
     mixing: Mixing | None = None

@@ -14,6 +14,7 @@ from fedmoe_pl.evaluation.client_models import evaluated_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.logs.summary import round_row
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
@@ -65,7 +66,7 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
             run.rows.append(round_row(evaluation) | state.costs() | _costs_before(run, phase))
     select = phase.select
     if select is not None and state.round >= select.from_round:
-        participants = phase.algorithm.opt_out.participants(range(run.datamodule.num_clients), run.seed)
+        participants = cohort_of(phase, run.datamodule.num_clients, run.seed).participants
         mean = evaluations[0].spread_or_nan(select.monitor, set(participants)).mean
         state.remember_best(-mean if select.monitor in evaluations[0].lower_is_better else mean, select.min_delta)
     for evaluation in evaluations:

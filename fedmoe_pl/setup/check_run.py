@@ -134,7 +134,7 @@ def _check_evaluated(run: Run) -> None:
     number, num_clients = run.evaluation_cohort_size, run.datamodule.num_clients
     check_at_least("Federation", "evaluation_cohort_size", number, 1, num_clients)
     for phase in run.phases:
-        participants = phase.algorithm.opt_out.participants(range(num_clients), run.seed)
+        participants = cohort_of(phase, num_clients, run.seed).participants
         if phase.monitor and not {*participants} & {*run.evaluated}:
             because = f"none of these clients takes part in '{phase.name}', which selects a round"
             raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
@@ -142,7 +142,10 @@ def _check_evaluated(run: Run) -> None:
 
 def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
     """Refuses a cohort larger than the number of participants, or smaller than the number that must answer."""
-    size = phase.clients_per_round
+    size, clients = phase.clients_per_round, range(run.datamodule.num_clients)
+    if phase.clients is not None and ({*phase.clients} - {*clients} or not cohort.participants):
+        allowed = f"ids from 0 to {clients[-1]}, at least one of a client that the algorithm lets take part"
+        raise InvalidArgumentError(str(phase), "clients", phase.clients, allowed)
     if cohort.size > (most := len(cohort.participants)):
         raise InvalidArgumentError(str(phase), "clients_per_round", size, f"at most {most}, the clients that take part")
     needed, because = run.failures.needed(phase.aggregation, phase.secure, cohort.size)

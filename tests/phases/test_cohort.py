@@ -3,11 +3,17 @@
 import random
 
 import numpy as np
+import pytest
+import torch
+from helpers import TensorData, assert_same_bits, blobs, mixture, phase, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import OptInFedAvg
+from fedmoe_pl.algorithms import FedAvg, OptInFedAvg
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.participation import cohort_size, phase_cohort, sample_cohort
 
 
@@ -61,3 +67,49 @@ def test_everybody_means_those_who_take_part_and_a_share_counts_all():
         sizes[str(clients_per_round)] = len(cohort)
     assert sizes == {"None": 5, "1.0": 5, "0.4": 4, "1": 1, "3": 3}
     assert phase_cohort(Phase("A", algorithm), 10, seed=0, round=0) == participants
+
+
+class Attendance(FederationCallback):
+    """Notes which clients have trained in each phase and round."""
+
+    def on_fit_start(self, run):
+        self.noted = dict[tuple[str, int], list[int]]()
+
+    def on_client_end(self, run, phase, round, client):
+        self.noted.setdefault((phase.name, round), []).append(client)
+
+
+def test_clients_join_and_leave_between_phases(tmp_path):
+    """In autumn, client 0 has left and client 2 has joined; spring is as if there were no client 2."""
+    partial = FedAvg("global_expert.extractor.*")
+    spring = phase("spring", partial, gate=GlobalOnly(), rounds=2, clients=[1, 0])
+    autumn = phase("autumn", partial, gate=GlobalOnly(), rounds=2, clients=[1, 2], start="spring")
+    attendance, data = Attendance(), blobs()
+    states = run([spring, autumn], mixture(), data, tmp_path, callbacks=[attendance]).run.states
+    expected = {("spring", 0): [0, 1], ("spring", 1): [0, 1], ("autumn", 0): [1, 2], ("autumn", 1): [1, 2]}
+    assert {key: sorted(clients) for key, clients in attendance.noted.items()} == expected
+
+    x, y, *test = (getattr(data.arrays, name) for name in ("x_train", "y_train", "x_test", "y_test"))
+    data = TensorData(x, y, data.partitioner.parts[:2], test, torch.float64, batch_size=data.batch_size)
+    without = run([phase("spring", partial, gate=GlobalOnly(), rounds=2)], mixture(), data, tmp_path).run.states[
+        "spring"
+    ]
+    assert_same_bits(states["spring"].server, without.server)
+    for client in (0, 1):
+        assert_same_bits(states["spring"].clients[client], without.clients[client])
+    assert 2 not in states["spring"].clients, "it has kept nothing yet"
+    assert_same_bits(states["autumn"].clients[0], states["spring"].clients[0])
+
+
+@pytest.mark.parametrize("clients", [[0, 3], [-1], [], ["0"]])
+def test_clients_that_there_are_not_are_refused(clients, tmp_path):
+    with pytest.raises(InvalidArgumentError, match=r"Phase 'A': clients is .*, but must be ids from 0 to 2"):
+        run([phase("A", FedAvg(), clients=clients)], mixture(), blobs(), tmp_path)
+
+
+def test_only_clients_that_the_algorithm_lets_take_part_are_drawn():
+    algorithm = OptInFedAvg(opt_out_clients=0.5)
+    participants = list(algorithm.opt_out.participants(range(10), 0))
+    out = ({*range(10)} - {*participants}).pop()
+    some = Phase("A", algorithm, clients=[*participants[:2], out])
+    assert phase_cohort(some, 10, seed=0, round=0) == participants[:2]
