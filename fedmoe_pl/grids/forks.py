@@ -61,8 +61,9 @@ def serve_forks() -> None:
     ours.close()
     os.setsid()  # Ctrl-C reaches only the process that has forked this one
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for a command
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # who reads what the first process writes need not wait for a process that outlives it
+        os.dup2(nothing, stream)
     while ends := socket.recv_fds(theirs, 1, 1)[1]:
         if not os.fork():
             theirs.close()
