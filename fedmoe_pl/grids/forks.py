@@ -24,19 +24,18 @@ class ForkedProcess:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.pid: int = connection.recv()
-        self.returncode: int | None = None
+        self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended, -n if signal n ended it."""
-        if self.returncode is None and self.connection.poll():
-            self.wait()
-        return self.returncode
+        """Its exit code; None as long as it runs."""
+        return self.wait() if self._returncode is not None or self.connection.poll() else None
 
-    def wait(self) -> None:
-        """Waits until it has ended."""
-        if self.returncode is None:
-            self.returncode = self.connection.recv()
+    def wait(self) -> int:
+        """Waits until it has ended, and returns its exit code, which is -n if signal n ended it."""
+        if self._returncode is None:
+            self._returncode = int(self.connection.recv())
             self.connection.close()
+        return self._returncode
 
     def terminate(self) -> None:
         """Sends SIGTERM."""

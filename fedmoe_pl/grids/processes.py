@@ -191,7 +191,7 @@ def _say_progress(each: _Process) -> None:
 
 def _has_succeeded(each: _Process) -> bool:
     """Says how a run has ended, and returns whether it is finished."""
-    code = each.process.returncode
+    code = each.process.wait()
     duration = timedelta(seconds=round(time.monotonic() - each.began))
     if code == 0 or each.is_ended:
         print(f"{each.title} is {'pruned' if each.is_ended else 'finished'} after {duration}", flush=True)

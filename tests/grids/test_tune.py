@@ -70,7 +70,7 @@ def in_this_process(monkeypatch):
         commands.append(processes._command(path, processes.cut_run(cell)))
         with contextlib.redirect_stdout(io.StringIO()):
             main([*commands[-1]])
-        ended = SimpleNamespace(poll=lambda: 0, returncode=0)
+        ended = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
         return processes._Process(title, cell, slot, ended, time.monotonic())
 
     monkeypatch.setattr(processes, "_start", start)
