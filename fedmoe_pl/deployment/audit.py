@@ -194,7 +194,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     plan, recorder.transfers = DryPlan(training), []
     if state.server_learns:
         state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
-        cohort = draw_cohort(dry, phase, state)
+        cohort = draw_cohort(dry, phase)
         used: dict[str, None] = {}
         clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.clients)
         state.server = algorithm.server_begin(state.server, _watched(clients, dry.datamodule, len(cohort), used))
@@ -203,7 +203,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     for _ in range(min(phase.rounds, algorithm.messages.period + 1)):
         if not state.stopped:
             # Poisson sampling may draw nobody
-            cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
+            cohort = alone or draw_cohort(dry, phase) or drawn.participants[:1]
             run_round(dry, phase, plan, None, cohort)
     audit.transfers = recorder.transfers
     _describe(audit, training, plan, _kept_by(state))

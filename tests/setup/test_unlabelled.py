@@ -217,6 +217,22 @@ def test_a_client_that_opts_in_no_sample_with_a_label_is_refused(tmp_path):
         federation(tmp_path, [Phase("it", algorithm)]).fit(mixture(), without_labels(blobs(), 0.9))
 
 
+@pytest.mark.parametrize("shared", ["*", "global_expert.extractor.*"])
+def test_where_training_could_count_them_a_given_result_is_refused_for_new_clients_that_train(shared, tmp_path):
+    algorithm = FedAvg(shared)
+    algorithm.opt_out = OptOut(data=0.9)
+    before = federation(tmp_path, [Phase("it", algorithm, gate=GlobalOnly())])
+    before.fit(mixture(), blobs())
+    path, samples = str(before.run_dir / "checkpoints/last.ckpt"), without_labels(blobs((12, 9)), 0.9)
+    if shared == "*":
+        given = federation(tmp_path, [Phase("it", algorithm, gate=GlobalOnly(), ckpt_path=path)])
+        with pytest.warns(UserWarning, match="a run with other clients or samples"):
+            given.check(mixture(), samples)
+        return
+    with pytest.raises(InvalidArgumentError, match="one that opts in a sample with a label of each client"):
+        before.personalize(mixture(), samples)
+
+
 @pytest.mark.parametrize("algorithm", [Declared(), FineTuning(keep_better=True), PFLMoE(interleaved=True)])
 def test_an_algorithm_must_declare_that_it_uses_samples_in_its_losses_only(algorithm, tmp_path):
     phases = [Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly()), Phase("it", algorithm)]
