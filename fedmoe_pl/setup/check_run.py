@@ -54,6 +54,7 @@ from fedmoe_pl.setup.check_trainer import (
     check_trainer,
     epochs_of_all,
     other_steps,
+    samples_of_clients,
     trainer_key,
 )
 from fedmoe_pl.setup.data import check_direction, check_metric, check_task
@@ -215,11 +216,10 @@ def _check_labels(run: Run, phase: Phase, module: LightningModule, trains: bool)
         raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, because)
     if not trains:
         return
-    opted_in = algorithm.opt_out.opted_in_of_all(run.datamodule.train_samples, run.seed)
-    for client in run.clients:
-        if len(opted_in[client]) and not len(run.datamodule.labelled(opted_in[client])):
-            allowed = "one that opts in a sample with a label of each client"
-            raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, f"client {client} has none")
+    for client, samples in samples_of_clients(run, phase, module).items():
+        if len(samples) and not len(run.datamodule.labelled(samples)):
+            allowed = "one that trains each client on a sample with a label"
+            raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, f"client {client} would have none")
     if isinstance(module, MixtureOfExperts):
         with naming(phase):
             if module.task != "multiclass":
