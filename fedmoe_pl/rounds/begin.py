@@ -322,23 +322,20 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     return saved
 
 
-def _of_single_clients(phase: Phase, saved: PhaseState) -> bool:
-    """Whether the server holds tensors of single clients; parts of the module are the same for all."""
-    return any(name.startswith(phase.algorithm.messages.per_client) for name in of_algorithm(saved.server))
-
-
 def _renumbered(
     phase: Phase, module: LightningModule, saved: PhaseState, before: Sequence[str], old: Mapping[int, int]
 ) -> PhaseState:
     """A result for other data, whose clients take what those of the same names kept; ``old`` has their old numbers."""
     architecture = module.client_architecture if isinstance(module, MixtureOfExperts) else lambda client: 0
-    keeps, counted = bool(saved.clients), saved.counted_steps
+    keeps, counted, per_client = bool(saved.clients), saved.counted_steps, phase.algorithm.messages.per_client
     counts = phase.sample_privacy is not None and any(of_phase.keys() != {EVERYONE} for of_phase in counted.values())
     for because, is_so in {
         "clients would get what others have kept, as these have no names in the data by which to tell them": (
             keeps and not old
         ),
-        "its server holds tensors of single clients": _of_single_clients(phase, saved),
+        "its server holds tensors of single clients": any(  # parts of the module are the same for all
+            name.startswith(per_client) for name in of_algorithm(saved.server)
+        ),
         "what clients keep is on their own machines": keeps and isinstance(saved.clients, RemoteStates),
         "a client's number chooses its architecture": (
             keeps and any(architecture(new) != architecture(old[new]) for new in old)
