@@ -16,7 +16,7 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches, Share
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import weight_of
+from fedmoe_pl.models.mixtures.tasks import loss_weight
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 _DRAWS = 11  # seed key that separates the random numbers of a process's share from the client's
@@ -59,7 +59,7 @@ class Sharing(Callback):
         self.weight = self.share.weight(self.size)
         if self.has_labels:
             module: Any = pl_module
-            counts = weight_of(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
+            counts = loss_weight(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
             mean = trainer.strategy.reduce(torch.tensor(counts, dtype=torch.float64, device=pl_module.device)).item()
             self.weight = counts / mean if mean else 0.0
 

@@ -53,7 +53,7 @@ def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Pa
     configuration names; of your own classes in Python, what they gave to ``save_hyperparameters()``. Pass others to
     ``load_from_checkpoint``.
     """
-    phase, evaluation_point = run.phase_and_point(method, next(iter(paths)))
+    phase, evaluation_point = run.phase_and_point(method)
     kept = run.states[phase.name].clients.values()
     if not (len(paths) == 1 or chooses_model(phase.algorithm) or any(has_own_model(t, evaluation_point) for t in kept)):
         client, path = next(iter(paths.items()))
@@ -121,7 +121,7 @@ def export_clients(
         raise MisconfigurationException(
             f'format onnx needs {", ".join(missing)}: pip install ".[export]" in the repository.'
         )
-    algorithm = run.phase_and_point(method, clients[0])[0].algorithm
+    algorithm = run.phase_and_point(method)[0].algorithm
     if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not run.datamodule.has_pairs):
         allowed = "one whose model maps a tensor to scores"
         because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
@@ -293,7 +293,7 @@ def _adapter_moe(run: Run, method: str, client: int) -> AdapterMoE:
 
 def _check_base(run: Run, method: str, module: AdapterMoE) -> None:
     """Refuses adapters of a base that is no longer the one that others have."""
-    base = subtree(run.initial_model(run.phase_and_point(method, 0)[0]).state_dict(), "base.")
+    base = subtree(run.initial_model(run.phase_and_point(method)[0]).state_dict(), "base.")
     changed = (name for name, tensor in module.base.state_dict().items() if not same_values(base[name], tensor))
     if (name := next(changed, None)) is not None:
         because = f"it has changed {name}, so that the adapters are not those of your base; the format merged has it"

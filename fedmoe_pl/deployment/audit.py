@@ -26,7 +26,7 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.deployment.reports import Reports
 from fedmoe_pl.deployment.schema import ANSWER_TO, carried
 from fedmoe_pl.evaluation.outputs import has_trained_gate
-from fedmoe_pl.phases.participation import cohort_of
+from fedmoe_pl.phases.participation import ClientFailures, cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.evaluate import is_evaluated_after
@@ -153,6 +153,7 @@ def audit_run(run: Run, reports: Reports) -> list[PhaseAudit]:
         run,
         phases=[replace(phase, evaluate=False, select=None) for phase in run.phases],
         enable_checkpointing=False,
+        failures=ClientFailures(),  # nobody drops out
         training_data=_with_few_samples(run.datamodule),
         given_results=dict(run.given_results),
         states={},
@@ -194,7 +195,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     plan, recorder.transfers = DryPlan(training), []
     if state.server_learns:
         state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
-        cohort = draw_cohort(dry, phase, state)
+        cohort = draw_cohort(dry, phase)
         used: dict[str, None] = {}
         clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.clients)
         state.server = algorithm.server_begin(state.server, _watched(clients, dry.datamodule, len(cohort), used))
@@ -203,7 +204,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     for _ in range(min(phase.rounds, algorithm.messages.period + 1)):
         if not state.stopped:
             # Poisson sampling may draw nobody
-            cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
+            cohort = alone or draw_cohort(dry, phase) or drawn.participants[:1]
             run_round(dry, phase, plan, None, cohort)
     audit.transfers = recorder.transfers
     _describe(audit, training, plan, _kept_by(state))

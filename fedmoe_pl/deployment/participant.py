@@ -434,8 +434,7 @@ class Participant:
         The client evaluates it itself: the server knows only what was reported.
         """
         evaluations = []
-        for values in message.values["evaluations"]:
-            point = values["evaluation_point"].removeprefix("after ").replace(" ", "_")
+        for point, values in zip(self._own.phase.evaluation_points, message.values["evaluations"], strict=False):
             own = replace(self._evaluation(message, values["round"], point), gate_weights=None, gate_labels=None)
             evaluations.append(Evaluation(**{**values, "clients": [own]}))
         state = PhaseState(

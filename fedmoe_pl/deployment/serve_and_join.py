@@ -20,7 +20,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.connection import Security, check_is_free, module_of_flower
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
-from fedmoe_pl.deployment.server import check_phases, serve
+from fedmoe_pl.deployment.server import check_deployable, serve
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.participation import RETRIES, ClientError, cohort_of
 from fedmoe_pl.phases.phase import Phase
@@ -40,7 +40,7 @@ def run_server(
 ) -> dict[str, Evaluation]:
     """Runs the server of a deployed federation; arguments as in ``Federation.serve``."""
     check_at_least("serve", "num_clients", num_clients, 1)
-    check_phases(federation.phases)
+    check_deployable(federation.phases)
     flower = module_of_flower("serve", "flower_processes")
     security = Security.of_server(address, keys, insecure)
     check_is_free(address)

@@ -155,7 +155,7 @@ def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 
 
-def check_phases(phases: Sequence[Phase]) -> None:
+def check_deployable(phases: Sequence[Phase]) -> None:
     """Refuses phases that need what no client sends."""
     for phase in phases:
         if phase.ckpt_path is not None:
@@ -245,7 +245,7 @@ def serve(
     ``datamodule``, as in the clients' configuration, are not read. Phases that cannot be deployed, and clients that do
     not fit together, are refused before any training.
     """
-    check_phases(federation.phases)
+    check_deployable(federation.phases)
     ckpt_path = _existing(ckpt_path, federation.runs)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
     ours = settings_of(federation, model, datamodule)

@@ -30,7 +30,7 @@ from fedmoe_pl.evaluation.outputs import (
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.inputs import inputs_of, rows_of
-from fedmoe_pl.models.mixtures.tasks import IGNORED, preds_and_target, weight_of
+from fedmoe_pl.models.mixtures.tasks import IGNORED, loss_weight, preds_and_target
 
 _MOST_VALUES = 2**26  # outputs computed at once when a language model is evaluated: 256 MiB of float32
 
@@ -118,7 +118,7 @@ class Meter:
 
     def _update(self, outputs: Tensor, targets: Tensor) -> None:
         mixture = mixture_of(self.module)
-        if mixture is not None and self.with_loss and (weight := weight_of(mixture.task, mixture.criterion, targets)):
+        if mixture is not None and self.with_loss and (weight := loss_weight(mixture.task, mixture.criterion, targets)):
             self._loss += mixture.loss_of(outputs, targets).item() * weight
             self._weight += weight
         preds, target = preds_of(self.module, outputs, targets)

@@ -56,6 +56,7 @@ class Trials:
         configured: Configured,
     ) -> None:
         self.study = study
+        study.stop = self._stop
         self.space = space
         self.tuning = tuning
         self.grid = grid
@@ -72,9 +73,9 @@ class Trials:
         for frozen in self.study.get_trials(states=[TrialState.RUNNING]):
             trial = Trial(self.study, frozen._trial_id)
             if frozen.params.keys() != self.space.keys():  # killed while its values were drawn
-                self._tell(trial, state=TrialState.FAIL)
+                self.study.tell(trial, state=TrialState.FAIL)
             elif frozen.intermediate_values and trial.should_prune():
-                self._tell(trial, state=TrialState.PRUNED)
+                self.study.tell(trial, state=TrialState.PRUNED)
             else:
                 yield from self._begin(trial)
         while (count := len(self.study.trials)) < self.tuning.trials and time.monotonic() < end:
@@ -97,7 +98,7 @@ class Trials:
         for other in self._complete:
             if other.params == trial.params:
                 print(f"{title} has the values of {_name(other)}", flush=True)
-                self._tell(trial, other.value)
+                self.study.tell(trial, other.value)
                 return
         values = {key: value_of(self.tuning.space[key], drawn) for key, drawn in trial.params.items()}
         grid = replace(self.grid, variants={name: Variant(overrides=values)})
@@ -105,7 +106,7 @@ class Trials:
             configuration = configuration_of(grid, {VARIANT: name}, self.configured)
         except MisconfigurationException as error:
             print(f"{title} is refused: {error}", flush=True)
-            self._tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, state=TrialState.FAIL)
             return
         self.running[name], self.reported[name] = trial, self.study.trials[trial.number].last_step or 0
         yield title, named_cell(grid, name, {VARIANT: name, **values}, configuration, [])
@@ -132,11 +133,11 @@ class Trials:
         trial, run = self.running.pop(cell.name), finished_run(cell) if has_succeeded else None
         values = [*self._values(read_rows(run / "summary.csv")).values()] if run else []
         if is_pruned:
-            self._tell(trial, state=TrialState.PRUNED)
+            self.study.tell(trial, state=TrialState.PRUNED)
         elif values:
-            self._tell(trial, values[0])
+            self.study.tell(trial, values[0])
         else:
-            self._tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, state=TrialState.FAIL)
         print(f"  {self.text(self.study.trials[trial.number])}", flush=True)
         self.write()
 
@@ -146,11 +147,9 @@ class Trials:
         found = {int(row["round"]): row.get(column, math.nan) for row in rows if row["method"] == self.tuning.method}
         return {round: value for round, value in found.items() if not math.isnan(value)}
 
-    def _tell(self, trial: Trial, value: float | None = None, state: TrialState | None = None) -> None:
-        try:
-            self.study.tell(trial, value, state)
-        except RuntimeError:  # a sampler that has nothing left to draw calls what only Study.optimize has
-            self.is_exhausted = True
+    def _stop(self) -> None:
+        """What a sampler calls that has nothing left to draw; Optuna's own is only for ``Study.optimize``."""
+        self.is_exhausted = True
 
     @property
     def best(self) -> FrozenTrial | None:

@@ -215,7 +215,7 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule, identity:
     """
     saved = _read(phase, module)
     has_predictor = phase.algorithm.predictor is not None
-    trains = has_predictor or _keeps_tensors(phase, module) or _evaluates_trained(phase)
+    trains = has_predictor or _keeps_tensors(phase, module) or evaluates_trained(phase)
     round = 0 if trains else phase.rounds
     per_client = phase.algorithm.messages.per_client
     server = {name: tensor for name, tensor in saved.server.items() if not name.startswith(per_client)}
@@ -243,7 +243,7 @@ def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseSt
 
 def check_evaluation_points(phase: Phase, result: PhaseState) -> None:
     """Refuses a result that lacks the locally trained models, if the phase is evaluated after local training."""
-    if _evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
+    if evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"
         raise InvalidArgumentError(str(phase), "evaluate.after", phase.evaluation.after, "aggregation", because)
 
@@ -263,7 +263,7 @@ def with_gate_of(phase: Phase, module: LightningModule, state: PhaseState) -> Ph
     return replace(state, initial=initial, server=server, clients=without(state.clients, prefixes))
 
 
-def _evaluates_trained(phase: Phase) -> bool:
+def evaluates_trained(phase: Phase) -> bool:
     """Whether the phase aggregates and is evaluated after local training."""
     return phase.evaluate and phase.aggregates and "local_training" in phase.evaluation_points
 
@@ -310,8 +310,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     before, now = (ClientNames(each["client_names"] or []) for each in (content, identity))
     of_name = {name: client for client, name in enumerate(before)}
     old = {client: of_name[name] for client, name in enumerate(now) if name in of_name}
-    if saved.clients or _of_single_clients(phase, saved):
-        saved = _renumbered(phase, module, saved, before, old)
+    saved = _renumbered(phase, module, saved, before, old)
     new = [client for client in range(len(now)) if client not in old]
     moved = [client for client in old if old[client] != client]
     anew = f"; {now.text(new)} begin{'s' * (len(new) == 1)} anew" if new else ""
@@ -323,21 +322,25 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     return saved
 
 
-def _of_single_clients(phase: Phase, saved: PhaseState) -> bool:
-    """Whether the server holds tensors of single clients; parts of the module are the same for all."""
-    return any(name.startswith(phase.algorithm.messages.per_client) for name in of_algorithm(saved.server))
-
-
 def _renumbered(
     phase: Phase, module: LightningModule, saved: PhaseState, before: Sequence[str], old: Mapping[int, int]
 ) -> PhaseState:
     """A result for other data, whose clients take what those of the same names kept; ``old`` has their old numbers."""
     architecture = module.client_architecture if isinstance(module, MixtureOfExperts) else lambda client: 0
+    keeps, counted, per_client = bool(saved.clients), saved.counted_steps, phase.algorithm.messages.per_client
+    counts = phase.sample_privacy is not None and any(of_phase.keys() != {EVERYONE} for of_phase in counted.values())
     for because, is_so in {
-        "clients would get what others have kept, as these have no names in the data by which to tell them": not old,
-        "its server holds tensors of single clients": _of_single_clients(phase, saved),
-        "what clients keep is on their own machines": isinstance(saved.clients, RemoteStates),
-        "a client's number chooses its architecture": any(architecture(new) != architecture(old[new]) for new in old),
+        "clients would get what others have kept, as these have no names in the data by which to tell them": (
+            keeps and not old
+        ),
+        "its server holds tensors of single clients": any(  # parts of the module are the same for all
+            name.startswith(per_client) for name in of_algorithm(saved.server)
+        ),
+        "what clients keep is on their own machines": keeps and isinstance(saved.clients, RemoteStates),
+        "a client's number chooses its architecture": (
+            keeps and any(architecture(new) != architecture(old[new]) for new in old)
+        ),
+        "epsilon counts the steps of each of its clients, which have no names in the data": counts and not before,
     }.items():
         if is_so:
             allowed = "the checkpoint of a run with the same clients and samples"
@@ -346,7 +349,7 @@ def _renumbered(
     texts |= {str(client): str(new) for new, client in old.items()}
     counted = {
         name: {texts.get(client, client): steps for client, steps in of_phase.items()}
-        for name, of_phase in saved.counted_steps.items()
+        for name, of_phase in counted.items()
     }
     kept = Renumbered(saved.clients, {new: client for new, client in old.items() if client in saved.clients})
     return replace(saved, clients=kept, counted_steps=counted)
@@ -384,7 +387,8 @@ def _from_start(
         inherited.append((names, state))
         initial |= _selected(names, tensors)
     load_tree(module, initial)
-    server = phase.algorithm.server_init(module)
+    with naming(phase):
+        server = phase.algorithm.server_init(module)
     client_states = []
     for names, state in inherited:
         # tensors that clients kept under a name that the server now sends are dropped

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
-from fedmoe_pl.backends.backend import fold, updated_server
 from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
@@ -91,8 +90,9 @@ def is_evaluated_after(run: Run, phase: Phase, round: int) -> bool:
     return bool(phase.evaluate and every and (round % every == 0 or round == phase.rounds))
 
 
-def is_over(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> bool:
+def is_over(run: Run, phase: Phase, training: LocalTraining) -> bool:
     """Whether the phase ends early: because its monitor or algorithm says so, or more rounds would change nothing."""
+    state = run.states[phase.name]
     waited = state.round - state.improved_round if state.improved_round else 0
     patience = phase.select and phase.select.patience
     if patience is not None and waited >= patience * _interval(run, phase):
@@ -127,17 +127,9 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
 
 
 def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
-    """The phase's state after training the clients that are evaluated; nothing is stored."""
+    """The phase's state after training the clients that are evaluated, which share nothing; nothing is stored."""
     state = run.states[phase.name]
     client_states = {client: state.clients[client] for client in run.evaluated if client in state.clients}
-    updates = []
     for group in plan.train(state.server, run.evaluated, state.clients, state.round):
         client_states |= group.clients
-        updates += [] if group.update is None else [group.update]
-    server = state.server
-    if updates:
-        with one_thread():
-            server = updated_server(phase.algorithm, server, fold(phase.algorithm, updates))
-    return replace(
-        state, server=server, clients={client: tree for client, tree in client_states.items() if tree}, round=1
-    )
+    return replace(state, clients={client: tree for client, tree in client_states.items() if tree}, round=1)

@@ -63,7 +63,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
-            clients = first_clients(training, draw_cohort(run, phase, state), readable(state.clients))
+            clients = first_clients(training, draw_cohort(run, phase), readable(state.clients))
             state.server = phase.algorithm.server_begin(state.server, clients)
         freeze_shared(training, state)
         share_memory(training, run.initial_model(phase))
@@ -86,7 +86,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         run.loggers.close(phase.method(evaluation_point))
     run.save(finished=phase.name)
     run.store.remove_rest(phase.name, state.clients)
-    log_epsilons(run, phase, state, training)
+    log_epsilons(run, phase, training)
     training.elsewhere.clear()
 
 
@@ -110,13 +110,13 @@ def run_round(
     run.progress.end_round()
     run.call("on_server_update", phase, round)
     # with a selection, the evaluation decides this
-    state.stopped = phase.select is None and is_over(run, phase, state, plan.training)
+    state.stopped = phase.select is None and is_over(run, phase, plan.training)
     evaluations: list[Evaluation] = []
     if is_evaluated_after(run, phase, state.round):
         if cohort is None:
             announce_round(run, phase, plan)
         evaluations = evaluate_round(run, phase, plan.training, plan)
-    state.stopped = is_over(run, phase, state, plan.training)
+    state.stopped = is_over(run, phase, plan.training)
     plan.training.copies.check(algorithm)
     if log.transfers:
         run.call("on_transfers", phase, round, log.transfers)
@@ -194,7 +194,7 @@ def train_round(
     secure = plan.training.secure_aggregation
     needed, why = failures.needed(aggregation, secure)
     while True:
-        drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
+        drawn = draw_cohort(run, phase, attempt) if cohort is None else cohort
         dropped = _dropped(run, phase, drawn, attempt)
         clients = [client for client in drawn if client not in dropped]
         asked.update(clients)
@@ -231,9 +231,9 @@ def _fail_alike(failures: Sequence[Failure]) -> bool:
 def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
     """Announces the next round to the plan, if it takes place whatever this round's evaluation shows."""
     state = run.states[phase.name]
-    if state.round == phase.rounds or is_over(run, phase, state, plan.training):
+    if state.round == phase.rounds or is_over(run, phase, plan.training):
         return
-    drawn = draw_cohort(run, phase, state)
+    drawn = draw_cohort(run, phase)
     dropped = _dropped(run, phase, drawn)
     clients = [client for client in drawn if client not in dropped]
     plan.announce({**state.server, **_added(state, plan)}, clients, state.clients, state.round)
@@ -251,9 +251,9 @@ def _added(state: PhaseState, plan: Plan) -> Tree:
     return {} if plan.training.aggregation is None else plan.training.aggregation.for_clients(state.aggregation)
 
 
-def draw_cohort(run: Run, phase: Phase, state: PhaseState, attempt: int = 0) -> list[int]:
+def draw_cohort(run: Run, phase: Phase, attempt: int = 0) -> list[int]:
     """The clients of the round; all clients if the server does not learn and they only train what they keep."""
-    num_clients = run.datamodule.num_clients
+    num_clients, state = run.datamodule.num_clients, run.states[phase.name]
     if not state.server_learns:
         return [*range(num_clients)]
     return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round, attempt)

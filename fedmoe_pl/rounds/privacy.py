@@ -168,8 +168,9 @@ def _steps_of(of_phases: Iterable[Mapping[str, Steps]], client: str) -> Steps:
     return [kind for of_phase in of_phases for name in (client, EVERYONE) for kind in of_phase.get(name, [])]
 
 
-def log_epsilons(run: Run, phase: Phase, state: PhaseState, training: LocalTraining) -> None:
+def log_epsilons(run: Run, phase: Phase, training: LocalTraining) -> None:
     """Logs the epsilons of a phase, and which parts of the model DP-SGD protects; in a phase without it, which not."""
+    state = run.states[phase.name]
     if not math.isnan(state.epsilon):
         what = f"(epsilon, delta)-differential privacy for each client with epsilon {state.epsilon:.3g} and delta "
         what += f"{state.delta:.3g}"

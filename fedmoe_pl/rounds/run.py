@@ -27,7 +27,7 @@ from fedmoe_pl.logs.progress import Progress
 from fedmoe_pl.phases.participation import ClientFailures, cohort_of, evaluated_clients
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
-from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
+from fedmoe_pl.rounds.begin import begin_phase, evaluates_trained, phase_module, sized
 from fedmoe_pl.seeds import named_seed, seed_all
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -227,16 +227,15 @@ class Run(Settings, Saved):
 
     def client_modules(self, method: str, clients: Iterable[int]) -> Iterator[LightningModule]:
         """Yields the :meth:`client_module` of each of several clients."""
-        trainings = dict[str, LocalTraining]()
+        phase, evaluation_point = self.phase_and_point(method)
+        training = self.training(phase)
         for client in clients:
-            phase, evaluation_point = self.phase_and_point(method, client)
-            if phase.name not in trainings:
-                trainings[phase.name] = self.training(phase)
-            yield self._client_module(trainings[phase.name].of(client), phase, evaluation_point, client)
+            self.datamodule.client_names.number("Federation", client)  # refuses ids that no client has
+            yield self._client_module(training.of(client), phase, evaluation_point, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
         """The model that a client predicts with: its :meth:`client_module`, or one with ``Algorithm.predictor``."""
-        phase, evaluation_point = self.phase_and_point(method, client)
+        phase, evaluation_point = self.phase_and_point(method)
         state, training = self.states[phase.name], self.training(phase).of(client)
         module = self._client_module(training, phase, evaluation_point, client)
         return client_predictor(training, module, state.server, client, state.clients, state.round_of_models)
@@ -251,14 +250,13 @@ class Run(Settings, Saved):
         load_to_evaluate(module, {**training.initial, **personal_tensors(training, module, *arguments)})
         return module
 
-    def phase_and_point(self, method: str, client: int) -> tuple[Phase, EvaluationPoint]:
-        """The phase and evaluation point of a table's row; refuses unknown methods and ids that no client has."""
+    def phase_and_point(self, method: str) -> tuple[Phase, EvaluationPoint]:
+        """The phase and evaluation point of a table's row; refuses unknown methods."""
         begun = [phase for phase in self.phases if phase.name in self.states]
         rows: dict[str, tuple[Phase, EvaluationPoint]] = {
             phase.method(point): (phase, point) for phase in begun for point in phase.evaluation_points
         }
         check_choice("Federation", "method", method, tuple(rows))
-        self.datamodule.client_names.number("Federation", client)
         return rows[method]
 
     def call(self, hook: str, *arguments: Any) -> None:
@@ -314,7 +312,7 @@ class Run(Settings, Saved):
             secure_aggregation=secure,
             sample_privacy=phase.sample_privacy,
             noise_multipliers=self.noise_multipliers.get(phase.name, {}),
-            keep_trained=phase.aggregates and phase.evaluate and "local_training" in phase.evaluation_points,
+            keep_trained=evaluates_trained(phase),
             record_transfers=self.records_transfers,
             device=self.devices[0],
             client_timeout=self.failures.timeout,

@@ -54,6 +54,7 @@ from fedmoe_pl.setup.check_trainer import (
     check_trainer,
     epochs_of_all,
     other_steps,
+    samples_of_clients,
     trainer_key,
 )
 from fedmoe_pl.setup.data import check_direction, check_metric, check_task
@@ -98,7 +99,12 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         _check_dropout(run, phase, by_name)
         check_needs(run, phase, module)
-        _check_labels(run, phase, module)
+        if phase.ckpt_path and phase.name not in run.states:
+            run.given_results[phase.name] = read_result(phase, module, run.identity)
+        state = run.states.get(phase.name) or run.given_results.get(phase.name)
+        # with a given result, only new clients do
+        trains = state is None or state.server_learns or state.round < phase.rounds
+        _check_labels(run, phase, module, trains)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics, epochs_of_all(trainer))
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
         _check_weighed(run, trained, phase, module)
@@ -107,15 +113,12 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         _check_cohort(run, phase, cohort)
         check_aggregation(run, phase, module, cohort, trained[phase.name])
         check_secure_aggregation(run, phase, module, cohort)
-        check_sample_privacy(run, phase, module)
-        if trained[phase.name] and phase.ckpt_path is None:
+        check_sample_privacy(run, phase, module, trains)
+        if trained[phase.name] and trains:
             check_has_optimizer(phase, module)
             check_kept_optimizers(phase, module, run.states.get(phase.name))
             check_batches(run, phase, module)
             check_monitored(run, phase, module)
-        if phase.ckpt_path and phase.name not in run.states:
-            run.given_results[phase.name] = read_result(phase, module, run.identity)
-        state = run.states.get(phase.name)
         if state is not None and state.evaluations:
             check_evaluation_points(phase, state)
 
@@ -201,8 +204,11 @@ def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
             raise InvalidArgumentError(*refused, f"{type(algorithm).__name__} needs {_NEEDS[need]}")
 
 
-def _check_labels(run: Run, phase: Phase, module: LightningModule) -> None:
-    """Refuses training samples without a label where they could count, see :class:`~fedmoe_pl.data.Arrays`."""
+def _check_labels(run: Run, phase: Phase, module: LightningModule, trains: bool) -> None:
+    """Refuses training samples without a label where they could count, see :class:`~fedmoe_pl.data.Arrays`.
+
+    Without training, they could still count in what an algorithm computes for the evaluation of a given result.
+    """
     samples, algorithm = run.datamodule.train_samples.indices, phase.algorithm
     if len(run.datamodule.labelled(samples)) == len(samples):
         return
@@ -211,11 +217,12 @@ def _check_labels(run: Run, phase: Phase, module: LightningModule) -> None:
     if not sees_losses_only(algorithm):
         allowed = "one that uses samples only in the losses of batches (samples_in_loss_only), such as FedAvg"
         raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, because)
-    opted_in = algorithm.opt_out.opted_in_of_all(run.datamodule.train_samples, run.seed)
-    for client in run.clients:
-        if len(opted_in[client]) and not len(run.datamodule.labelled(opted_in[client])):
-            allowed = "one that opts in a sample with a label of each client"
-            raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, f"client {client} has none")
+    if not trains:
+        return
+    for client, samples in samples_of_clients(run, phase, module).items():
+        if len(samples) and not len(run.datamodule.labelled(samples)):
+            allowed = "one that trains each client on a sample with a label"
+            raise InvalidArgumentError(owner, "algorithm", algorithm, allowed, f"client {client} would have none")
     if isinstance(module, MixtureOfExperts):
         with naming(phase):
             if module.task != "multiclass":
@@ -455,7 +462,7 @@ def _receives_all(algorithm: Algorithm, server: Tree, cohort: Cohort) -> bool:
     return all(name in sent and same_memory(sent[name], tensor) for name, tensor in shared.items())
 
 
-def check_sample_privacy(run: Run, phase: Phase, module: LightningModule) -> None:
+def check_sample_privacy(run: Run, phase: Phase, module: LightningModule, trains: bool) -> None:
     """Refuses DP-SGD where epsilon would not hold; the backend refuses what it cannot train.
 
     A phase with DP-SGD must not start from one without, even if only clients kept what the earlier phase trained: one
@@ -475,10 +482,10 @@ def check_sample_privacy(run: Run, phase: Phase, module: LightningModule) -> Non
         because = "a select by clients' data is not in epsilon"
     elif is_distributed(run.trainer):
         because = "trainer.strategy divides the batches of clients"
-    if because and phase.ckpt_path is None:
+    if because and trains:
         raise InvalidArgumentError(*refused, because)
-    sizes = algorithm.opt_out.opted_in_of_all(run.datamodule.train_samples, 0).sizes
-    if phase.ckpt_path is None and privacy.delta * (most := int(sizes.max())) >= 1:
+    sizes = algorithm.opt_out.opted_in_of_all(run.datamodule.train_samples, run.seed).sizes
+    if trains and privacy.delta * (most := int(sizes.max())) >= 1:
         because = f"a client has {most} samples, and delta allows publishing each with this probability"
         raise InvalidArgumentError(str(phase), "sample_privacy.delta", privacy.delta, f"below {1 / most:.3g}", because)
     for other in run.phases_before(phase):

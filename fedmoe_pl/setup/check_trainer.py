@@ -170,6 +170,14 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
     return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
 
 
+def samples_of_clients(run: Run, phase: Phase, module: LightningModule) -> dict[int, Tensor]:
+    """The samples on which each participant trains in the first round."""
+    data, algorithm, seed = run.datamodule, phase.algorithm, run.seed
+    participants = algorithm.opt_out.participants(range(data.num_clients), seed)
+    clients = [Client(client, 0, seed, module, data.train_samples[client], {}, data) for client in participants]
+    return {client.id: algorithm.client_samples(client) for client in clients}
+
+
 def check_batches(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
     datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
@@ -179,10 +187,7 @@ def check_batches(run: Run, phase: Phase, module: LightningModule) -> None:
     of_validation = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")
     if not any(isinstance(limit, float) for limit in limits) and {*of_validation} <= {None, 1}:
         return
-    train = {
-        client: phase.algorithm.client_samples(Client(client, 0, seed, module, samples, {}, datamodule))
-        for client, samples in enumerate(datamodule.train_samples)
-    }
+    train = samples_of_clients(run, phase, module)
     held_out = phase.algorithm.opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True)
     drop_single = has_batch_norm(module)
     fewest = {

@@ -20,6 +20,7 @@ from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.models import EqualWeights, GlobalOnly
+from fedmoe_pl.phases.participation import ClientFailures
 
 
 def fitted(name, folder, datamodule, messages):
@@ -57,6 +58,12 @@ def test_these_are_all_methods_of_the_package():
     public = (getattr(algorithms, name) for name in algorithms.__all__)
     kinds = {kind for kind in public if inspect.isclass(kind) and issubclass(kind, Algorithm)}
     assert {type(phase.algorithm) for method in METHODS.values() for phase in method.phases()} == kinds
+
+
+def test_nobody_drops_out_of_a_dry_run(tmp_path):
+    failures = ClientFailures(dropout=0.999, min_clients=3)
+    (audit,) = audited([phase("it", FedAvg())], mixture(), blobs(), tmp_path, failures=failures).values()
+    assert {each.client for each in audit.transfers[0]} == {0, 1, 2}
 
 
 @pytest.mark.few(*FEW_METHODS)

@@ -202,7 +202,7 @@ class Draws:
         found = []
         for _, cell in itertools.islice(self.trials.cells(), number):
             found += [value for key, value in cell.where.items() if key != "variant"]
-            self.trials._tell(self.trials.running.pop(cell.name), told)
+            self.study.tell(self.trials.running.pop(cell.name), told)
         return found
 
 
@@ -219,6 +219,19 @@ def test_values_that_were_drawn_before_have_the_same_result_without_a_run(tmp_pa
     draws = Draws(tmp_path, {LR: {"choices": [0.25]}})
     assert draws.drawn(3, told=0.75) == [0.25]
     assert [trial.value for trial in draws.study.trials] == [0.75] * 3
+
+
+def test_a_search_ends_when_its_sampler_says_so_and_an_error_of_the_sampler_is_one(tmp_path, monkeypatch):
+    draws = Draws(tmp_path, {LR: {"choices": [0.25, 0.5]}})
+    draws.trials.tuning.sampler["class_path"] = "optuna.samplers.BruteForceSampler"
+    assert sorted(draws.drawn(3)) == [0.25, 0.5] and len(draws.study.trials) == 2
+
+    def after_trial(*arguments):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(optuna.samplers.RandomSampler, "after_trial", after_trial)
+    with pytest.raises(RuntimeError, match="broken"):
+        Draws(tmp_path, {LR: {"choices": [0.25]}}).drawn(1)
 
 
 def test_a_drawn_name_stands_for_the_choice_that_has_it():

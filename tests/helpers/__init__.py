@@ -18,7 +18,7 @@ from fedmoe_pl.seeds import derive_seed
 
 
 class GivenParts(Partitioner):
-    """Client i holds the training samples ``parts[i]``."""
+    """Client i holds the training samples ``parts[i]``; a dict has names of clients."""
 
     needs_classes = False
 
@@ -26,6 +26,8 @@ class GivenParts(Partitioner):
         self.parts = parts
 
     def __call__(self, labels, num_clients, rng, client_ids=None):
+        if isinstance(self.parts, dict):
+            return {name: torch.as_tensor(part).numpy() for name, part in self.parts.items()}
         return [torch.as_tensor(part).numpy() for part in self.parts]
 
 

@@ -1,9 +1,8 @@
 """What a phase starts from: an earlier phase, its best round, or a checkpoint."""
 
-import numpy as np
 import pytest
 import torch
-from helpers import GivenParts, TensorData, mixture
+from helpers import TensorData, mixture
 from helpers.runs import WithDropout, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -100,18 +99,10 @@ def test_a_result_must_fit_the_model_and_belong_to_the_clients_before_any_traini
         federation(tmp_path, shared).fit(model(), others)
 
 
-class NamedParts(GivenParts):
-    """Clients that the data name, with their samples."""
-
-    def __call__(self, *arguments):
-        return dict(zip(self.parts, map(np.asarray, self.parts.values()), strict=True))
-
-
 def named(**parts) -> FederatedDataModule:
     whole = data(sizes=(13, 8, 11, 9))
     arrays = whole.arrays
-    datamodule = TensorData(arrays.x_train, arrays.y_train, [], (arrays.x_test, arrays.y_test), batch_size=4)
-    datamodule.partitioner = NamedParts(parts)
+    datamodule = TensorData(arrays.x_train, arrays.y_train, parts, (arrays.x_test, arrays.y_test), batch_size=4)
     datamodule.setup()
     return datamodule
 

@@ -16,7 +16,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
-from helpers import blobs, mixture
+from helpers import TensorData, blobs, mixture
 from helpers.backends import WithBatchNorm, local_training
 from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, federation
@@ -26,6 +26,7 @@ from fedmoe_pl import DPSGD, Federation, Phase, Select, Train
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.aggregation.accountant import _ORDERS, epsilon, noise_for
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedPAC, FedProx, FineTuning, LabelPrior, Local, PFLMoE
+from fedmoe_pl.algorithms.consent import OptOut
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.local_client import _private_generator, client_of
 from fedmoe_pl.checkpoints.phase_state import EVERYONE, NOT_PRIVATE, PhaseState
@@ -169,6 +170,36 @@ def test_a_result_from_a_checkpoint_costs_what_its_run_cost(tmp_path):
     assert run.run.states["it"].sample_epsilon == math.inf
 
 
+def named(**parts) -> TensorData:
+    """The clouds of points, of clients with names."""
+    of = blobs(SIZES).arrays
+    return TensorData(of.x_train, of.y_train, parts, (of.x_test, of.y_test), torch.float64, batch_size=BATCH)
+
+
+def test_the_steps_of_a_given_result_follow_the_names_of_clients_that_keep_nothing(tmp_path):
+    a, b, c = torch.arange(sum(SIZES)).split(SIZES)
+    first = run_of(tmp_path / "first", [phase(privacy=private())])
+    first.fit(mixture(), named(a=a, b=b, c=c))
+    given = phase(privacy=private(), ckpt_path=str(first.run_dir / "checkpoints/last.ckpt"))
+    later = run_of(tmp_path / "later", [given, phase("next", private(), start="it")])
+    with pytest.warns(UserWarning, match="clients c, a may hold out other samples"):
+        later.fit(mixture(), named(c=c, a=a))
+    found = privacy.epsilon_of_clients(later.phases[1], later.run.states["next"])
+    steps = [(2.0, 4 / n, 4 * max(round(n / 4), 1)) for n in SIZES]
+    expected = {"0": 2 * [steps[2]], "1": 2 * [steps[0]], f"{given.ckpt_path}/b": [steps[1]]}
+    assert found == pytest.approx({client: by_opacus(*kinds) for client, kinds in expected.items()}, rel=1e-9)
+
+
+def test_the_steps_of_a_given_result_are_refused_where_only_a_number_says_whose_they_are(tmp_path):
+    first = fit(tmp_path / "first", [phase(privacy=private())])
+    path = str(first.run_dir / "checkpoints/last.ckpt")
+    others = blobs((11, 8, 13))
+    with pytest.warns(UserWarning, match="other clients or samples"):
+        run_of(tmp_path, [phase(ckpt_path=path)]).check(mixture(), others)  # it says nothing of epsilon
+    with pytest.raises(MisconfigurationException, match="epsilon counts the steps of each of its clients, which have"):
+        run_of(tmp_path, [phase(privacy=private(), ckpt_path=path)]).check(mixture(), others)
+
+
 @pytest.mark.slow
 def test_a_newcomer_does_not_pay_for_the_steps_of_a_client_with_its_number(tmp_path, caplog):
     first = fit(tmp_path / "first", [phase(privacy=private(2.0), rounds=1)])
@@ -270,6 +301,23 @@ def test_what_epsilon_would_not_hold_for_is_refused(what, tmp_path):
     refused = Phase("it", **{**defaults, **arguments})
     with pytest.raises(MisconfigurationException, match=f"^Phase 'it': (?!Phase).*{because}"):
         fit(tmp_path, [refused], **others)
+
+
+@pytest.mark.parametrize(("seed", "is_refused"), [(2, False), (3, True)])
+def test_delta_is_compared_with_the_samples_of_those_that_take_part_with_the_run_s_seed(seed, is_refused, tmp_path):
+    algorithm = FedAvg("global_expert.*")
+    algorithm.opt_out = OptOut(clients=0.4)
+    assert (0 in algorithm.opt_out.participants(range(3), seed)) == is_refused, "whose 13 samples are the most"
+    run = run_of(tmp_path, [Phase("it", algorithm, gate=GlobalOnly(), sample_privacy=private(delta=1 / 12))], seed=seed)
+    with pytest.raises(MisconfigurationException, match="a client has 13 samples") if is_refused else nullcontext():
+        run.check(mixture(), blobs(SIZES))
+
+
+def test_delta_is_compared_with_the_samples_of_newcomers_that_train(tmp_path):
+    keeping = Phase("it", FedAvg("global_expert.extractor.*"), gate=GlobalOnly(), sample_privacy=private(delta=1 / 14))
+    run = fit(tmp_path, [keeping])
+    with pytest.raises(MisconfigurationException, match="a client has 15 samples"):
+        run.personalize(mixture(), blobs((9, 15)))
 
 
 def test_a_phase_that_starts_from_one_without_protection_is_refused(tmp_path):

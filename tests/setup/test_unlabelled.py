@@ -1,6 +1,7 @@
 """Training samples without a label: what counts them, and what is refused; see also ``few labels`` of the oracle."""
 
 import csv
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -213,8 +214,33 @@ def test_what_would_count_them_is_refused(argument, fit, tmp_path):
 def test_a_client_that_opts_in_no_sample_with_a_label_is_refused(tmp_path):
     algorithm = FedAvg()
     algorithm.opt_out = OptOut(data=0.9)
-    with pytest.raises(InvalidArgumentError, match=r"one that opts in a sample with a label of each client, because"):
+    with pytest.raises(InvalidArgumentError, match=r"one that trains each client on a sample with a label, because"):
         federation(tmp_path, [Phase("it", algorithm)]).fit(mixture(), without_labels(blobs(), 0.9))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
+def test_samples_set_aside_may_not_leave_expert_or_gate_without_a_label(fraction, tmp_path):
+    """Each client has one label, which only one of them could learn from."""
+    moe = [Phase("expert", FineTuning(gate_fraction=fraction)), Phase("gate", PFLMoE(fraction), gate=LinearGate(5))]
+    its = federation(tmp_path, [Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly()), *moe])
+    with pytest.raises(InvalidArgumentError, match="would have none") if fraction else nullcontext():
+        its.check(mixture(), without_labels(blobs((8, 9)), 1.0))
+
+
+@pytest.mark.parametrize("shared", ["*", "global_expert.extractor.*"])
+def test_where_training_could_count_them_a_given_result_is_refused_for_new_clients_that_train(shared, tmp_path):
+    algorithm = FedAvg(shared)
+    algorithm.opt_out = OptOut(data=0.9)
+    before = federation(tmp_path, [Phase("it", algorithm, gate=GlobalOnly())])
+    before.fit(mixture(), blobs())
+    path, samples = str(before.run_dir / "checkpoints/last.ckpt"), without_labels(blobs((12, 9)), 0.9)
+    if shared == "*":
+        given = federation(tmp_path, [Phase("it", algorithm, gate=GlobalOnly(), ckpt_path=path)])
+        with pytest.warns(UserWarning, match="a run with other clients or samples"):
+            given.check(mixture(), samples)
+        return
+    with pytest.raises(InvalidArgumentError, match="one that trains each client on a sample with a label"):
+        before.personalize(mixture(), samples)
 
 
 @pytest.mark.parametrize("algorithm", [Declared(), FineTuning(keep_better=True), PFLMoE(interleaved=True)])

@@ -93,7 +93,7 @@ def num_labelled(task: Task, targets: Tensor) -> int:
     return int((targets != IGNORED).sum()) if task == "multiclass" and targets.dim() == 1 else len(targets)
 
 
-def weight_of(task: Task, criterion: Loss | None, targets: Tensor) -> float:
+def loss_weight(task: Task, criterion: Loss | None, targets: Tensor) -> float:
     """What the mean loss of some samples counts in a mean over parts of them: also the weights of their classes."""
     has_classes = task == "multiclass" and not targets.is_floating_point()
     if not has_classes or not (criterion is None or isinstance(criterion, nn.CrossEntropyLoss)):
@@ -104,7 +104,7 @@ def weight_of(task: Task, criterion: Loss | None, targets: Tensor) -> float:
 
 
 def is_mean_over_samples(criterion: Loss | None) -> bool:
-    """Whether a mean loss is known to be that over samples or labels, each of which counts as in :func:`weight_of`."""
+    """Whether a mean loss is known to be that over samples or labels, which count as in :func:`loss_weight`."""
     if criterion is None:
         return True
     is_weighted = type(criterion) is not nn.CrossEntropyLoss and getattr(criterion, "weight", None) is not None
