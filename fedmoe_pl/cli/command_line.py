@@ -221,12 +221,12 @@ class FederationCLI(LightningCLI):
             self.config = Namespace(**{**vars(configuration), command: modules})
             self._constructor.node = self.config_dump["data"]
             super().instantiate_classes()
-        except MisconfigurationException:
-            raise
         except Exception as error:
             failure = self._constructor.failure
-            if failure is not None and isinstance(failure.error, MisconfigurationException):
-                raise failure.error from error
+            if isinstance(error, MisconfigurationException) and (failure is None or failure.error is not error):
+                raise
+            if failure is not None and failure.is_refusal:
+                raise failure.error from (None if error is failure.error else error)
             if failure is not None and (isinstance(error, ValueError) or _is_of_library(failure.class_type)):
                 raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
             if isinstance(error, ValueError):
@@ -261,7 +261,7 @@ class FederationCLI(LightningCLI):
 
 
 def _is_of_library(class_type: type) -> bool:
-    return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "lightning")
+    return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "torchmetrics", "lightning")
 
 
 def _command(arguments: Sequence[str]) -> str:
