@@ -67,7 +67,8 @@ class Federation:
         enable_checkpointing: write a checkpoint after every round, and what clients keep to files; else all of it is in
             memory, and lost with the process.
         enable_progress_bar: show the progress bar.
-        seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
+        seed: the seed of all random numbers but those of the partition, which has its own (``partition_seed`` of the
+            data); of any size; ``seed_everything`` on the command line.
         evaluation_cohort_size: how many clients are evaluated, drawn at random once for all phases; None for all.
             A phase's ``select`` counts those among them that take part in it. ``personalize`` evaluates all new
             clients.

@@ -19,7 +19,6 @@ from typing import Any
 import lightning
 import yaml
 from jsonargparse import ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
-from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
@@ -38,12 +37,11 @@ from fedmoe_pl.cli.help import arrange, with_class_to_help
 from fedmoe_pl.cli.parsing import (
     ConfigFile,
     Constructor,
-    ItemsAction,
     UnabbreviatedParser,
     check_groups,
     check_values,
     describe_failure,
-    type_of_items,
+    naming_items,
     with_modules,
 )
 from fedmoe_pl.cli.provisioning import provision, provision_parser
@@ -63,10 +61,12 @@ _NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 
+_SEED = "The seed of models and training. The partition among clients has its own, partition_seed of data."
+
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
 _TRAIN = ("fit", "personalize", "validate", "test")  # they may use worker processes
 OTHER_PARSERS = {
-    "benchmark": grid_parser,
+    "benchmark": lambda: naming_items(grid_parser()),
     "tune": tune_parser,
     "report": report_parser,
     "list": list_parser,
@@ -134,11 +134,9 @@ class FederationCLI(LightningCLI):
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         """Adds all arguments; Lightning's signature."""
         super()._add_arguments(parser)
-        for action in parser._actions:
-            if type(action) is ActionTypeHint and type_of_items(action._typehint) is not None:
-                action.__class__ = ItemsAction
-            if action.dest == "seed_everything":
-                setattr(action, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
+        seed = next(action for action in naming_items(parser)._actions if action.dest == "seed_everything")
+        setattr(seed, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
+        seed.help = _SEED
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands and, unless one of them is run, lists the others; Lightning's signature."""
@@ -330,7 +328,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 def _benchmark(arguments: list[str]) -> None:
     """Runs ``fedmoe benchmark``, and exits with its code."""
-    sys.exit(benchmark(arguments, configured))
+    sys.exit(benchmark(arguments, configured, OTHER_PARSERS["benchmark"]()))
 
 
 def _tune(arguments: list[str]) -> None:

@@ -183,6 +183,14 @@ class ItemsAction(ActionTypeHint):
             raise
 
 
+def naming_items(parser: ArgumentParser) -> ArgumentParser:
+    """The parser, whose errors say which item of a list or a dict is wrong."""
+    for action in parser._actions:
+        if type(action) is ActionTypeHint and type_of_items(action._typehint) is not None:
+            action.__class__ = ItemsAction
+    return parser
+
+
 @contextlib.contextmanager
 def _naming(key: str, kind: Any = None) -> Iterator[None]:
     """In this context, an error names this key, and not that of the whole list, and the type that belongs there."""

@@ -86,7 +86,7 @@ def report(arguments: Sequence[str]) -> list[Path]:
     if options.latex:
         files.append(Path(options.latex))
         write_file(files[-1], "\n".join(map(latex, grouped)))
-    print(f"Report: {', '.join(map(str, files))}")
+    print(f"Report: {', '.join(str(file.absolute()) for file in files)}")
     return files
 
 

@@ -43,6 +43,7 @@ from fedmoe_pl.setup.check_module import (
     check_kept_optimizers,
     check_loss,
     check_optimizer,
+    check_parts,
     check_predictions,
     check_shared,
     check_tensors,
@@ -238,9 +239,8 @@ def check_phase(
     check_tensors(module)
     if phase.evaluate:
         check_predictions(module)
+    check_parts(phase, module)
     check_loss(phase, module)
-    with naming(phase):
-        phase.algorithm.server_init(module)
     check_shared(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_kind
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import join_by_name
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -125,6 +125,7 @@ class FromDataModule(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_kind(self, "datamodule", datamodule, LightningDataModule, "; FromDatasets takes datasets")
         self.datamodule = datamodule
         self.eval_dataset = eval_dataset
         self.targets = imported(targets)
