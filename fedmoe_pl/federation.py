@@ -120,6 +120,8 @@ class Federation:
                 "a Logger, True or False",
             ),
             ("failures", failures, isinstance(failures, ClientFailures), "ClientFailures"),
+            ("seed", seed, seed is not None, "an integer of at least 0"),
+            ("evaluate_every_n_rounds", evaluate_every_n_rounds, evaluate_every_n_rounds is not None, "an integer"),
         ):
             if not fits:
                 raise InvalidArgumentError(self, argument, value, allowed)
@@ -427,6 +429,7 @@ class Federation:
         """Makes a run and all its checks."""
         self._run = None  # frees what it holds on a GPU
         settings = settings or self.settings
+        check_made(self, "model", model)
         set_up(datamodule, settings.phases, self.seed)
         log_partition(datamodule)
         described = configuration(self, model, datamodule), recorded(self, model, datamodule)

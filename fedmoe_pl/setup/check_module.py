@@ -89,9 +89,10 @@ def check_parts(phase: Phase, module: LightningModule) -> None:
     """Refuses a module without the parts that the algorithm trains, copies or builds on."""
     algorithm, has = phase.algorithm, ", ".join(name for name, _ in module.named_children())
     names = [*algorithm.parts.needed, *algorithm.parts.copied]
-    lacking = [name for name in names if not hasattr(module, name.partition(".")[0])]
+    lacking = [name for name in names if name and not hasattr(module, name.partition(".")[0])]
     if lacking and not algorithm.federated and not isinstance(module, MixtureOfExperts):
-        allowed = "Local with a start, which trains the whole module further"
+        of_whole = hasattr(algorithm, "expert")
+        allowed = "one with expert '', the module itself" if of_whole else "Local with a start, which trains it further"
         because = f"{with_article(type(module).__name__)} has no {lacking[0]}, as a PersonalizedMoE has"
         raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, because)
     try:

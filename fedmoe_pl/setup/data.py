@@ -325,6 +325,8 @@ def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, ou
     elif not fits(module.task, outputs, targets):
         shapes = tuple(outputs.shape[1:]), tuple(targets.shape[1:])
         because = f"outputs of shape {shapes[0]} do not fit targets of shape {shapes[1]} for this task"
+        if module.task == "multiclass" and len(shapes[1]) == 1:
+            because += f"; classes are y.{'squeeze' if shapes[1] == (1,) else 'argmax'}(1)"
     elif problem := range_problem(module.task, module.criterion, outputs, known):
         because = f"they have {problem}"
     else:

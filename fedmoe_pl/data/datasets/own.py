@@ -72,6 +72,12 @@ class FromDatasets(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        given = {"train_dataset": train_dataset, "test_dataset": test_dataset, "eval_dataset": eval_dataset}
+        for name, dataset in given.items():
+            is_arrays = isinstance(dataset, tuple) and hasattr(next(iter(dataset), None), "shape")
+            if is_arrays or isinstance(dataset, str | DataLoader):
+                allowed = "a dataset, such as TensorDataset(x, y); FromDataModule takes what has loaders"
+                raise InvalidArgumentError(self, name, dataset, allowed)
         self.train_dataset = train_dataset
         self.test_dataset = test_dataset
         self.eval_dataset = eval_dataset
