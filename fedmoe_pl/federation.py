@@ -67,7 +67,8 @@ class Federation:
         enable_checkpointing: write a checkpoint after every round, and what clients keep to files; else all of it is in
             memory, and lost with the process.
         enable_progress_bar: show the progress bar.
-        seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
+        seed: the seed of all random numbers but those of the partition, which has its own (``partition_seed`` of the
+            data); of any size; ``seed_everything`` on the command line.
         evaluation_cohort_size: how many clients are evaluated, drawn at random once for all phases; None for all.
             A phase's ``select`` counts those among them that take part in it. ``personalize`` evaluates all new
             clients.
@@ -119,6 +120,8 @@ class Federation:
                 "a Logger, True or False",
             ),
             ("failures", failures, isinstance(failures, ClientFailures), "ClientFailures"),
+            ("seed", seed, seed is not None, "an integer of at least 0"),
+            ("evaluate_every_n_rounds", evaluate_every_n_rounds, evaluate_every_n_rounds is not None, "an integer"),
         ):
             if not fits:
                 raise InvalidArgumentError(self, argument, value, allowed)
@@ -426,6 +429,7 @@ class Federation:
         """Makes a run and all its checks."""
         self._run = None  # frees what it holds on a GPU
         settings = settings or self.settings
+        check_made(self, "model", model)
         set_up(datamodule, settings.phases, self.seed)
         log_partition(datamodule)
         described = configuration(self, model, datamodule), recorded(self, model, datamodule)

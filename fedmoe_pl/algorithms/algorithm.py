@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
 from fedmoe_pl.algorithms.consent import OptOut
-from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.checks import InvalidArgumentError, check_choice, check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
     Tree,
@@ -262,6 +262,11 @@ class Algorithm:
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
     ) -> None:
         check_choice(self, "weighting", weighting, get_args(Weighting))
+        for name, patterns in (("shared", shared), ("trainable", trainable)):
+            listed = patterns if isinstance(patterns, list | tuple) else [patterns]
+            if not all(isinstance(each, str) for each in listed):
+                allowed = "a pattern of names, such as 'global_expert.*', or a list of patterns"
+                raise InvalidArgumentError(self, name, patterns, allowed)
         self.shared = Patterns(shared)
         self.trainable = Patterns(trainable)
         self.weighting: Weighting = weighting
@@ -415,10 +420,14 @@ class Algorithm:
 
 
 def check_declarations(algorithm: Algorithm) -> None:
-    """Refuses a declaration under the name that it had before the release, because nothing reads it any more."""
+    """Refuses declarations of other kinds, or under the names that they had before the release."""
     for name, now in _REPLACED.items():
         if hasattr(algorithm, name) and not callable(getattr(algorithm, name)):
             raise MisconfigurationException(f"{type(algorithm).__name__}.{name} is now `{now}`.")
+    for name, kind in (("parts", Parts), ("messages", Messages), ("opt_out", OptOut)):
+        check_kind(algorithm, name, getattr(algorithm, name), kind)
+    for need in algorithm.needs:
+        check_choice(algorithm, "needs", need, get_args(Need))
 
 
 def check_copied_parts(module: LightningModule, parts: Mapping[str, str]) -> None:

@@ -212,6 +212,8 @@ def load_checkpoint(path: str | Path, writer: CheckpointWriter | None = None) ->
 
 def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
     """Reads a checkpoint; messages of its exceptions go on after "ckpt_path is '...', "."""
+    if path.is_dir():
+        raise DamagedFileError(f"but must be a file, such as {path / FILE}")
     if not path.is_file():
         raise DamagedFileError("but there is no such file")
     try:

@@ -19,7 +19,6 @@ from typing import Any
 import lightning
 import yaml
 from jsonargparse import ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
-from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
@@ -38,12 +37,11 @@ from fedmoe_pl.cli.help import arrange, with_class_to_help
 from fedmoe_pl.cli.parsing import (
     ConfigFile,
     Constructor,
-    ItemsAction,
     UnabbreviatedParser,
     check_groups,
     check_values,
     describe_failure,
-    type_of_items,
+    naming_items,
     with_modules,
 )
 from fedmoe_pl.cli.provisioning import provision, provision_parser
@@ -64,11 +62,13 @@ _NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 
+_SEED = "The seed of models and training. The partition among clients has its own, partition_seed of data."
+
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
 _TRAIN = ("fit", "personalize", "validate", "test")  # they may use worker processes
 _GRIDS = ("benchmark", "tune")  # they run fit in other processes
 OTHER_PARSERS = {
-    "benchmark": grid_parser,
+    "benchmark": lambda: naming_items(grid_parser()),
     "tune": tune_parser,
     "report": report_parser,
     "list": list_parser,
@@ -136,11 +136,9 @@ class FederationCLI(LightningCLI):
     def _add_arguments(self, parser: LightningArgumentParser) -> None:
         """Adds all arguments; Lightning's signature."""
         super()._add_arguments(parser)
-        for action in parser._actions:
-            if type(action) is ActionTypeHint and type_of_items(action._typehint) is not None:
-                action.__class__ = ItemsAction
-            if action.dest == "seed_everything":
-                setattr(action, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
+        seed = next(action for action in naming_items(parser)._actions if action.dest == "seed_everything")
+        setattr(seed, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
+        seed.help = _SEED
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands and, unless one of them is run, lists the others; Lightning's signature."""
@@ -223,12 +221,12 @@ class FederationCLI(LightningCLI):
             self.config = Namespace(**{**vars(configuration), command: modules})
             self._constructor.node = self.config_dump["data"]
             super().instantiate_classes()
-        except MisconfigurationException:
-            raise
         except Exception as error:
             failure = self._constructor.failure
-            if failure is not None and isinstance(failure.error, MisconfigurationException):
-                raise failure.error from error
+            if isinstance(error, MisconfigurationException) and (failure is None or failure.error is not error):
+                raise
+            if failure is not None and failure.is_refusal:
+                raise failure.error from (None if error is failure.error else error)
             if failure is not None and (isinstance(error, ValueError) or _is_of_library(failure.class_type)):
                 raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
             if isinstance(error, ValueError):
@@ -263,7 +261,7 @@ class FederationCLI(LightningCLI):
 
 
 def _is_of_library(class_type: type) -> bool:
-    return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "lightning")
+    return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "torchmetrics", "lightning")
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -336,7 +334,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 def _benchmark(arguments: list[str]) -> None:
     """Runs ``fedmoe benchmark``, and exits with its code."""
-    sys.exit(benchmark(arguments, configured))
+    sys.exit(benchmark(arguments, configured, OTHER_PARSERS["benchmark"]()))
 
 
 def _tune(arguments: list[str]) -> None:

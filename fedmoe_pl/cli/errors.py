@@ -7,6 +7,7 @@ import contextlib
 import os
 import pydoc
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from inspect import signature
@@ -153,6 +154,8 @@ def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
         "round_lr_scheduler": torch.optim.lr_scheduler,
         "callbacks": lightning.pytorch.callbacks,
         "logger": lightning.pytorch.loggers,
+        "sampler": sys.modules.get("optuna.samplers"),
+        "pruner": sys.modules.get("optuna.pruners"),
     }
     libraries = (dir(of_library[name]) for name in re.split(r"[.\[]", place) if name in of_library)
     in_library = [each for each in next(libraries, []) if each[0].isupper()]  # no modules, such as wandb
@@ -271,6 +274,8 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
     elif end == "." and class_type is not None:
         has = [each for each in names if "." not in each and each not in ("class_path", "init_args", "params")]
         end = f"; it has {', '.join(has[:_MOST_LISTED])}{' and others' * (len(has) > _MOST_LISTED)}."
+    elif end == "." and name == section and parser is not None:
+        end = f"; there are {', '.join(sorted(sections - {'class_path', 'init_args'}))}."
     return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
 
 
@@ -343,7 +348,8 @@ def with_key(error: InvalidArgumentError, configuration: Mapping[str, Any]) -> s
     owned = [place for place in named if _belongs(place, error.owner)]
     same = [place for place in owned if _shown(place.value) == error.value]
     same = same or [place for place in named if _shown(place.value) == error.value]
-    found = next((each for each in (same, owned) if len(each) == 1), same if owned else [])
+    named = named if "." in error.argument else []  # such as metrics.f1, which names enough
+    found = next((each for each in (same, owned, named) if len(each) == 1), same if owned else [])
     keys = " or ".join(place.key for place in found)
     return error.sentence(keys) if found else str(error)
 

@@ -183,6 +183,14 @@ class ItemsAction(ActionTypeHint):
             raise
 
 
+def naming_items(parser: ArgumentParser) -> ArgumentParser:
+    """The parser, whose errors say which item of a list or a dict is wrong."""
+    for action in parser._actions:
+        if type(action) is ActionTypeHint and type_of_items(action._typehint) is not None:
+            action.__class__ = ItemsAction
+    return parser
+
+
 @contextlib.contextmanager
 def _naming(key: str, kind: Any = None) -> Iterator[None]:
     """In this context, an error names this key, and not that of the whole list, and the type that belongs there."""
@@ -225,6 +233,13 @@ class ConstructorFailure(NamedTuple):
     class_type: type
     arguments: dict[str, Any]
     error: Exception
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the exception says what is wrong in the words of this package."""
+        of_package = self.class_type.__module__.startswith("fedmoe_pl.")
+        is_such = isinstance(self.error, MisconfigurationException) and of_package
+        return is_such or isinstance(self.error, InvalidArgumentError)
 
 
 class Constructor:
@@ -324,15 +339,23 @@ def with_modules(
 def describe_failure(failure: ConstructorFailure, configuration: Mapping[str, Any]) -> str:
     """A sentence with the key of the class in the configuration, and what its constructor raised.
 
+    If the exception names one of the arguments, the key is that argument's.
+
     Example:
         >>> failure = ConstructorFailure(dict, {"n": 1}, KeyError("n"))
         >>> describe_failure(failure, {"data": {"parts": [{"class_path": "builtins.dict", "init_args": {"n": 1}}]}})
-        "data.parts[0]: dict cannot be made: KeyError: 'n'"
+        "data.parts[0].init_args.n is 1, but dict cannot be made with it: KeyError: 'n'"
     """
     of_class = [place for place in places(configuration) if _names(place.value, failure.class_type)]
     of_class.sort(key=lambda place: not _has_arguments(place.value.get("init_args") or {}, failure.arguments))
     reason = " ".join(f"{type(failure.error).__name__}: {failure.error}".split())
-    return f"{f'{of_class[0].key}: ' if of_class else ''}{failure.class_type.__name__} cannot be made: {reason}"
+    name, key = failure.class_type.__name__, of_class[0].key if of_class else ""
+    blamed = [each for each in failure.arguments if re.search(rf"['\"`]{each}\b|\b{each}=", str(failure.error))]
+    if not key or len(blamed) != 1:
+        return f"{f'{key}: ' if key else ''}{name} cannot be made: {reason}"
+    value = failure.arguments[blamed[0]]
+    end = f"must be given for {name}" if value is None else f"is {shown(value)}, but {name} cannot be made with it"
+    return f"{key}.init_args.{blamed[0]} {end}: {reason}"
 
 
 def _names(node: Any, class_type: type) -> bool:

@@ -20,7 +20,11 @@ from fedmoe_pl.rounds.run import Run
 
 
 def _evaluated_phases(run: Run) -> list[Phase]:
-    return [phase for phase in run.phases if phase.name in run.states and run.states[phase.name].evaluations]
+    found = [phase for phase in run.phases if phase.name in run.states and run.states[phase.name].evaluations]
+    if not found:
+        names = [phase.name for phase in run.phases]
+        raise InvalidArgumentError("Federation", "phases", names, "phases of which the checkpoint has a result")
+    return found
 
 
 def evaluate_all(run: Run) -> list[Evaluation]:

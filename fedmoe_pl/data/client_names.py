@@ -48,6 +48,8 @@ class ClientNames(list[str]):
 
     def check(self, owner: object) -> None:
         """Refuses an empty name, and warns of names that are hardly different."""
+        if wrong := [name for name in self if not isinstance(name, str)]:
+            raise InvalidArgumentError(owner, "client_names", wrong[0], "a text; a list needs no names")
         if not all(map(str.strip, self)):
             empty = [name.strip() for name in self].index("")
             raise InvalidArgumentError(owner, "client_names", self[empty], "a name of at least one letter or digit")

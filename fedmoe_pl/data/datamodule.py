@@ -177,6 +177,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         if hasattr(self, "class_shares"):
             return
         data = self.load()
+        if not isinstance(data, Arrays | MapStyleData):
+            raise InvalidArgumentError(self, "what load returns", data, "Arrays or MapStyleData")
         data.check(self, needs_test=not self.pool)
         rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
         if isinstance(data, MapStyleData):
@@ -261,6 +263,9 @@ class FederatedDataModule(LightningDataModule, ABC):
             reason = f"{type(partitioner).__name__} gives client {client} of {len(parts)} no training samples"
             reason += "; another partition_seed may help, too"
             raise InvalidArgumentError(self, "num_clients", self.requested_clients, "lower", reason)
+        if self.requested_clients not in (None, len(sizes)) and not isinstance(partitioner, AllToOne):
+            allowed = f"an array of indices for each of {self.requested_clients} clients"
+            raise InvalidArgumentError(partitioner, "what it returns", dealt, allowed, f"it has {len(sizes)}")
         self.num_clients = len(sizes)
         samples = np.concatenate(parts).astype(np.int64, copy=False)
         lacks = labels.numpy()[samples] == NO_LABEL

@@ -87,7 +87,8 @@ def log_partition(datamodule: FederatedDataModule) -> None:
         lacking = datamodule.train_samples.sizes + datamodule.validation_samples.sizes - counts.sum(1).long()
         each += [f"{_range(lacking)} training samples without a label"] if lacking.any() else []
     odd = [f" {text}" for text in _oddities(datamodule)]
-    text = f"{type(datamodule).__name__}: {scheme}, {n} client{'s' * (n > 1)} with {' and '.join(each)}.{''.join(odd)}"
+    drawn = f"{scheme} with partition_seed {datamodule.partition_seed}, whatever the seed"
+    text = f"{type(datamodule).__name__}: {drawn}: {n} client{'s' * (n > 1)} with {' and '.join(each)}.{''.join(odd)}"
     getLogger("lightning.pytorch").log(WARNING if odd else INFO, text)
 
 

@@ -154,6 +154,7 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
             allowed, reason = f"one with ignore_index {IGNORED}", "tokens that do not count have this target"
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
         metric.reset()
+        before = _of_user(metric)
         try:
             with warnings.catch_warnings():  # torchmetrics warns of few samples
                 warnings.simplefilter("ignore")
@@ -166,6 +167,21 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason) from error
         finally:
             metric.reset()
+        if changed := {attribute for attribute, _ in _of_user(metric) ^ before}:
+            allowed = "one that keeps what it has seen in what add_state adds"
+            reason = f"reset leaves '{min(changed)}', which would count for the next client, too"
+            raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
+
+
+def _of_user(metric: Metric) -> set[tuple[str, str]]:
+    """The public attributes of a user's metric that are no states, which ``reset`` does not know."""
+    return {
+        (name, repr(value))
+        for each in metric.modules()
+        if not type(each).__module__.startswith("torchmetrics.")
+        for name, value in vars(each).items()
+        if not name.startswith("_") and name not in getattr(each, "_defaults", {})
+    }
 
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]

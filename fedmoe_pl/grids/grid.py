@@ -162,9 +162,9 @@ def grid_parser() -> ArgumentParser:
     return parser
 
 
-def read_grid(arguments: Sequence[str]) -> Grid:
-    """The grid that a command line gives."""
-    given = grid_parser().parse_args([*as_overlays(arguments, GridFile.of_keys)]).as_dict()
+def read_grid(arguments: Sequence[str], parser: ArgumentParser | None = None) -> Grid:
+    """The grid that a command line gives, as ``grid_parser`` or another one with the same arguments parses it."""
+    given = (parser or grid_parser()).parse_args([*as_overlays(arguments, GridFile.of_keys)]).as_dict()
     del given["config"]
     given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
     given["paper"] = [Published(**published) for published in given["paper"]]

@@ -206,8 +206,8 @@ def pooled_size(owner: nn.Module, image_size: int, times: int = 2) -> int:
     for _ in range(times):
         pooled = (pooled - 4) // 2
     if pooled < 1:
-        allowed = f"at least {10 * times - 4}; SmallMLP takes images of any size"
-        raise InvalidArgumentError(owner, "image_size", image_size, allowed)
+        because = "smaller images need another network, such as SmallMLP"
+        raise InvalidArgumentError(owner, "image_size", image_size, f"at least {10 * times - 4}", because)
     return pooled
 
 

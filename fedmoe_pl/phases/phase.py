@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule
@@ -17,6 +19,7 @@ from fedmoe_pl.checks import (
     InvalidArgumentError,
     check_at_least,
     check_choice,
+    check_kind,
     check_made,
     check_number,
     is_file_name,
@@ -173,10 +176,21 @@ class Phase:
         kinds |= {"evaluate": (Evaluate | bool, "an Evaluate, True or False")}
         kinds |= {"secure_aggregation": (SecureAggregation | bool, "a SecureAggregation, True or False")}
         kinds |= {"sample_privacy": (DPSGD | None, "a DPSGD or None")}
+        kinds |= {"start": (str | dict | None, "the name of an earlier phase, or a dict of such names by part")}
+        kinds |= {"train.callbacks": (list | tuple | None, "a list of Lightning's Callbacks")}
+        kinds |= {"train.trainer": (dict | None, "a dict of arguments of a Trainer")}
+        for name in ("server_optimizer", "train.optimizer", "train.lr_scheduler", "train.round_lr_scheduler"):
+            example = "StepLR, step_size=1" if "scheduler" in name else "torch.optim.SGD, lr=0.1"
+            kinds[name] = (Callable | None, f"a function that makes one, such as partial({example})")
         for name, (kind, allowed) in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise InvalidArgumentError(str(self), name, getattr(self, name), allowed)
-            check_made(str(self), name, getattr(self, name))
+            value = attrgetter(name)(self)
+            if not isinstance(value, kind):
+                raise InvalidArgumentError(str(self), name, value, allowed)
+            check_made(str(self), name, value)
+        for callback in self.train.callbacks or ():
+            check_kind(str(self), "train.callbacks", callback, Callback, " of Lightning")
+        if self.rounds is None:
+            raise InvalidArgumentError(str(self), "rounds", None, "an integer of at least 1")
         check_declarations(self.algorithm)
         others = self.secure_aggregation, self.sample_privacy
         for settings in (self, self.train, self.select, self.evaluate, *others):

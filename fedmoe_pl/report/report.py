@@ -51,12 +51,18 @@ def report_parser() -> ArgumentParser:
 def report(arguments: Sequence[str]) -> list[Path]:
     """Runs ``fedmoe report`` with the arguments after it; returns the files that it wrote."""
     options = report_parser().parse_args([*arguments])
+    if Path(options.output or "").suffix not in ("", ".html", ".htm"):
+        raise InvalidArgumentError("report", "--output", options.output, "a page, such as report.html")
     choices = Choices(options.metric, options.target, options.baseline, _rounds(options.rounds))
     tuned, folders = divided(map(Path, options.runs))
     runs = find_runs(folders)
     _check(choices, runs)
     settings, left_out = settings_of(runs)
     split = [flat_name(key) for key in options.split.split(",") if key]
+    known = {name for setting in settings for name in setting.values}
+    if unknown := [key for key in split if key not in known and not any(name.startswith(f"{key}/") for name in known)]:
+        allowed = "keys of the runs' configurations, such as model or data.init_args.partitioner.init_args.alpha"
+        raise InvalidArgumentError("report", "--split", unknown[0], allowed)
     grouped = [condition_of(name, group, choices) for name, group in conditions(settings, split).items()]
     command = shlex.join(["fedmoe", "report", *arguments])
     files = []
@@ -86,7 +92,7 @@ def report(arguments: Sequence[str]) -> list[Path]:
     if options.latex:
         files.append(Path(options.latex))
         write_file(files[-1], "\n".join(map(latex, grouped)))
-    print(f"Report: {', '.join(map(str, files))}")
+    print(f"Report: {', '.join(str(file.absolute()) for file in files)}")
     return files
 
 

@@ -27,7 +27,7 @@ from fedmoe_pl.backends.optimizers import (
 )
 from fedmoe_pl.checkpoints.client_state import RemoteStates
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, naming, tried
+from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried, with_article
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.fit import server_parameters, server_step
@@ -83,6 +83,26 @@ def warn_of_eval_mode(modules: Iterable[LightningModule]) -> None:
             "it; to train them in train mode, call `train()` of the model before `fit`.",
             category=PossibleUserWarning,
         )
+
+
+def check_parts(phase: Phase, module: LightningModule) -> None:
+    """Refuses a module without the parts that the algorithm trains, copies or builds on."""
+    algorithm, has = phase.algorithm, ", ".join(name for name, _ in module.named_children())
+    names = [*algorithm.parts.needed, *algorithm.parts.copied]
+    lacking = [name for name in names if name and not hasattr(module, name.partition(".")[0])]
+    if lacking and not algorithm.federated and not isinstance(module, MixtureOfExperts):
+        of_whole = hasattr(algorithm, "expert")
+        allowed = "one with expert '', the module itself" if of_whole else "Local with a start, which trains it further"
+        because = f"{with_article(type(module).__name__)} has no {lacking[0]}, as a PersonalizedMoE has"
+        raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, because)
+    try:
+        with naming(phase):
+            algorithm.server_init(module)
+    except AttributeError as error:
+        if not type(algorithm).__module__.startswith("fedmoe_pl."):
+            raise
+        allowed = f"one for the parts that the model has ({has})"
+        raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, reason_of(error)) from error
 
 
 def check_loss(phase: Phase, module: LightningModule) -> None:

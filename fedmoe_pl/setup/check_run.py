@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
@@ -23,10 +24,11 @@ from fedmoe_pl.algorithms.algorithm import (
     sees_losses_only,
     sends_more,
 )
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.parts import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, shown
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
@@ -43,6 +45,7 @@ from fedmoe_pl.setup.check_module import (
     check_kept_optimizers,
     check_loss,
     check_optimizer,
+    check_parts,
     check_predictions,
     check_shared,
     check_tensors,
@@ -248,9 +251,8 @@ def check_phase(
     check_tensors(module)
     if phase.evaluate:
         check_predictions(module)
+    check_parts(phase, module)
     check_loss(phase, module)
-    with naming(phase):
-        phase.algorithm.server_init(module)
     check_shared(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
@@ -264,6 +266,10 @@ def check_phase(
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's selection or batch normalization needs."""
     train = datamodule.train_samples
+    chosen: Any = phase.algorithm.client_samples(Client(0, 0, seed, module, train[0], {}, datamodule))
+    if not isinstance(chosen, Tensor) or chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype is torch.bool:
+        allowed = "one whose client_samples returns indices of samples, an int64 tensor of shape (n,)"
+        raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, allowed, f"it returns {shown(chosen)}")
     sizes = phase.algorithm.opt_out.opted_in_of_all(train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
         because = "it depends on the classes of all samples of a client, even of those that opt out"

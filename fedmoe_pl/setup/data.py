@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.checkpoints.checkpoint import is_of_run
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
-from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, tried, with_article
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, shown, tried, with_article
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.map_style import leaves_of
 from fedmoe_pl.data.own_client import add_clients
@@ -32,6 +32,7 @@ from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.tasks import fits, range_problem
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.trees import copy_module
 
 _OWN_CLIENT = "client.json"
 
@@ -188,6 +189,8 @@ def check_task(
     if not has_classes and isinstance(module, MixtureOfExperts):
         _check_targets(module, datamodule, outputs, targets)
         _check_causal(phase, module, datamodule)
+    if isinstance(module, MixtureOfExperts) and module.criterion is not None:
+        _check_loss(phase, module, outputs, targets)
     check_values(metrics, module, outputs, targets)
 
 
@@ -205,20 +208,44 @@ def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> I
     except Exception as error:
         if datamodule.reader is not None:
             raise
-        (part, arguments), shape = _sized(module), tuple(datamodule.x.shape[1:])
-        sizes = {"in_features": (0, math.prod(shape))}
-        if len(shape) == 3:
-            sizes |= {"in_channels": (0, shape[0]), "image_size": (1, shape[1])}
-        for argument, (index, needed) in sizes.items():
-            if argument in arguments and part.input_shape[index] != needed:
-                because = f"the samples of {type(datamodule).__name__} have shape {shape}"
-                raise InvalidArgumentError(part, argument, part.input_shape[index], f"{needed}", because) from None
-        size = getattr(part, "input_shape", ())[1:]
-        if len(shape) == 3 and size and size != shape[1:]:
-            other = "TwoConvCNN with this image_size" if 16 <= shape[1] == shape[2] else "SmallMLP"
-            allowed, because = f"a network for {_pixels(shape[1:])}, such as {other}", f"it takes {_pixels(size)}"
-            raise InvalidArgumentError(module, str(module.sized_by), part, allowed, because) from error
+        _check_sizes(module, datamodule, error)
         raise
+
+
+def _check_sizes(module: LightningModule, datamodule: FederatedDataModule, error: Exception) -> None:
+    """Refuses a network of the package that is not for the samples: all sizes at once, or the network if none help."""
+    (part, arguments), shape = _sized(module), tuple(datamodule.x.shape[1:])
+    sizes, size = {"in_features": (0, math.prod(shape))}, getattr(part, "input_shape", ())[1:]
+    if len(shape) == 3:
+        sizes |= {"in_channels": (0, shape[0]), "image_size": (1, shape[1])}
+    wrong = {
+        argument: needed
+        for argument, (index, needed) in sizes.items()
+        if argument in arguments and part.input_shape[index] != needed
+    }
+    if len(shape) == 3 and shape[0] == shape[1] != shape[2]:
+        allowed = f"{(shape[2], *shape[:2])}, with the channels first, as x.permute(0, 3, 1, 2) gives"
+        raise InvalidArgumentError(datamodule, "shape of a sample", shape, allowed) from error
+    if len(shape) == 3 and size and size != shape[1:]:
+        because = f"it takes {'square images' if 'image_size' in wrong else _pixels(size)}"
+        is_sizable = "image_size" in wrong and shape[1] == shape[2]
+        try:
+            if is_sizable:
+                type(part)(**{name: getattr(part, name) for name in arguments if hasattr(part, name)} | wrong)
+        except InvalidArgumentError as refusal:
+            is_sizable, because = False, f"its {refusal.argument} must be {refusal.allowed}"
+        if not is_sizable:
+            other = "TwoConvCNN with this image_size" if 16 <= shape[1] == shape[2] else "SmallMLP"
+            allowed = f"a network for {_pixels(shape[1:])}, such as {other}"
+            raise InvalidArgumentError(module, str(module.sized_by), part, allowed, because) from error
+    if not wrong:
+        return
+    (argument, needed), *others = wrong.items()
+    outputs = getattr(part, "num_classes", datamodule.num_classes)
+    others += [("num_classes", datamodule.num_classes)] if outputs < datamodule.num_classes else []
+    allowed = f"{needed}{', with ' if others else ''}{' and '.join(f'{name} {value}' for name, value in others)}"
+    because = f"the samples of {type(datamodule).__name__} have shape {shape}"
+    raise InvalidArgumentError(part, argument, part.input_shape[sizes[argument][0]], allowed, because) from None
 
 
 def _pixels(size: Sequence[int]) -> str:
@@ -298,17 +325,24 @@ def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, ou
     elif not fits(module.task, outputs, targets):
         shapes = tuple(outputs.shape[1:]), tuple(targets.shape[1:])
         because = f"outputs of shape {shapes[0]} do not fit targets of shape {shapes[1]} for this task"
+        if module.task == "multiclass" and len(shapes[1]) == 1:
+            because += f"; classes are y.{'squeeze' if shapes[1] == (1,) else 'argmax'}(1)"
     elif problem := range_problem(module.task, module.criterion, outputs, known):
         because = f"they have {problem}"
     else:
-        if (loss := module.loss_of(outputs, targets)).dim():  # stacked clients would train the sum
-            because = f"it gives values of shape {tuple(loss.shape)}"
-            raise InvalidArgumentError(
-                module, "loss", module.criterion, "one that gives the mean, as a tensor", because
-            )
         return
     allowed = f"one that fits the targets of {type(datamodule).__name__}"
     raise InvalidArgumentError(module, "task", module.task, allowed, because)
+
+
+def _check_loss(phase: Phase, module: MixtureOfExperts, outputs: Tensor, targets: Tensor) -> None:
+    """Refuses a loss that fails, and one that gives no mean: without it, Lightning trains nothing."""
+    twice = torch.cat((outputs, outputs)), torch.cat((targets, targets))  # of one sample, any loss is the mean
+    with tried(f"{phase}: the loss of {with_article(type(module).__name__)} fails"):
+        loss: Any = copy_module(module).loss_of(*twice)  # it may note something
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        because = f"it gives {f'values of shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else shown(loss)}"
+        raise InvalidArgumentError(module, "loss", module.criterion, "one that gives the mean, as a tensor", because)
 
 
 def check_metric(

@@ -38,6 +38,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
+from fedmoe_pl.phases.starts import Start, sources
 from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, share_memory, sized
 from fedmoe_pl.rounds.privacy import set_noise
 from fedmoe_pl.rounds.run import Run, Saved, Settings
@@ -224,6 +225,20 @@ def _plan_phases(run: Run) -> None:
     if phases:
         sentences = [f"{', '.join(names)}: {description}" for description, names in phases.items()]
         rank_zero_info("backend: " + "; ".join(sentences))
+    names = [name for each in phases.values() for name in each]
+    starts = [f"{name} from {_in_words(run.starts[name])}" for name in names if sources(run.starts[name])]
+    if starts:
+        rank_zero_info("start: " + "; ".join(starts))
+
+
+def _in_words(start: Start) -> str:
+    """What a phase starts from: the name of a phase, or one for each part.
+
+    Example:
+        >>> _in_words("FedAvg"), _in_words({"global_expert": "FedAvg", "local_expert": "Ditto"})
+        ('FedAvg', 'FedAvg (global_expert) and Ditto (local_expert)')
+    """
+    return " and ".join(f"{name} ({part})" if part else name for part, name in sources(start))
 
 
 @contextmanager

@@ -347,7 +347,12 @@ SMALL = {
     "model": {"class_path": "a.A", "init_args": {"gate": GATE}},
     "data": {"class_path": "a.Digits", "init_args": {"num_clients": None, "mean": [0.5]}},
     "trainer": {"gradient_clip_val": 50, "callbacks": None},
-    "federation": {"phases": PHASES, "name": "../runs", "callbacks": None},
+    "federation": {
+        "phases": PHASES,
+        "name": "../runs",
+        "callbacks": None,
+        "metrics": {"f1": {"class_path": "a.F1Score"}},
+    },
     "ckpt_path": "none.ckpt",
 }
 
@@ -368,6 +373,7 @@ SMALL = {
         ("Federation", "name", "../runs", "federation.name"),
         ("Phase 'B'", "gradient_clip_val", 50, "trainer.gradient_clip_val"),  # of all phases
         ("Federation", "callbacks", None, "federation.callbacks"),
+        ("Federation", "metrics.f1", 7, "federation.metrics.f1"),  # what torchmetrics makes is of another class
         ("Dirichlet", "alpha", -1.0, "alpha"),  # nowhere
         ("Elsewhere", "callbacks", None, "callbacks"),  # of the trainer or of the federation
     ],

@@ -129,3 +129,20 @@ def test_the_command_line_refuses_in_one_line(arguments, sentence, tmp_path, cap
         main(["benchmark", *grid, *arguments])
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1 and sentence in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"variants": {"few": {}, "many": {"overides": {"a": 1}}}},
+            "variants.many.overides.a is not an argument of Var",
+        ),
+        ({"variants": {"few": {}, "many": {"configs": ["none.yaml"]}}}, "variants.many.configs: File does not exist"),
+        ({"paper": [*published({})["paper"], {"table": "T", "metric": "f1", "cells": {}}]}, "paper[1].metric is 'f1'"),
+    ],
+)
+def test_the_wrong_item_of_a_list_or_a_dict_is_named(changes, sentence, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["benchmark", *write_grid(tmp_path, **changes)])
+    assert capsys.readouterr().err.startswith(f"fedmoe: {sentence}")

@@ -240,7 +240,7 @@ def test_initial_parameters_of_adaptive_expert_models_survive_drawing_all_layers
 def test_images_that_would_be_pooled_to_nothing_are_refused(network, least):
     smallest = network(image_size=least)
     assert smallest(torch.zeros(2, *smallest.input_shape)).isfinite().all()
-    with pytest.raises(InvalidArgumentError, match=f"image_size is {least - 1}, but must be at least {least};"):
+    with pytest.raises(InvalidArgumentError, match=f"image_size is {least - 1}, but must be at least {least}, because"):
         network(image_size=least - 1)
 
 

@@ -41,8 +41,8 @@ class UnequalRanks(Algorithm):
         weighting: Weighting = "samples",
     ) -> None:
         super().__init__(shared, trainable, weighting)
-        if not ranks:
-            raise InvalidArgumentError(self, "ranks", ranks, "one rank at least")
+        if not isinstance(ranks, list | tuple) or not ranks:
+            raise InvalidArgumentError(self, "ranks", ranks, "a list of at least one rank")
         for rank in ranks:
             check_at_least(self, "ranks", rank, 1)
         self.ranks = ranks

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_kind
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import join_by_name
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -72,6 +72,12 @@ class FromDatasets(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        given = {"train_dataset": train_dataset, "test_dataset": test_dataset, "eval_dataset": eval_dataset}
+        for name, dataset in given.items():
+            is_arrays = isinstance(dataset, tuple) and hasattr(next(iter(dataset), None), "shape")
+            if is_arrays or isinstance(dataset, str | DataLoader):
+                allowed = "a dataset, such as TensorDataset(x, y); FromDataModule takes what has loaders"
+                raise InvalidArgumentError(self, name, dataset, allowed)
         self.train_dataset = train_dataset
         self.test_dataset = test_dataset
         self.eval_dataset = eval_dataset
@@ -125,6 +131,7 @@ class FromDataModule(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_kind(self, "datamodule", datamodule, LightningDataModule, "; FromDatasets takes datasets")
         self.datamodule = datamodule
         self.eval_dataset = eval_dataset
         self.targets = imported(targets)
