@@ -113,8 +113,7 @@ class Meter:
             part += 1
         self._part, self._left = part, self.sizes[part] if part < len(self.sizes) else 0
         self._loss, self._weight = 0.0, 0.0
-        for metric in self.metrics.values():
-            metric.reset()
+        self._metrics = {name: _fresh(metric) for name, metric in self.metrics.items()}
 
     def _update(self, outputs: Tensor, targets: Tensor) -> None:
         mixture = mixture_of(self.module)
@@ -122,13 +121,13 @@ class Meter:
             self._loss += mixture.loss_of(outputs, targets).item() * weight
             self._weight += weight
         preds, target = preds_of(self.module, outputs, targets)
-        for metric in self.metrics.values():
+        for metric in self._metrics.values():
             _update(metric, preds, target)
 
     def _end(self) -> None:
         part = self._part
         if self.wanted[part]:
-            for name, metric in self.metrics.items():
+            for name, metric in self._metrics.items():
                 self.values[name][part] = value_of(metric)
             if self.with_loss:
                 self.values[LOSS][part] = self._loss / self._weight if self._weight else math.nan
@@ -153,8 +152,7 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
         if has_task(module, "causal_lm") and getattr(metric, "ignore_index", IGNORED) != IGNORED:
             allowed, reason = f"one with ignore_index {IGNORED}", "tokens that do not count have this target"
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
-        metric.reset()
-        before = _of_user(metric)
+        metric = _fresh(metric)
         try:
             with warnings.catch_warnings():  # torchmetrics warns of few samples
                 warnings.simplefilter("ignore")
@@ -165,23 +163,14 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
             shapes = f"outputs of shape {tuple(outputs.shape[1:])} and targets of shape {tuple(targets.shape[1:])}"
             allowed = f"a metric that gives one number for {shapes}"
             raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason) from error
-        finally:
-            metric.reset()
-        if changed := {attribute for attribute, _ in _of_user(metric) ^ before}:
-            allowed = "one that keeps what it has seen in what add_state adds"
-            reason = f"reset leaves '{min(changed)}', which would count for the next client, too"
-            raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)
 
 
-def _of_user(metric: Metric) -> set[tuple[str, str]]:
-    """The public attributes of a user's metric that are no states, which ``reset`` does not know."""
-    return {
-        (name, repr(value))
-        for each in metric.modules()
-        if not type(each).__module__.startswith("torchmetrics.")
-        for name, value in vars(each).items()
-        if not name.startswith("_") and name not in getattr(each, "_defaults", {})
-    }
+def _fresh(metric: Metric) -> Metric:
+    """The metric as if it had seen nothing; one of a user's class as a copy, because ``reset`` knows only states."""
+    if all(type(each).__module__.startswith("torchmetrics.") for each in metric.modules() if isinstance(each, Metric)):
+        metric.reset()
+        return metric
+    return copy.deepcopy(metric)
 
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]

@@ -272,6 +272,25 @@ def test_a_meter_measures_each_part_by_itself():
     assert not math.isnan(r2[0]) and math.isnan(r2[2]), "R2 needs two samples"
 
 
+class Largest(torchmetrics.Metric):
+    """A user's metric that keeps what it has seen in an attribute of its own, which `reset` leaves."""
+
+    largest = -math.inf
+
+    def update(self, preds, target):
+        self.largest = max(self.largest, preds.max().item())
+
+    def compute(self):
+        return torch.tensor(self.largest)
+
+
+def test_what_one_client_shows_a_users_metric_does_not_count_for_the_next():
+    metric, outputs = Largest(), torch.tensor([1.0, 5.0, 2.0, 3.0])
+    meter = Meter(Plain(), {"largest": metric}, [2, 1, 1], with_loss=False)
+    meter.update(outputs, outputs)
+    assert meter.values["largest"] == [5.0, 2.0, 3.0] and metric.largest == -math.inf
+
+
 def test_values_far_from_0_have_exact_metrics():
     rse = torchmetrics.RelativeSquaredError
     given = {"r2": R2Score(), "rse": rse(), "ev": torchmetrics.ExplainedVariance(), "of_another": 1 - rse()}

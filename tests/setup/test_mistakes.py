@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import Metric
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedKD, FineTuning, HetLoRA, KNNPer, Local
@@ -47,18 +46,6 @@ def checked(module, *phases, datamodule=None, **arguments):
 class ForgetsToAsk(LightningModule):
     def __init__(self):
         self.layer = 3
-
-
-class KeepsPredictions(Metric):
-    def __init__(self):
-        super().__init__()
-        self.seen = 0
-
-    def update(self, preds, target):
-        self.seen += len(preds)
-
-    def compute(self):
-        return torch.tensor(float(self.seen))
 
 
 class Masks(FedAvg):
@@ -130,7 +117,6 @@ MISTAKES = [
     ("algorithm", LOCAL, checked(plain, Phase("a", FedAvg()), Phase("p", FineTuning()))),
     ("algorithm", "one with expert ''", checked(plain, Phase("a", FedAvg()), Phase("p", KNNPer()))),
     ("algorithm", "the parts that the model has", checked(plain, Phase("p", FedKD()))),
-    ("metrics.seen", "add_state", checked(model, metrics={"seen": KeepsPredictions()})),
     ("loss", "gives the mean", with_loss(per_sample, task="multiclass")),
     ("loss", "gives the mean", with_loss(lambda outputs, targets: None, task="multiclass")),
     ("global_expert", "8 x 8 pixels, such as SmallMLP", of_images(TwoConvCNN, 1, 8, 8)),
