@@ -3,7 +3,8 @@
 import pytest
 import torch
 from helpers import Expert, assert_same_bits, blobs, client_generator, momentum_sgd, phase, run, tensors, train_by_hand
-from helpers.clusters import GateNet, all_phases, clustered, local_training, losses_by_hand, only, tensors_of
+from helpers.backends import local_training
+from helpers.clusters import GateNet, all_phases, clustered, losses_by_hand, only, tensors_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

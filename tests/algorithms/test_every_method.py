@@ -13,22 +13,12 @@ from helpers.clusters import clustered, only
 from helpers.methods import METHODS, data
 from helpers.mixtures_of_learners import learners
 from helpers.prototypes import without_a_class
-from helpers.runs import Kill, assert_same, federation
+from helpers.runs import Kill, Notes, assert_same, federation
 from helpers.workers import TwoInThisProcess
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
-
-
-class Count(FederationCallback):
-    """Counts the clients that have been trained."""
-
-    number = 0
-
-    def on_client_end(self, *arguments):
-        self.number += 1
 
 
 def fitted(path, name, ckpt_path=None, **kwargs):
@@ -41,9 +31,9 @@ def fitted(path, name, ckpt_path=None, **kwargs):
 @pytest.mark.few("Scaffold")
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_and_stacked_clients_agree(tmp_path, name):
-    count = Count()
-    whole = fitted(tmp_path / "whole", name, callbacks=[count], backend=TrainerBackend())
-    kill = Kill("on_client_end", count.number - 1)
+    trained = Notes(on_client_end=lambda run, phase, round, client: client)
+    whole = fitted(tmp_path / "whole", name, callbacks=[trained], backend=TrainerBackend())
+    kill = Kill("on_client_end", len(trained.noted) - 1)
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path / "killed", name, callbacks=[kill], backend=TwoInThisProcess())
     resumed = fitted(tmp_path / "killed", name, "last", backend=TwoInThisProcess())

@@ -9,18 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, TensorData, assert_same_bits, blobs, phase, run
-from helpers.clusters import (
-    FIRST,
-    Watch,
-    chosen,
-    cluster,
-    clustered,
-    conflicting,
-    local_training,
-    losses_by_hand,
-    only,
-    tensors_of,
-)
+from helpers.backends import local_training
+from helpers.clusters import clustered, losses_by_hand, only, tensors_of
+from helpers.runs import Notes
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -32,6 +23,38 @@ from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, GlobalOnly
 from fedmoe_pl.trees import copy_module, subtree
+
+FIRST = {2: [1.0, 0.0, 0.0], 3: [1.0, 0.0, 0.0, 0.0]}
+
+
+def chosen(training, client=0, round=0, server=None, module=None) -> int:
+    """The cluster that a client picks; a given module is changed, but all that was sent is loaded into it again."""
+    server = training.algorithm.server_init(training.module) if server is None else server
+    module = copy_module(training.module) if module is None else module
+    _, constants, _ = begin_client(training, module, server, client, {}, round)
+    return int(constants["cluster"])
+
+
+def cluster(tree, index) -> dict:
+    return {name: tensor for name, tensor in tree.items() if name.startswith(f"global_experts.{index}.")}
+
+
+def conflicting(**kwargs) -> TensorData:
+    """Six clients with the same kind of points; the labels of clients 3 to 5 are swapped."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 5, generator=generator)
+    y = (x[:, 0] > 0).long()
+    y[120:] = 1 - y[120:]
+    parts = torch.arange(240).split(40)
+    data = TensorData(x, y, parts, dtype=torch.float64, batch_size=10, **kwargs)
+    data.setup()
+    return data
+
+
+def servers() -> Notes:
+    """Notes the server's state after every round."""
+    return Notes(on_round_end=lambda run, phase, round: dict(run.states[phase.name].server))
+
 
 # Initial models
 
@@ -47,7 +70,7 @@ def losses_of_first_cluster(module, data) -> set[bool]:
 
 def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
     """The choices are counted by hand; the first draw leaves a cluster without clients."""
-    data, watch = conflicting(), Watch()
+    data, watch = conflicting(), servers()
     module = next(
         module
         for seed in range(100)
@@ -61,7 +84,7 @@ def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
     good = EpsilonGreedyIFCA(epsilon=1.0, good_init=0.5)
     server = server_of(good, module, "good", callbacks=[watch])
     drawn = copy_module(module)
-    drawn.load_state_dict({**module.state_dict(), **tensors_of(watch.servers[0])})
+    drawn.load_state_dict({**module.state_dict(), **tensors_of(watch.noted[0])})
     losses = [losses_by_hand(drawn, data, client) for client in range(6)]
     assert [first < second for first, second in losses].count(True) == 3
     weights = [expert.classifier[1].weight for m in (module, drawn) for expert in m.global_experts]
@@ -277,10 +300,10 @@ def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
 
 @pytest.mark.slow
 def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_the_last_one(tmp_path):
-    watch = Watch()
+    watch = servers()
     federation = run([stopping_phase(24, patience=1)], clustered(), validated(), tmp_path, callbacks=[watch])
-    per_cluster = sum(tensor.numel() for tensor in cluster(watch.servers[0], 0).values())
-    active = [3] + [int(server["clusters/active"].sum()) for server in watch.servers]
+    per_cluster = sum(tensor.numel() for tensor in cluster(watch.noted[0], 0).values())
+    active = [3] + [int(server["clusters/active"].sum()) for server in watch.noted]
     assert active[-1] == 0 and set(active) >= {3, 0} and active == sorted(active, reverse=True)
     rows = federation.run.rows
 
@@ -301,9 +324,9 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_
 @pytest.mark.slow
 def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
     """With a patience that never runs out, every validated cluster ends with the weights that validated best."""
-    watch = Watch()
+    watch = servers()
     federation = run([stopping_phase(8, patience=99)], clustered(), validated(), tmp_path, callbacks=[watch])
-    server, last = federation.run.states["IFCA"].server, watch.servers[-2]
+    server, last = federation.run.states["IFCA"].server, watch.noted[-2]
     assert server["clusters/active"].all()
     best = subtree(server, "clusters/best/")
     assert_same_bits({name: server[name] for name in best}, best)

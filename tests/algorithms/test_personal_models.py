@@ -9,22 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, blobs, mixture, phase, run, tensors
 from helpers.backends import UNEQUAL, WithBatchNorm, assert_agree, local_training
-from helpers.bare import (
-    COHORTS,
-    RATE,
-    SEED,
-    assert_near,
-    gradient,
-    loss,
-    mean,
-    mixed,
-    of_tree,
-    round_batches,
-    sgd,
-    step,
-    two_experts,
-    values,
-)
+from helpers.bare import COHORTS, RATE, SEED, round_batches, sgd
 from helpers.runs import Kill, assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -40,6 +25,52 @@ SIZES, INNER = [13, 8, 11], 0.3
 EXPERT, LOCAL = "global_expert.", "local_expert."
 HEAD, NORM = EXPERT + "classifier.", EXPERT + "extractor.1."
 GIVEN = {"weight": 3.0, "inner_steps": 4, "inner_lr": 0.05}
+
+
+def two_experts(optimizer=sgd, gate=None):
+    """Two experts of different parameters."""
+    return mixture(gate or GlobalOnly(), optimizer=optimizer)
+
+
+def values(module, expert="global_expert.") -> list:
+    """The parameters of an expert, in order: W1, b1, W2, b2."""
+    return [*tensors(module, expert).values()]
+
+
+def of_tree(tree, expert="global_expert.") -> list:
+    """The same from a tree of tensors by name."""
+    return [tensor for name, tensor in tree.items() if name.startswith(expert)]
+
+
+def loss(parameters, x, y):
+    w1, b1, w2, b2 = parameters
+    return F.cross_entropy(torch.tanh(x @ w1.T + b1) @ w2.T + b2, y)
+
+
+def gradient(parameters, x, y, of=loss) -> list:
+    leaves = [tensor.detach().requires_grad_() for tensor in parameters]
+    return [*torch.autograd.grad(of(leaves, x, y), leaves)]
+
+
+def step(parameters, gradient, rate=RATE) -> list:
+    return [tensor - rate * slope for tensor, slope in zip(parameters, gradient, strict=True)]
+
+
+def mixed(a, b, share) -> list:
+    """share * a + (1 - share) * b."""
+    return [share * one + (1 - share) * other for one, other in zip(a, b, strict=True)]
+
+
+def mean(lists, weights=None) -> list:
+    weights = weights or [1] * len(lists)
+    of_each = zip(*lists, strict=True)
+    return [sum(w * t for w, t in zip(weights, each, strict=True)) / sum(weights) for each in of_each]
+
+
+def assert_near(actual, expected, tolerance=1e-10):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
 def batch_normalized():

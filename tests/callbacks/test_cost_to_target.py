@@ -1,36 +1,24 @@
 """What it took to reach an accuracy."""
 
 import math
+from functools import partial
 
 import pytest
 from helpers import blobs, run
+from helpers.data import refused_argument
 from helpers.pfedmoe import model
-from helpers.reports import csv_rows
+from helpers.reports import cost_rows, csv_rows
 from helpers.runs import assert_same
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.cost_to_target import CostToTarget, target_rows
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import ConstantGate
 
 SIZES = (13, 8, 11, 9)
 
 
-def rows(method, accuracies, step=(10, 40, 1000)):
-    parameters, size, flops = step
-    for i, accuracy in enumerate(accuracies, start=1):
-        traffic = {f"parameters_{way}": parameters * i for way in ("down", "up", "between_clients")}
-        traffic |= {f"bytes_{way}": size * i for way in ("down", "up", "between_clients")}
-        yield {
-            "method": method,
-            "evaluation_point": "any",
-            "round": 2 * i,
-            "reweighted_test_mean": accuracy,
-            **traffic,
-            "flops": flops * i,
-            **{"rounds_before": 7, "parameters_before": 100, "bytes_before": 400, "flops_before": 5000},
-        }
+rows = partial(cost_rows, spent=(10, 40, 1000), before=(7, 100, 400, 5000), every=2)
 
 
 def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
@@ -72,6 +60,4 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
 
 
 def test_a_target_that_is_no_fraction_is_refused():
-    with pytest.raises(InvalidArgumentError) as error:
-        CostToTarget(90)
-    assert error.value.argument == "target"
+    assert refused_argument(lambda: CostToTarget(90)) == "target"

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import OneWeight, TensorData, blobs, mixture, run
-from helpers.runs import Kill, data, federation, model, phases
+from helpers.runs import Kill, data, federation, model, phases, resumed_after
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -96,11 +96,11 @@ def test_curves_of_a_killed_run_go_on_and_workers_send_theirs(devices, tmp_path)
     trainer = {"accelerator": "cpu", "logger": True, "max_epochs": 2, "devices": devices}
     once = federation(tmp_path / "once", phases()[:2], trainer={**trainer, "devices": 1}, logger=True)
     once.fit(model(), data())
-    killed = federation(tmp_path, phases()[:2], trainer=trainer, logger=True, callbacks=[Kill("on_server_update", 4)])
-    with pytest.raises(KeyboardInterrupt):
-        killed.fit(model(), data())
-    resumed = federation(tmp_path, phases()[:2], trainer=trainer, logger=True)
-    resumed.fit(model(), data(), ckpt_path="last")
+
+    def make(**kwargs):
+        return federation(tmp_path, phases()[:2], trainer=trainer, logger=True, **kwargs)
+
+    resumed = resumed_after(Kill("on_server_update", 4), make, model, data)
     for method in ("Local", "FedAvg"):
         assert rate_and_loss(resumed, method) == rate_and_loss(once, method)
     assert [step for step, _ in rate_and_loss(resumed, "FedAvg")[0]] == [1, 2, 3, 4, 5, 6, 7, 8]

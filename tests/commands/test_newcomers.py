@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    EveryBatch,
     TensorData,
     assert_same_bits,
     blobs,
@@ -17,8 +18,12 @@ from helpers import (
     train_by_hand,
 )
 from helpers.architectures import pair, train_bare
+from helpers.backends import WithBatchNorm
+from helpers.pfedmoe import model as of_three_architectures
+from helpers.runs import federation as federation_of
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Generator
+from torch import Generator, nn
 
 from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import (
@@ -29,34 +34,31 @@ from fedmoe_pl.algorithms import (
     FedAvg,
     FedKD,
     FedMoEDA,
+    FedPAC,
+    FedProx,
+    FedRep,
     FineTuning,
     Local,
     PFedMoE,
 )
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import IID, AGNews, CsvFile
-from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import (
     BiLSTM,
     ClusteredMoE,
     ConstantGate,
-    LinearGate,
+    GlobalOnly,
     LocalOnly,
     MixtureWeights,
     NetworkGate,
     PersonalizedMoE,
-    RepresentationMLP,
-    RepresentationMoE,
 )
 from fedmoe_pl.phases.phase import Phase, Train
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 FEDPER = "global_expert.extractor.*"
-
-
-def federation(path, phases, **kwargs):
-    defaults = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "logger": False, "enable_progress_bar": False}
-    return Federation(phases, default_root_dir=str(path), **{**defaults, **kwargs})
+federation = partial(federation_of, trainer={"max_epochs": 2, "accelerator": "cpu"})
 
 
 def fedavg(shared="global_expert.*", **kwargs):
@@ -207,20 +209,16 @@ def test_newcomers_are_refused_without_what_they_need(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def alone(module, shared, server, data, client, rounds, keeps_own_copy=False):
+def alone(module, shared, server, data, client, rounds, epochs=2, keeps_own_copy=False):
     """What a newcomer has after its local rounds: a bare loop that begins every round with what the server sends.
 
     It trains what it received only if it keeps a copy of its own, as it is after local training.
     """
+    names = tuple(name for name, _ in module.named_parameters() if keeps_own_copy or name not in shared)
     for round in range(rounds):
         module.load_state_dict({**module.state_dict(), **{name: server[name] for name in shared}})
-        optimizer = sgd([p for name, p in module.named_parameters() if keeps_own_copy or name not in shared])
         batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
-        for _ in range(2):
-            for batch in batches:
-                optimizer.zero_grad()
-                module.loss(batch)[0].backward()
-                optimizer.step()
+        train_by_hand(module, names, batches, sgd, epochs, lambda *batch: module.loss(batch)[0])
     return tensors(module)
 
 
@@ -250,12 +248,7 @@ def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embe
 
 
 def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
-    def model():
-        torch.manual_seed(3)
-        networks = [RepresentationMLP(5, hidden, 2, 3) for hidden in (2, 6, 4)]
-        return RepresentationMoE(networks[0], networks[1:], gate=LinearGate(5), optimizer=sgd).double()
-
-    data = new_data()
+    model, data = partial(of_three_architectures, optimizer=sgd), new_data()
     run, later = personalized(tmp_path, model(), [Phase("pFedMoE", PFedMoE(), rounds=2)], blobs(), data, 3)
     server = run.run.states["pFedMoE"].server
     for client in (0, 1):
@@ -401,3 +394,123 @@ def test_newcomers_of_fml_learn_from_the_federation_s_meme(joined):
         expected = {key: tensor for key, tensor in own.items() if key.startswith("local_expert.")}
         actual = tensors(later.client_module(name, client), "local_expert.")
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+EPOCHS = 3
+ONE_BY_ONE = {"callbacks": [EveryBatch()]}
+BACKENDS = {
+    "in a Trainer that sees every batch": (TrainerBackend, ONE_BY_ONE),
+    "one by one": (TrainerBackend, {}),
+    "stacked": (StackedBackend, {}),
+    "in workers": (lambda: TwoInThisProcess(AutoBackend()), {}),
+}
+
+
+class Normalized(WithBatchNorm):
+    """Batch normalization without parameters, beside the linear layer that is not shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6, affine=False), nn.Tanh(), nn.Linear(6, 6))
+
+
+CASES = {  # the algorithm, the expert, and in how many of the local epochs a newcomer trains what is not shared
+    "FedPer": (lambda: FedAvg(FEDPER), None, EPOCHS),
+    "LG-FedAvg": (lambda: FedAvg("global_expert.classifier.*"), None, EPOCHS),
+    "FedRep": (lambda: FedRep(FEDPER, head_epochs=2), None, 2),
+    "FedPAC": (lambda: FedPAC(weight=0.0), None, 1),
+    "batch normalization": (lambda: FedAvg(FEDPER), WithBatchNorm, EPOCHS),
+    "its statistics alone": (
+        lambda: FedAvg(["global_expert.extractor.0.*", "global_expert.extractor.1.*"]),
+        Normalized,
+        EPOCHS,
+    ),
+}
+
+
+def of_global_expert(expert=None):
+    return mixture(GlobalOnly(), expert and expert(), optimizer=sgd)
+
+
+def with_backend(path, algorithm, backend="one by one", rounds=1):
+    make, arguments = BACKENDS[backend]
+    trainer = {"max_epochs": EPOCHS, "accelerator": "cpu", **arguments}
+    phases = [Phase("it", algorithm(), rounds=rounds, gate=GlobalOnly())]
+    return federation(path, phases, trainer=trainer, backend=make())
+
+
+@pytest.fixture(scope="module", params=CASES)
+def before(request, tmp_path_factory):
+    algorithm, expert, epochs = CASES[request.param]
+    run = with_backend(tmp_path_factory.mktemp("before"), algorithm)
+    run.fit(of_global_expert(expert), blobs())
+    return run, algorithm, expert, epochs
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_newcomers_train_what_they_keep_around_what_the_server_has(before, backend, tmp_path):
+    """Running statistics are those of the server."""
+    run, algorithm, expert, epochs = before
+    data = blobs(sizes=(10, 6))  # no batch of one sample, which is left out where there is batch normalization
+    later = with_backend(tmp_path, algorithm, backend)
+    later.personalize(of_global_expert(expert), data, str(run.run_dir / "checkpoints/last.ckpt"), ROUNDS)
+    server = {name: tensor for name, tensor in run.run.states["it"].server.items() if "/" not in name}
+    shared = {name: tensor for name, tensor in server.items() if algorithm().is_shared(name)}
+    assert_same_bits({name: later.run.states["it"].server[name] for name in shared}, shared)
+    for client in (0, 1):
+        expected = alone(of_global_expert(expert).eval(), [*shared], shared, data, client, ROUNDS, epochs)
+        actual = tensors(later.client_module("it", client), "global_expert.")
+        torch.testing.assert_close(actual, {name: expected[name] for name in actual}, rtol=0, atol=1e-12)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("algorithm", [FedAvg, partial(FedProx, 0.1)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_newcomers_with_nothing_to_learn_receive_the_model(tmp_path, algorithm, backend):
+    """Nothing depends on the local expert, which is not shared."""
+    algorithm = partial(algorithm, shared="global_expert.*")
+    run = with_backend(tmp_path, algorithm, backend)
+    run.fit(of_global_expert(), blobs())
+    server = run.run.states["it"].server
+    run.personalize(of_global_expert(), blobs(sizes=(9, 6)), rounds=ROUNDS)
+    state = run.run.states["it"]
+    assert state.flops == 0 and not state.clients and state.round == 1
+    torch.testing.assert_close(tensors(run.client_module("it", 1), "global_expert."), server, rtol=0, atol=0)
+
+
+class HeadLater(FedAvg):
+    """The head is trained from the second round on."""
+
+    def is_trainable(self, name, round, epoch):
+        return self.is_shared(name) or round >= 1
+
+
+class BodyFirst(FedAvg):
+    """The head is trained from the second epoch on."""
+
+    def is_trainable(self, name, round, epoch):
+        return self.is_shared(name) == (epoch < 1)
+
+
+def test_newcomers_wait_for_the_round_in_which_what_they_keep_is_trained(tmp_path):
+    run = with_backend(tmp_path, lambda: HeadLater(FEDPER), rounds=2)
+    run.fit(of_global_expert(), blobs())
+    run.personalize(of_global_expert(), blobs(sizes=(9, 6)), rounds=3)
+    state, start = run.run.states["it"], tensors(of_global_expert(), "global_expert.classifier.")
+    assert state.round == 3 and not any(torch.equal(state.clients[0][name], start[name]) for name in start)
+
+
+def test_newcomers_whose_first_epoch_trains_nothing_are_told_so(tmp_path):
+    run = with_backend(tmp_path, lambda: BodyFirst(FEDPER))
+    run.fit(of_global_expert(), blobs())
+    with pytest.warns(UserWarning, match="^Phase 'it': newcomers train nothing, because BodyFirst trains none"):
+        run.personalize(of_global_expert(), blobs(sizes=(9, 6)), rounds=3)
+    assert not run.run.states["it"].clients
+
+
+def test_a_newcomer_s_model_can_be_trained_on_as_a_whole(tmp_path):
+    run = with_backend(tmp_path, lambda: FedAvg(FEDPER))
+    run.fit(of_global_expert(), blobs())
+    run.personalize(of_global_expert(), blobs(sizes=(9, 6)), rounds=1)
+    assert all(parameter.requires_grad for parameter in run.client_module("it", 0).parameters())

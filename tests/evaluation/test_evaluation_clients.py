@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import blobs, mixture, phase, run
 from helpers.reports import csv_rows
-from helpers.runs import assert_same, federation, model
+from helpers.runs import Notes, assert_same, federation, model
 from helpers.runs import phases as of_runs
 from helpers.workers import InThisProcess, TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,23 +16,12 @@ from fedmoe_pl import Evaluate, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PFedMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.backends.workers import workers_backend as workers
-from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
 from fedmoe_pl.phases.participation import evaluated_clients, sample_cohort
 
 SIZES = (13, 8, 11, 9, 12, 10)
-
-
-class Evaluations(FederationCallback):
-    """Keeps every evaluation."""
-
-    def __init__(self):
-        self.all = []
-
-    def on_evaluation_end(self, run, phase, evaluation):
-        self.all.append(evaluation)
 
 
 def phases(**kwargs):
@@ -46,14 +35,14 @@ def phases(**kwargs):
 @pytest.mark.slow
 def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp_path, capsys):
     module, data = mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.3)
-    everybody, some = Evaluations(), Evaluations()
+    everybody, some = (Notes(on_evaluation_end=lambda run, phase, evaluation: evaluation) for _ in range(2))
     run(phases(), module, data, tmp_path / "all", max_epochs=20, seed=4, callbacks=[everybody])
     found = run(phases(), module, data, tmp_path, max_epochs=20, seed=4, callbacks=[some], evaluation_cohort_size=3)
     drawn = found.run.evaluated
     assert len(drawn) == 3
-    assert len(some.all) == len(everybody.all) == 7
+    assert len(some.noted) == len(everybody.noted) == 7
     losses = []
-    for one, of_all in zip(some.all, everybody.all, strict=True):
+    for one, of_all in zip(some.noted, everybody.noted, strict=True):
         assert [client.client for client in one.clients] == drawn
         for client in one.clients:
             same = of_all.clients[client.client]

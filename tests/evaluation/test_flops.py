@@ -9,7 +9,7 @@ from helpers import Expert, OneWeight, TensorData, blobs, mixture, phase, run, t
 from helpers.backends import WithBatchNorm, local_training
 from helpers.pfedmoe import model
 from helpers.reports import csv_rows
-from helpers.runs import Kill, assert_same, federation
+from helpers.runs import Kill, assert_same, federation, resumed_after
 from torch import nn
 
 from fedmoe_pl import Phase
@@ -113,12 +113,8 @@ def test_the_operations_of_a_changing_loss_are_in_the_results_also_of_a_resumed_
     def module():
         return PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
 
-    phases = [Phase("staged", Staged((1, 2, 1), (4, 4, 5)), rounds=3)]
-    stopped = federation(tmp_path, phases, callbacks=[Kill("on_round_end", 2)])
-    with pytest.raises(KeyboardInterrupt):
-        stopped.fit(module(), blobs((8, 3)))
-    resumed = federation(tmp_path, phases)
-    resumed.fit(module(), blobs((8, 3)), ckpt_path="last")
+    make = partial(federation, tmp_path, [Phase("staged", Staged((1, 2, 1), (4, 4, 5)), rounds=3)])
+    resumed = resumed_after(Kill("on_round_end", 2), make, module, partial(blobs, (8, 3)))
     once = linear(5, 3, passes=2)
     rounds = (2 * once + linear(3, 4, 2), 3 * once + linear(3, 4, 2), 2 * once + linear(3, 5, 2))
     assert [row["flops"] for row in resumed.run.rows] == [11 * sum(rounds[: last + 1]) for last in range(3)]

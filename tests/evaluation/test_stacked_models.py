@@ -132,28 +132,6 @@ def test_models_evaluated_together_have_the_accuracies_of_each_alone(monkeypatch
     assert len({evaluation.global_test for evaluation in alone}) > 1, "the models differ"
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing, Comparing, DataDependent])
-def test_models_with_code_of_the_user_s_are_evaluated_alone(monkeypatch, kind):
-    training = local_training(mixture(LinearGate(5), kind()), Local(), blobs(SIZES, validation_fraction=0.25))
-    kept, found = states(training.module, range(len(SIZES))), []
-    for most in (8, 1):
-        monkeypatch.setattr(stacked_models, "_MOST", most)
-        random.seed(0)
-        torch.manual_seed(0)
-        found.append(evaluate_clients(training, {}, kept, 1, "aggregation"))
-    together, alone = ([(e.global_test, e.validation, e.local_test) for e in each] for each in found)
-    assert str(together) == str(alone)
-    assert len({accuracy for accuracy, *_ in alone}) > 1
-
-
-def test_models_of_layers_that_vmap_lacks_are_evaluated_alone(monkeypatch):
-    lstm = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.LSTM(5, 3, batch_first=True), TakeFirst())
-    module = mixture(LinearGate(5), lstm)
-    monkeypatch.setattr(TakeFirst, "__module__", "fedmoe_pl.models")
-    found, alone = (evaluations_of(monkeypatch, module, most) for most in (8, 1))
-    assert found == alone and len({*found}) > 1
-
-
 class TakeFirst(nn.Module):
     """The output at a sequence's only place."""
 
@@ -161,11 +139,24 @@ class TakeFirst(nn.Module):
         return x[0][:, 0]
 
 
-def evaluations_of(monkeypatch, module, most):
-    monkeypatch.setattr(stacked_models, "_MOST", most)
-    training = local_training(module, Local(), blobs(SIZES))
-    assert len(evaluation_groups(training, range(5))) == (5 if most == 1 else 1)
-    return [e.global_test for e in evaluate_clients(training, {}, states(module, range(5)), 1, "aggregation")]
+def lstm():
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.LSTM(5, 3, batch_first=True), TakeFirst())
+
+
+@pytest.mark.parametrize("kind", [Counting, Drawing, Comparing, DataDependent, lstm])
+def test_models_with_code_of_the_user_s_or_layers_that_vmap_lacks_are_evaluated_alone(monkeypatch, kind):
+    monkeypatch.setattr(TakeFirst, "__module__", "fedmoe_pl.models")  # the package's own code is known
+    training = local_training(mixture(LinearGate(5), kind()), Local(), blobs(SIZES, validation_fraction=0.25))
+    kept, found = states(training.module, range(len(SIZES))), []
+    for most in (8, 1):
+        monkeypatch.setattr(stacked_models, "_MOST", most)
+        assert len(evaluation_groups(training, range(5))) == (1 if kind is lstm and most == 8 else 5)
+        random.seed(0)
+        torch.manual_seed(0)
+        found.append(evaluate_clients(training, {}, kept, 1, "aggregation"))
+    together, alone = ([(e.global_test, e.validation, e.local_test) for e in each] for each in found)
+    assert str(together) == str(alone)
+    assert len({accuracy for accuracy, *_ in alone}) > 1
 
 
 class OfTheServer(Local):

@@ -64,10 +64,9 @@ def without_labels(data: TensorData, share: float, **kwargs) -> TensorData:
 
 
 def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:
-    """Sample i is the number i."""
-    y = torch.arange(n + n_test) % num_classes
-    x = torch.arange(float(n + n_test))[:, None]
-    return Arrays(x[:n], y[:n], x[n:], y[n:], **kwargs)
+    """Sample i is the number i, and classes are in turn."""
+    y = [index % num_classes for index in range(n + n_test)]
+    return numbered(y[:n], y[n:], **kwargs)
 
 
 def numbered(y_train, y_test=(0, 1), **kwargs) -> Arrays:

@@ -18,7 +18,6 @@ from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import FedProx, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.parts import set_aside
-from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.phases.participation import ClientFailures, sample_cohort
 from fedmoe_pl.seeds import derive_seed, seed_all
 from helpers import blobs
@@ -41,6 +40,7 @@ from helpers.ingredients import (
     UNLABELLED,
     build,
 )
+from helpers.runs import Notes
 
 LEAN = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
 LEAN |= {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
@@ -251,30 +251,21 @@ def expected_once(case: Case) -> dict:
     return expected(case)
 
 
-class _Notes(FederationCallback):
-    """Whether the run has begun to train."""
-
-    has_begun = False
-
-    def on_round_start(self, run, phase, round):
-        self.has_begun = True
-
-
 def differences(case: Case, tolerance: float, folder, backend="auto", **trainer) -> tuple[list[str], str]:
     """What a backend gives that differs from the oracle, the largest first; and why it refuses to train, if it does."""
     module, phases, data = case.make()
-    notes = _Notes()
+    rounds = Notes(on_round_start=lambda run, phase, round: round)
     off = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     failures = ClientFailures(action="raise")
     arguments = {"backend": backend, "seed": case.seed, "default_root_dir": str(folder), "failures": failures, **off}
     settings = {"accelerator": "cpu", "devices": 1, **case.trainer, **trainer}
-    federation = Federation(phases, settings, callbacks=[notes], **arguments)
+    federation = Federation(phases, settings, callbacks=[rounds], **arguments)
     try:
         federation.fit(module, data)
     except Exception as error:
-        if isinstance(error, MisconfigurationException) and not notes.has_begun:
+        if isinstance(error, MisconfigurationException) and not rounds.noted:
             return [], str(error)
-        when = "in training" if notes.has_begun else "before training"
+        when = "in training" if rounds.noted else "before training"
         return [f"ended {when} with {type(error).__name__}: {error}".splitlines()[0]], ""
     errors = []
     for name, trees in expected_once(case).items():

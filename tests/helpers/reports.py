@@ -6,6 +6,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from fedmoe_pl.checkpoints.phase_state import WAYS
+
 _WITHOUT_END = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 
 
@@ -19,6 +21,21 @@ def leave_pictures_blank(monkeypatch):
     """Lets figures be made, logged and written, but not drawn, which is most of the time that they take."""
     monkeypatch.setattr(Figure, "draw", lambda self, renderer: None)
     monkeypatch.setattr(Figure, "draw_without_rendering", lambda self: None)
+
+
+def cost_rows(method, values, metric="reweighted_test", spent=(1, 1, 1), before=(0, 0, 0, 0), every=1, **more):
+    """Rows of evaluated rounds with means of a metric and all costs so far.
+
+    ``spent`` has the parameters and bytes that are sent each way between two evaluations, and the operations;
+    ``before`` has the rounds, parameters, bytes and operations before the phase.
+    """
+    names = ("rounds_before", "parameters_before", "bytes_before", "flops_before")
+    for number, value in enumerate(values, 1):
+        costs = dict(zip(names, before, strict=True)) | {"flops": spent[2] * number}
+        for name, each in zip(("parameters", "bytes"), spent, strict=False):
+            costs |= {f"{name}_{way}": each * number for way in WAYS}
+        row = {"method": method, "evaluation_point": "any", "round": every * number, f"{metric}_mean": value}
+        yield {**row, **costs, **more}
 
 
 class Page(HTMLParser):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -90,3 +91,21 @@ class Kill(FederationCallback):
         self.n -= 1
         if self.n == 0:
             raise KeyboardInterrupt
+
+
+class Notes(FederationCallback):
+    """Notes what functions of the arguments of hooks give, at each call; the functions are given by the hook's name."""
+
+    def __init__(self, **functions):
+        self.noted = []
+        for hook, function in functions.items():
+            setattr(self, hook, lambda *arguments, function=function: self.noted.append(function(*arguments)))
+
+
+def resumed_after(kill: Kill, make, model, data) -> Federation:
+    """A run that was stopped, and went on from its last checkpoint with fresh objects, which the arguments make."""
+    with pytest.raises(KeyboardInterrupt):
+        make(callbacks=[kill]).fit(model(), data())
+    run = make()
+    run.fit(model(), data(), ckpt_path="last")
+    return run

@@ -7,17 +7,18 @@ import signal
 import subprocess
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend, WorkersBackend
+from fedmoe_pl.backends import LocalTraining, TrainerBackend, WorkersBackend
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, Worker
 from helpers import OneWeight
-from helpers.backends import begin
+from helpers.backends import begin, local_training
 from helpers.runs import data, model
 
 CPU = torch.device("cpu")
@@ -27,13 +28,8 @@ SIZES = (13, 8, 30, 11)
 def training(module=None, datamodule=None, **kwargs) -> LocalTraining:
     module, datamodule = module or model(), datamodule or data(sizes=SIZES)
     datamodule.setup()
-    return LocalTraining(
-        module=module,
-        initial={name: tensor.clone() for name, tensor in module.state_dict().items()},
-        algorithm=FedAvg("global_expert.*") if isinstance(module, PersonalizedMoE) else FedAvg(),
-        datamodule=datamodule,
-        **{"trainer": {**LEAN_TRAINER, "accelerator": "cpu"}, "batch_size": None, "seed": 0, **kwargs},
-    )
+    algorithm = FedAvg("global_expert.*") if isinstance(module, PersonalizedMoE) else FedAvg()
+    return replace(local_training(module, algorithm, datamodule, max_epochs=1), **kwargs)
 
 
 def trained(backend, training, kept=None) -> list:

@@ -62,6 +62,9 @@ def whole(tmp_path_factory):
     log = event_accumulator.EventAccumulator(str(run.run_dir / "FedAvg")).Reload()
     means = [row["reweighted_test_mean"] for row in run.run.rows if row["method"] == "FedAvg"]
     assert [event.value for event in log.Scalars("reweighted_test/mean")] == pytest.approx(means)
+    log = event_accumulator.EventAccumulator(str(run.run_dir / "IFCA")).Reload()
+    picks = [[event.value for event in log.Scalars(f"picked/cluster_{cluster}")] for cluster in (0, 1)]
+    assert picks == run.run.states["IFCA"].server["clusters/picks"].T.tolist()
     return shown(path)
 
 

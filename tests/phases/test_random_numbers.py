@@ -1,16 +1,12 @@
 """Random numbers follow from the seed, the client and the rounds since the beginning of a chain of phases."""
 
-import torch
 from helpers import assert_same_bits, blobs
-from helpers.backends import local_training
 from helpers.runs import data, federation, model
 
 from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg, OptInFedAvg, PFLMoE
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends.local_client import begin_client, client_batches
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.trees import copy_module
 
 
 def fedavg(name, rounds, **kwargs) -> Phase:
@@ -56,12 +52,3 @@ def test_the_samples_that_opt_out_and_those_of_the_gate_are_drawn_independently(
     assert len(out) == len(gate) == 2000
     # hypergeometric: 1000 of the 2000 on average, with a standard deviation of sqrt(4000) / 4 = 16
     assert abs(len(out & gate) - 1000) < 80
-
-
-def test_a_client_s_batches_and_its_model_draw_from_different_streams():
-    training = local_training(model(), FedAvg(), data())
-    server = training.algorithm.server_init(training.module)
-    client, _, samples = begin_client(training, copy_module(training.module), server, 1, {}, 0)
-    generator = client_batches(training, client, samples).generator
-    assert generator is not None
-    assert not torch.equal(torch.rand(8), torch.rand(8, generator=generator))

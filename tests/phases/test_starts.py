@@ -73,6 +73,7 @@ def test_a_mixture_may_go_back_to_its_personalized_expert_or_start_from_the_user
         (Phase("default", PFLMoE()), "quarter"),
         (Phase("longer", PFLMoE(), start="interleaved"), "interleaved"),
         (Phase("more", FedAvg()), "initial"),
+        (Phase("alone", Local()), "initial"),
     ]
     phases = [phase for phase, _ in given]
     starts = find_starts(phases)

@@ -4,12 +4,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from helpers.reports import cost_rows
 
-from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.report.costs import Cost, cost_table, costs, default_target
 from fedmoe_pl.report.tables import Choices, Condition, Method
-
-BEFORE = dict.fromkeys(("rounds_before", "parameters_before", "bytes_before", "flops_before"), 0)
 
 
 def condition(metric="global_test", lower_is_better=False, **methods):
@@ -17,17 +15,8 @@ def condition(metric="global_test", lower_is_better=False, **methods):
     lower = {"lower_is_better": metric} if lower_is_better else {}
     found = []
     for label, seeds in methods.items():
-        runs = []
-        for values in seeds:
-            rounds = [
-                {
-                    **{"method": label, "evaluation_point": "any", "round": number, f"{metric}_mean": value, **lower},
-                    **{f"{name}_{way}": 10 * number for name in ("parameters", "bytes") for way in WAYS},
-                    **{"flops": 7 * number, **BEFORE},
-                }
-                for number, value in enumerate(values, 1)
-            ]
-            runs.append(SimpleNamespace(rounds=rounds, summary=[]))
+        rows = [[*cost_rows(label, values, metric, spent=(10, 10, 7), **lower)] for values in seeds]
+        runs = [SimpleNamespace(rounds=of_seed, summary=[]) for of_seed in rows]
         found.append(Method(label, label, runs, True))
     return Condition("", [], found, Choices())
 

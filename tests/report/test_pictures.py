@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
+from helpers.reports import cost_rows
 
 from fedmoe_pl.callbacks.figures import RC, WIDTH, by_class, client_order, gate_figure, partition_figure, styles
-from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_figure
 from fedmoe_pl.report.tables import Method
 
@@ -19,17 +19,8 @@ def method(label, accuracies=(0.2, 0.5, 0.7), clients=20, seeds=1):
     """A method whose run was evaluated in some rounds."""
     runs = []
     for seed in range(seeds):
-        rounds = [
-            {
-                "method": label,
-                "round": float(i + 1),
-                "reweighted_test_mean": accuracy + 0.01 * seed,
-                "flops": 1e9 * (i + 1),
-                **{f"{name}_{way}": 1e6 * i for name in ("parameters", "bytes") for way in WAYS},
-                **dict.fromkeys(("rounds_before", "parameters_before", "bytes_before", "flops_before"), 0),
-            }
-            for i, accuracy in enumerate(accuracies)
-        ]
+        of_seed = [accuracy + 0.01 * seed for accuracy in accuracies]
+        rounds = [*cost_rows(label, of_seed, spent=(1e6, 1e6, 1e9), every=1.0)]
         rng = np.random.default_rng(seed)
         of_clients = [{"method": label, METRIC: value} for value in rng.uniform(0.3, 0.9, clients)]
         runs.append(SimpleNamespace(rounds=rounds, summary=rounds[-1:], clients=of_clients, seed=seed))

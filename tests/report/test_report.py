@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 import yaml
+from helpers.data import refused_argument
 from helpers.reports import Page, csv_rows, markdown_tables
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.report import report
 from fedmoe_pl.report.runs import find_runs
@@ -355,9 +355,7 @@ def test_a_metric_on_validation_samples_is_shown_if_it_is_chosen(copied, written
 )
 def test_a_choice_that_the_runs_do_not_have_is_refused(argument, value, finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidArgumentError) as error:
-        report([str(finished), argument, value])
-    assert error.value.argument == argument
+    assert refused_argument(lambda: report([str(finished), argument, value])) == argument
     assert not list(tmp_path.iterdir())
 
 
@@ -366,6 +364,4 @@ def test_a_folder_without_results_is_refused(name, tmp_path):
     for folder in ("empty", "begun"):
         (tmp_path / folder).mkdir()
     (tmp_path / "begun/config.yaml").write_text("seed_everything: 0\n")
-    with pytest.raises(InvalidArgumentError) as error:
-        find_runs([tmp_path / name])
-    assert error.value.argument == "RUN"
+    assert refused_argument(lambda: find_runs([tmp_path / name])) == "RUN"

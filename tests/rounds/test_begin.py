@@ -17,23 +17,6 @@ from fedmoe_pl.rounds import begin
 from fedmoe_pl.rounds.begin import begin_phase, phase_module
 
 
-def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(tmp_path):
-    run = federation(tmp_path, phases()[1:] + phases()[:1])
-    assert run.starts == {"FedAvg": "initial", "PFL-FB": "FedAvg", "PFL-MF": "PFL-FB", "Local": "initial"}
-    run.fit(model(), data())
-    fedavg = run.client_module("FedAvg", 0).state_dict()
-    for method in ("PFL-FB", "PFL-MF"):
-        for client in range(3):
-            state = run.client_module(method, client).state_dict()
-            for name, tensor in state.items():
-                if name.startswith("global_expert."):
-                    assert torch.equal(tensor, fedavg[name])
-                if name.startswith("local_expert.extractor."):
-                    assert torch.equal(tensor, fedavg[name.replace("local_expert", "global_expert")])
-    experts = [run.client_module(method, 1).local_expert.state_dict() for method in ("PFL-FB", "PFL-MF")]
-    assert_same(dict(experts[0]), dict(experts[1]))
-
-
 def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp_path):
     federated = Phase(
         "FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), select=Select("global_test")

@@ -9,14 +9,13 @@ import pytest
 import torch
 from helpers import blobs, mixture
 from helpers.reports import csv_rows
-from helpers.runs import Kill, federation
+from helpers.runs import Kill, Notes, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy.optimize import brentq
 
 from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg, FineTuning
-from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 
@@ -127,19 +126,6 @@ def test_another_delta_belongs_to_the_epsilons_from_then_on(tmp_path):
     assert (state.epsilon, state.delta) == (private(1e-6).epsilon([[2 / 3, 2.0, 1]]), 1e-6)
 
 
-class Cohorts(FederationCallback):
-    """The clients that were trained in each round."""
-
-    def __init__(self):
-        self.of_rounds = []
-
-    def on_round_start(self, run, phase, round):
-        self.of_rounds.append(())
-
-    def on_client_end(self, run, phase, round, client):
-        self.of_rounds[-1] = (*self.of_rounds[-1], client)
-
-
 def exact_epsilon(one, other, delta):
     """Of sums with noise of deviation 1, of cohorts with these probabilities; client 0 sends 1, client 1 sends -1."""
     x = np.linspace(-12, 12, 20_001)
@@ -160,12 +146,13 @@ def test_epsilon_holds_where_clients_drop_out(tmp_path):
     """Whether one of two clients takes part must not change how often the other one does."""
     rounds, shares = 100, []
     for sizes in ((6,), (6, 6)):
-        cohorts = Cohorts()
+        trained = Notes(on_client_end=lambda run, phase, round, client: (round, client))
         it = phase("it", private(noise=1.0), rounds, evaluate=False, clients_per_round=1.0)
-        settings = {"failures": ClientFailures(dropout=0.5), "enable_checkpointing": False, "callbacks": [cohorts]}
+        settings = {"failures": ClientFailures(dropout=0.5), "enable_checkpointing": False, "callbacks": [trained]}
         run = federation(tmp_path, [it], trainer={"max_epochs": 1, "accelerator": "cpu"}, **settings)
         run.fit(mixture(), blobs(sizes))
         assert run.run.states["it"].counted_rounds == {"it": [[1.0, 1.0, rounds]]}
-        shares.append({clients: number / rounds for clients, number in Counter(cohorts.of_rounds).items()})
+        cohorts = [tuple(client for at, client in trained.noted if at == round) for round in range(rounds)]
+        shares.append({clients: number / rounds for clients, number in Counter(cohorts).items()})
     assert exact_epsilon(*shares, 1e-3) < private().epsilon([[1.0, 1.0, 1]])
     assert shares[1].keys() == {(), (0,), (1,), (0, 1)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import OneWeight, TensorData, assert_same_bits, blobs, mixture
 from helpers.backends import local_training, train
-from helpers.runs import Kill, data, federation, model, phases
+from helpers.runs import Kill, Notes, data, federation, model, phases
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,7 +16,6 @@ from torchmetrics import MeanAbsoluteError
 from fedmoe_pl import Evaluate, Federation, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.callbacks import FederationCallback
 
 EPOCHS = 5
 
@@ -97,23 +96,16 @@ class Annealed(OneWeight):
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / epochs)]
 
 
-class Seen(FederationCallback):
-    def __init__(self):
-        self.weights = {}
-
-    def on_evaluation_end(self, run, phase, evaluation):
-        self.weights[evaluation.epochs] = evaluation.clients[0].metrics["global_test_error"]
-
-
 def test_points_are_on_the_way_to_the_result_where_a_schedule_ends_with_the_phase(tmp_path):
-    seen, data = Seen(), TensorData(torch.tensor([[4.0, 5.0]]), torch.zeros(1, 1), [[0]], dtype=torch.float64)
+    seen = Notes(on_evaluation_end=lambda run, phase, found: found.clients[0].metrics["global_test_error"])
+    data = TensorData(torch.tensor([[4.0, 5.0]]), torch.zeros(1, 1), [[0]], dtype=torch.float64)
     phase = Phase("Local", Local(), train=Train(max_epochs=4), evaluate=Evaluate(every_n_epochs=1))
     metrics = {"error": MeanAbsoluteError()}
     Federation([phase], callbacks=[seen], metrics=metrics, default_root_dir=str(tmp_path)).fit(Annealed(), data)
     weights = [0.0]
     for epoch in range(4):
         weights.append(weights[-1] + 0.05 * (1 - epoch / 4) * 4 * (5 - weights[-1]))
-    assert [*seen.weights.values()] == pytest.approx(weights)
+    assert seen.noted == pytest.approx(weights)
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()], ids=["alone", "stacked"])

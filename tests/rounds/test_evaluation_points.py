@@ -19,13 +19,13 @@ from helpers import run as finished
 from helpers.architectures import SIZES, pair
 from helpers.backends import exchanged
 from helpers.reports import csv_rows
-from helpers.runs import Kill, assert_same, data, federation, model
+from helpers.runs import Kill, Notes, assert_same, data, federation, model, resumed_after
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Evaluate, Messages, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
+from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 from fedmoe_pl.trees import of_module, subtree
 
@@ -109,25 +109,15 @@ def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after)
     assert states[0].traffic == states[1].traffic, "what a client keeps is not sent"
 
 
-class Order(FederationCallback):
-    """The rounds that were evaluated, and those that have ended."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_evaluation_end(self, run, phase, evaluation):
-        self.seen.append(("evaluated", evaluation.round))
-
-    def on_round_end(self, run, phase, round):
-        self.seen.append(("ended", round + 1))
-
-
 def test_the_last_round_is_evaluated_before_it_ends_whatever_the_interval(tmp_path):
-    order = Order()
+    evaluated, ended = "evaluated", "ended"
+    order = Notes(
+        on_evaluation_end=lambda run, phase, evaluation: (evaluated, evaluation.round),
+        on_round_end=lambda run, phase, round: (ended, round + 1),
+    )
     it = Phase("it", FedAvg("global_expert.*"), rounds=3, gate=GlobalOnly(), evaluate=Evaluate(every_n_rounds=2))
     finished([it], mixture(), blobs(), tmp_path, 1, callbacks=[order])
-    evaluated, ended = "evaluated", "ended"
-    assert order.seen == [(ended, 1), (evaluated, 2), (ended, 2), (evaluated, 3), (ended, 3)]
+    assert order.noted == [(ended, 1), (evaluated, 2), (ended, 2), (evaluated, 3), (ended, 3)]
 
 
 def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
@@ -153,16 +143,16 @@ def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same
             Phase("tuned", FedAvg("global_expert.*"), start="it", rounds=2, gate=GlobalOnly(), **BOTH),
         ]
 
-    whole = federation(tmp_path / "whole", phases(), seed=2)
+    def make(folder="killed", **kwargs):
+        return federation(tmp_path / folder, phases(), seed=2, **kwargs)
+
+    whole = make("whole")
     results = whole.fit(model(), data())
     rows = [row for row in whole.run.rows if row["method"] == "it"]
     means = [row["global_test_mean"] for row in rows]
     assert results["it"].round == results[f"it {LOCAL}"].round == 1 + means.index(max(means))
-    killed = federation(tmp_path / "killed", phases(), seed=2, callbacks=[Kill("on_evaluation_end", 6)])
-    with pytest.raises(KeyboardInterrupt):
-        killed.fit(model(), data())
-    again = federation(tmp_path / "killed", phases(), seed=2)
-    assert_same(again.fit(model(), data(), ckpt_path="last"), results)
+    again = resumed_after(Kill("on_evaluation_end", 6), make, model, data)
+    assert_same(again.results, results)
     assert_same(again.run.rows, whole.run.rows)
 
 

@@ -22,19 +22,10 @@ from fedmoe_pl.data import Dirichlet, FromDataModule, FromDatasets
 from fedmoe_pl.models import ConstantGate, LinearGate
 
 
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.extractor = nn.Sequential(nn.Flatten(), nn.Linear(108, 8), nn.ReLU())
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 3))
-
-    def forward(self, x):
-        return self.classifier(self.extractor(x))
-
-
 def model() -> PersonalizedMoE:
     torch.manual_seed(0)
-    return PersonalizedMoE(Expert(), optimizer=partial(torch.optim.SGD, lr=0.1))
+    expert = nn.Sequential(nn.Flatten(), nn.Linear(108, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+    return PersonalizedMoE(expert, optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 START = {"global_expert": "FedAvg", "local_expert": "Local"}
