@@ -555,7 +555,7 @@ DATA = {
     "batches of one": ((5, 3, 9), 2),
     "large batches": ((20, 9, 13), 9),
 }
-UNLABELLED = {"few labels": ((12, 6, 9), 3)}
+UNLABELLED = {"few labels": ((12, 14, 17), 3)}
 NOT_DRAWN = {*MORE_NETS, "small term of the batch", "some parameters", "clip by value in capitals"}  # came later
 
 
