@@ -1,14 +1,11 @@
 """The data module: what it holds, how it is seeded, and in a plain Trainer."""
 
-import zlib
-
 import numpy as np
 import pytest
 import torch
 from helpers.data import Own, set_up, vectors
 from helpers.models import trainer
 
-from fedmoe_pl.checkpoints.resume import fingerprints
 from fedmoe_pl.data import IID, Arrays, Digits, Dirichlet, RandomCrop
 from fedmoe_pl.models import PersonalizedMoE, SmallMLP
 
@@ -28,37 +25,6 @@ def test_every_client_splits_its_samples_by_a_seed_of_its_own(fractions):
         held = [data.test_samples[client], data.validation_samples[client], data.train_samples[client]]
         for own, expected in zip(held, np.split(part, [n_test, n_test + n_validation]), strict=True):
             assert own.tolist() == expected.tolist()
-
-
-def test_fingerprints_are_checksums_of_who_holds_which_samples_and_of_the_test_set():
-    data = set_up(Own(vectors(50), num_clients=4, partitioner=Dirichlet(0.9), test_fraction=0.3))
-    held, sizes = torch.cat([*data.train_samples]), torch.tensor([len(part) for part in data.train_samples])
-    tested = torch.cat([*data.test_samples, data.global_test])
-    local = torch.tensor([len(part) for part in data.test_samples])
-
-    def checksum(samples, *sizes):
-        nothing = torch.zeros(4, dtype=torch.int64)
-        tensors = data.y[samples], samples, *sizes, *[nothing] * (samples is held), data.x[samples]
-        return f"{zlib.crc32(b''.join(tensor.numpy().tobytes() for tensor in tensors)):08x}"
-
-    for x in (data.x, data.x + 1):
-        data.x = x
-        assert fingerprints(data) == {
-            "partition": f"4 clients, partition {checksum(held, sizes)}",
-            "test_set": f"{len(data.global_test)} samples for all, checksum {checksum(tested, local)}",
-        }
-
-
-def test_the_partition_depends_on_its_seed_alone():
-    def held(seed, global_seed):
-        torch.manual_seed(global_seed)
-        np.random.seed(global_seed)
-        arguments = {"num_clients": 5, "partitioner": Dirichlet(0.5), "test_fraction": 0.2}
-        data = set_up(Own(vectors(200), **arguments, partition_seed=seed))
-        return [part.tolist() for part in (*data.train_samples, *data.test_samples)]
-
-    assert held(0, 1) == held(0, 2)
-    assert held(0, 1) != held(1, 1)
 
 
 def test_setup_is_idempotent():

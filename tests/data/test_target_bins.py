@@ -1,11 +1,9 @@
 """Bins of a continuous target: their sizes, partitions by them, and what is refused."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-from helpers.data import Own, refusal_of, set_up
+from helpers.data import Own, numbered, refusal_of, set_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
@@ -65,38 +63,21 @@ def dealt(partitioner, n=1000, target_bins=10, num_clients=10, **kwargs):
     )
 
 
-def test_a_huge_alpha_gives_every_client_as_many_samples_of_every_bin():
-    assert (dealt(Dirichlet(1e12)).bin_counts() == 10).all()
+@pytest.mark.parametrize("partitioner", [Dirichlet(0.5), Shards(1), IID()])
+def test_bins_are_dealt_and_split_as_classes_are(partitioner):
+    arguments = {"test_fraction": 0.2, "validation_fraction": 0.1, "stratify": True}
+    data = dealt(partitioner, **arguments)
+    of_classes = Own(numbered(data.bins[:1000].tolist()), num_clients=10, partitioner=partitioner, **arguments)
+    set_up(of_classes)
+    for name in ("train_samples", "validation_samples", "test_samples"):
+        own, others = getattr(data, name), getattr(of_classes, name)
+        assert [part.tolist() for part in own] == [part.tolist() for part in others] and len(own.indices)
 
 
 @pytest.mark.parametrize("alpha", [1e-6, 1e-300])
 def test_a_tiny_alpha_gives_every_bin_to_one_client(alpha):
     counts = dealt(Dirichlet(alpha), target_bins=50, num_clients=3).bin_counts()
     assert (counts.sort(dim=0).values == torch.tensor([[0.0], [0.0], [20.0]])).all()
-
-
-@pytest.mark.parametrize("alpha", [0.1, 1.0])
-def test_the_skew_lies_between_and_no_sample_is_lost_or_held_twice(alpha):
-    data = dealt(Dirichlet(alpha), n=20_000, target_bins=100, test_fraction=0.1, validation_fraction=0.1)
-    parts = (data.train_samples, data.validation_samples, data.test_samples)
-    held = torch.cat([part.indices for part in parts])
-    assert held.sort().values.tolist() == list(range(20_000))
-    # of shares q ~ Dir(a 1_N) the sum of squares has the expectation (a + 1) / (N a + 1)
-    shares = data.bin_counts() / data.bin_counts().sum(dim=0)
-    assert (shares**2).sum(dim=0).mean() == pytest.approx((alpha + 1) / (10 * alpha + 1), rel=0.1)
-
-
-def test_shards_of_as_many_bins_as_clients_are_a_sorted_target():
-    data = dealt(Shards(1), n=1003, target_bins=8, num_clients=8)
-    ranges = sorted((float(data.y[part].min()), float(data.y[part].max())) for part in data.train_samples)
-    assert all(high < low for (_, high), (low, _) in pairwise(ranges))
-
-
-def test_stratify_splits_each_bin():
-    data = dealt(IID(), target_bins=5, num_clients=2, stratify=True, test_fraction=0.2)
-    for train, test in zip(data.train_samples, data.test_samples, strict=True):
-        held = torch.bincount(data.bins[test]) / torch.bincount(data.bins[torch.cat((train, test))])
-        assert held.tolist() == pytest.approx([0.2] * 5, abs=0.01)
 
 
 def test_the_partition_is_shown_by_bin():
