@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers import TensorData
 from helpers.backends import local_training, train
+from helpers.ingredients import Own
 from helpers.models import in_channels_last
 from helpers.runs import Kill, assert_same
 from helpers.runs import federation as made
 from helpers.workers import TwoInThisProcess
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -22,7 +22,6 @@ from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
 from fedmoe_pl.backends.stacked import stacked_backend
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.workers.pickling import dumps, loads
-from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate, TwoConvCNN
 from fedmoe_pl.rounds.begin import sized
 
@@ -119,14 +118,7 @@ def test_tensors_and_modules_travel_in_their_format(shape):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_stacked_clients_get_the_results_of_clients_alone(images, fused):
-    training = local_training(model(fused=fused, gated=True), FedAvg(), images)
-    update, _ = train(StackedBackend(), training)
-    expected, _ = train(TrainerBackend(), local_training(model(False, gated=True), FedAvg(), images))
-    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
-
-
-def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images, monkeypatch):
+def test_stacked_clients_have_the_format_and_get_the_results_of_clients_alone(images, fused, monkeypatch):
     begun = []
 
     class Recorded(Stack):
@@ -135,12 +127,14 @@ def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images,
             begun.append((self, strides(self)))
 
     monkeypatch.setattr(stacked_backend, "make_stack", Recorded)
-    train(StackedBackend(), local_training(model(gated=True), FedAvg(), images))
+    update, _ = train(StackedBackend(), local_training(model(fused=fused, gated=True), FedAvg(), images))
+    expected, _ = train(TrainerBackend(), local_training(model(False, gated=True), FedAvg(), images))
+    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
     ((stack, before),) = begun
     weights = [tensor for tensor in stack.stacked.values() if tensor.dim() == 5]
     assert len(weights) == 4  # two convolutions of two experts
     assert all(client.is_contiguous(memory_format=torch.channels_last) for weight in weights for client in weight)
-    assert strides(stack) == before
+    assert strides(stack) == before, "after training"
 
 
 def strides(stack):
@@ -171,32 +165,18 @@ def test_a_kept_momentum_of_the_other_format_is_continued(images, fused):
         torch.testing.assert_close(steps(kept_from, then), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_a_client_s_checkpoint_restores_the_format(tmp_path):
-    run = federation(tmp_path, phases()[:1], callbacks=[ClientCheckpoint()])
-    run.fit(model(), data())
-    module = PersonalizedMoE.load_from_checkpoint(run.run_dir / "clients/FedAvg/all_clients.ckpt")
-    assert module.channels_last and in_channels_last(module)
-
-
-class OwnModule(LightningModule):
+class OwnModule(Own):
     """A user's own module, which asks for the format itself."""
 
     def __init__(self, memory_format=torch.channels_last):
-        super().__init__()
         torch.manual_seed(0)
-        self.expert = network()
+        super().__init__(network(), partial(torch.optim.SGD, lr=0.05))
         self.to(memory_format=memory_format)
         self.memory_format = memory_format
 
     def forward(self, x):
         assert in_channels_last(self) == (self.memory_format == torch.channels_last)
-        return self.expert(x)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return super().forward(x)
 
 
 def test_a_user_s_own_module_keeps_the_format_that_it_chose(tmp_path):
@@ -210,14 +190,7 @@ def test_a_user_s_own_module_keeps_the_format_that_it_chose(tmp_path):
 
 
 def test_a_gate_that_the_data_size_gets_the_format(images):
-    class NoShape(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = network()
-
-        def forward(self, x):
-            return self.layers(x)
-
     gate = NetworkGate(nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(1)))
-    module = PersonalizedMoE(NoShape(), gate=gate, channels_last=True).double()
+    of_no_shape = nn.Sequential(network())
+    module = PersonalizedMoE(of_no_shape, gate=gate, channels_last=True).double()
     assert in_channels_last(sized(module, images, seed=0))

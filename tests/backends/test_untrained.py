@@ -123,13 +123,23 @@ class OnAdapted(OnBase):
         self.base = Adapted(5, 300).double()
 
 
-def test_adapters_that_are_merged_in_eval_mode(tmp_path, monkeypatch):
-    shared, alone = both_ways(tmp_path, monkeypatch, FedAvg, OnAdapted)
+@pytest.mark.parametrize("by_user", [False, True])
+def test_adapters_that_are_merged_in_eval_mode_are_apart_after_it_unless_the_user_has_merged_them(
+    by_user, tmp_path, monkeypatch
+):
+    def make():
+        module = OnAdapted()
+        module.base.train(not by_user)
+        return module
+
+    shared, alone = both_ways(tmp_path, monkeypatch, FedAvg, make)
     assert_same(shared.evaluations, alone.evaluations)
     assert_same_bits(shared.server, alone.server)
-    assert torch.equal(shared.server["base.weight"], OnAdapted().base.weight)
+    assert torch.equal(shared.server["base.weight"], make().base.weight)
     monkeypatch.setattr(Adapted, "merges", False)
-    assert_same(fitted(tmp_path / "reference", OnAdapted()).run.states["FedAvg"].evaluations, alone.evaluations)
+    reference = fitted(tmp_path / "reference", make()).run.states["FedAvg"]
+    assert_same(reference.evaluations, alone.evaluations)
+    torch.testing.assert_close(reference.server["head.weight"], alone.server["head.weight"], rtol=1e-9, atol=1e-12)
 
 
 class WritesToItsModule(FedAvg):
@@ -175,16 +185,6 @@ def test_a_zero_with_another_sign_is_another_value():
     negative = -of_phase.initial["base.bias"]
     assert of_phase.copies.known({"base.bias": negative})["base.bias"] is negative
     assert of_phase.copies.known({"base.bias": -negative})["base.bias"] is of_phase.initial["base.bias"]
-
-
-def test_loading_gives_a_borrowed_parameter_memory_of_its_own():
-    lender = nn.Linear(3, 2)
-    borrower, before = copy_module(lender, {"weight"}), lender.weight.detach().clone()
-    assert is_borrowed(borrower.weight) and borrower.weight.data_ptr() == lender.weight.data_ptr()
-    assert not is_borrowed(borrower.bias) and borrower.bias.data_ptr() != lender.bias.data_ptr()
-    load_tree(borrower, {"weight": before})
-    load_tree(borrower, {"weight": before + 1})
-    assert torch.equal(lender.weight, before) and torch.equal(borrower.weight, before + 1)
 
 
 def test_a_parameter_that_was_given_other_memory_is_not_borrowed():
