@@ -9,7 +9,6 @@ from helpers.models import in_channels_last
 from torch import nn
 
 from fedmoe_pl import models
-from fedmoe_pl.models.layers import FanOutConv2d, draw_anew, to_channels_last
 
 CHANNELS_LAST = torch.channels_last
 
@@ -113,15 +112,3 @@ def test_a_volume_stays_as_it_is():
     module = models.PersonalizedMoE(expert, gate=models.EqualWeights(), channels_last=True)
     assert module(torch.zeros(1, 2, 2, 2, 2)).shape == (1, 3)
     assert module.global_expert[0].weight.is_contiguous()
-
-
-@pytest.mark.parametrize("convolution", [nn.Conv2d, FanOutConv2d])
-def test_initial_weights_do_not_depend_on_the_format(convolution):
-    contiguous = nn.Sequential(convolution(20, 30, 5), convolution(1, 30, 5))
-    module = copy.deepcopy(contiguous)
-    to_channels_last(module)
-    for each in (contiguous, module):
-        torch.manual_seed(0)
-        draw_anew(each)
-    assert_same_bits(module.state_dict(), contiguous.state_dict())
-    assert in_channels_last(module)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import Expert, blobs, phase, run
 from helpers.data import refused_argument
+from helpers.ingredients import InputShape, over_features
 from helpers.models import samples
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -117,14 +118,16 @@ def test_fixed_weights_of_ones_own_are_shares_too():
     assert refused_argument(lambda: PersonalizedMoE(Expert(), gate=Fixed())) == "gate"
 
 
-def test_a_trial_leaves_the_generators_and_the_mode_as_they_are():
+def test_a_trial_leaves_generators_modes_and_statistics_as_they_are():
+    """Also of an expert that cannot be run on a batch of one in train mode."""
     torch.manual_seed(0)
-    expert, gate = SmallMLP(9, 20, 3), Own(softmax)
+    expert, gate = InputShape(over_features(nn.BatchNorm1d(6))), Own(softmax, 6)
     state = torch.get_rng_state()
     module = PersonalizedMoE(expert, expert, gate)
     assert torch.equal(torch.get_rng_state(), state)
+    assert module.global_expert.extractor[1].num_batches_tracked == 0
     assert all(part.training for part in module.modules())
-    module.eval().check_gate(samples(5)[0].repeat(1, 2)[:, :9])
+    module.eval().check_gate(samples(5)[0])
     assert not any(part.training for part in module.modules())
     assert not module.gate._forward_pre_hooks
 
