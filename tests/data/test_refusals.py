@@ -221,11 +221,6 @@ def test_datasets_that_cannot_be_dealt_are_refused(argument, make):
     assert refused_argument(make) == argument
 
 
-def test_the_sample_without_an_id_is_named():
-    with pytest.raises(MisconfigurationException, match="because sample 1 of train_dataset has nan"):
-        ReadOneByOne().setup()
-
-
 @pytest.mark.parametrize(
     ("wrong", "argument"), [([1.7], "root"), ([10**30], "root"), ([1, 2], "root"), ([-1], "y_train")]
 )
