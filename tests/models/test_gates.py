@@ -17,18 +17,6 @@ from fedmoe_pl import models
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.evaluation.client_models import evaluated_model
 from fedmoe_pl.evaluation.outputs import has_trained_gate
-from fedmoe_pl.models import (
-    BiLSTM,
-    FeatureGate,
-    GateCNN,
-    LeNet5,
-    LinearGate,
-    NetworkGate,
-    PersonalizedMoE,
-    SmallMLP,
-    SwitchNorm1d,
-    SwitchNormGate,
-)
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import phase_module
@@ -37,7 +25,7 @@ from fedmoe_pl.rounds.begin import phase_module
 
 
 def test_linear_gate_is_the_sigmoid_of_a_linear_layer_on_the_flattened_input():
-    gate, x = LinearGate(12), torch.randn(4, 3, 2, 2)
+    gate, x = models.LinearGate(12), torch.randn(4, 3, 2, 2)
     logit = x.reshape(4, 12) @ gate.linear.weight[0] + gate.linear.bias
     expected = torch.stack([1 / (1 + (-logit).exp()), 1 - 1 / (1 + (-logit).exp())], dim=1)
     torch.testing.assert_close(gate(x), expected)
@@ -46,21 +34,21 @@ def test_linear_gate_is_the_sigmoid_of_a_linear_layer_on_the_flattened_input():
 @pytest.mark.parametrize(
     ("expert", "gate", "in_features"),
     [
-        (LeNet5(), FeatureGate(), 400),
-        (LeNet5(3), LinearGate(), 3072),
-        (SmallMLP(64, 20, 10), FeatureGate(), 20),
-        (SmallMLP(64, 20, 10), LinearGate(), 64),
+        (models.LeNet5(), models.FeatureGate(), 400),
+        (models.LeNet5(3), models.LinearGate(), 3072),
+        (models.SmallMLP(64, 20, 10), models.FeatureGate(), 20),
+        (models.SmallMLP(64, 20, 10), models.LinearGate(), 64),
     ],
 )
 def test_a_gate_without_a_width_takes_it_from_the_expert(expert, gate, in_features):
     assert gate.in_features is None
-    module = PersonalizedMoE(expert, gate=gate)
+    module = models.PersonalizedMoE(expert, gate=gate)
     assert module.gate.in_features == in_features
     assert module.gate.linear.weight.shape == (1, in_features)
 
 
 def test_a_gate_without_a_width_takes_it_from_the_first_batch_where_the_expert_does_not_tell():
-    module = PersonalizedMoE(Expert(), gate=FeatureGate())
+    module = models.PersonalizedMoE(Expert(), gate=models.FeatureGate())
     module(samples()[0])
     assert module.gate.in_features == 6
 
@@ -68,10 +56,10 @@ def test_a_gate_without_a_width_takes_it_from_the_first_batch_where_the_expert_d
 @pytest.mark.parametrize(
     ("network", "parameters", "outputs"),
     [
-        (GateCNN(), 6_995, 7),
-        (GateCNN(num_experts=2), 6_995 - 6 * 9, 1),  # six outputs of 8 weights and a bias fewer
-        (GateCNN(conv2_channels=None), 912 + (12 * 14 * 14 * 8 + 8) + 63, 7),
-        (GateCNN(1, 3, image_size=28), 312 + 3612 + (12 * 16 * 8 + 8) + 27, 3),
+        (models.GateCNN(), 6_995, 7),
+        (models.GateCNN(num_experts=2), 6_995 - 6 * 9, 1),  # six outputs of 8 weights and a bias fewer
+        (models.GateCNN(conv2_channels=None), 912 + (12 * 14 * 14 * 8 + 8) + 63, 7),
+        (models.GateCNN(1, 3, image_size=28), 312 + 3612 + (12 * 16 * 8 + 8) + 27, 3),
     ],
 )
 def test_the_gates_network_has_the_papers_number_of_parameters_and_an_output_per_expert(network, parameters, outputs):
@@ -86,7 +74,7 @@ def fc(p, name, x):
 @pytest.mark.parametrize("conv2_channels", [5, None])
 @pytest.mark.parametrize("relu_logits", [False, True])
 def test_the_gates_network_is_its_papers_layers_in_their_order_also_in_training(conv2_channels, relu_logits):
-    network = GateCNN(2, 3, 4, conv2_channels, 6, dropout=0.4, relu_logits=relu_logits, image_size=16).double()
+    network = models.GateCNN(2, 3, 4, conv2_channels, 6, dropout=0.4, relu_logits=relu_logits, image_size=16).double()
     x = torch.randn(50, 2, 16, 16, dtype=torch.float64)
     first, *second = (layer for layer in network.modules() if isinstance(layer, nn.Conv2d))
     hidden, last = (layer for layer in network.modules() if isinstance(layer, nn.Linear))
@@ -116,11 +104,11 @@ def constant_logits(*logits) -> nn.Linear:
 def test_a_network_weighs_the_local_expert_by_a_sigmoid_of_one_output_and_several_experts_by_a_softmax(
     logits, expected
 ):
-    weights = NetworkGate(constant_logits(*logits))(torch.zeros(4, 2, dtype=torch.float64))
+    weights = models.NetworkGate(constant_logits(*logits))(torch.zeros(4, 2, dtype=torch.float64))
     torch.testing.assert_close(weights, torch.tensor([expected] * 4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("gate", [NetworkGate(BiLSTM(9, 2, 3, 1)), SwitchNormGate(6, 4)])
+@pytest.mark.parametrize("gate", [models.NetworkGate(models.BiLSTM(9, 2, 3, 1)), models.SwitchNormGate(6, 4)])
 def test_reset_parameters_draws_every_weight_of_a_gate_anew(gate):
     gate = copy.deepcopy(gate)
     weights = [p for p in gate.parameters() if p.dim() > 1]
@@ -130,8 +118,8 @@ def test_reset_parameters_draws_every_weight_of_a_gate_anew(gate):
 
 
 def test_pfedmoes_gate_is_its_papers_layers_in_their_order():
-    assert count(SwitchNormGate(3 * 32 * 32)) == 160_004, "by the paper"
-    gate = SwitchNormGate(12, 5).double()
+    assert count(models.SwitchNormGate(3 * 32 * 32)) == 160_004, "by the paper"
+    gate = models.SwitchNormGate(12, 5).double()
     x = torch.randn(7, 3, 2, 2, dtype=torch.float64) + 1
     p = dict(gate.named_parameters())
     flat = x.reshape(7, 12)
@@ -147,7 +135,7 @@ def test_pfedmoes_gate_is_its_papers_layers_in_their_order():
 
 
 def test_pfedmoes_gate_keeps_a_share_of_its_first_layers_old_statistics():
-    gate, (one, other) = SwitchNormGate(4, 3, momentum=0.75).double(), torch.randn(2, 6, 4, dtype=torch.float64)
+    gate, (one, other) = models.SwitchNormGate(4, 3, momentum=0.75).double(), torch.randn(2, 6, 4, dtype=torch.float64)
     gate(one)
     gate(other)
     expected = 0.75 * 0.25 * one.mean(0) + 0.25 * other.mean(0)  # they start at 0
@@ -157,8 +145,8 @@ def test_pfedmoes_gate_keeps_a_share_of_its_first_layers_old_statistics():
 # Switchable normalization
 
 
-def drawn_norm(features=4, momentum=0.9) -> SwitchNorm1d:
-    norm = SwitchNorm1d(features, momentum).double()
+def drawn_norm(features=4, momentum=0.9) -> models.SwitchNorm1d:
+    norm = models.SwitchNorm1d(features, momentum).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in norm.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -168,7 +156,7 @@ def drawn_norm(features=4, momentum=0.9) -> SwitchNorm1d:
 class ByHand:
     """SwitchNorm1d, number by number; variances divide by one less than their numbers."""
 
-    def __init__(self, norm: SwitchNorm1d):
+    def __init__(self, norm: models.SwitchNorm1d):
         self.p = {name: parameter.detach().numpy() for name, parameter in norm.named_parameters()}
         self.momentum = norm.momentum
         self.running = [(0.0, 0.0)] * norm.num_features
@@ -203,7 +191,7 @@ def test_switch_norm_is_its_definition_in_every_step_and_in_eval_mode(momentum):
 
 
 def test_switch_norm_starts_as_the_mean_of_both_statistics_with_running_ones_at_0():
-    norm = SwitchNorm1d(3)
+    norm = models.SwitchNorm1d(3)
     assert {name: tensor.tolist() for name, tensor in norm.state_dict().items()} == {
         "weight": [1, 1, 1],
         "bias": [0, 0, 0],
@@ -234,7 +222,7 @@ def test_switch_norm_has_the_gradients_of_finite_differences(training):
 
 
 def test_switch_norm_refuses_a_batch_of_one_in_train_mode_as_batch_norm_does():
-    norm, x = SwitchNorm1d(3), torch.randn(1, 3)
+    norm, x = models.SwitchNorm1d(3), torch.randn(1, 3)
     for layer in (norm, nn.BatchNorm1d(3)):
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
             layer(x)
@@ -245,7 +233,7 @@ def test_switch_norm_refuses_a_batch_of_one_in_train_mode_as_batch_norm_does():
 
 
 def test_switch_norm_called_functionally_changes_the_buffers_it_is_given_and_not_its_own():
-    norm, x = SwitchNorm1d(3), torch.randn(4, 3)
+    norm, x = models.SwitchNorm1d(3), torch.randn(4, 3)
     state = {name: tensor.detach().clone() for name, tensor in norm.state_dict().items()}
     functional_call(norm, state, (x,))
     assert not norm.running_mean.any() and not norm.running_var.any()
