@@ -1,7 +1,6 @@
 """Phases, rounds, selection, checkpoint and resume."""
 
 import csv
-from pathlib import Path
 
 import pytest
 from helpers import blobs, mixture, phase, run
@@ -20,8 +19,6 @@ from fedmoe_pl.callbacks import ClientCheckpoint, GateMonitor
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import PredefinedIndices
 from fedmoe_pl.models import ConstantGate
-
-REPOSITORY = Path(__file__).parent.parent
 
 
 def test_files_name_every_number(tmp_path):

@@ -339,12 +339,23 @@ def test_layers_of_pytorch_are_known(expert):
     check_division(local_training(model(expert()), FedProx(0.1), data()), loss_is_mean=False)
 
 
+OF_ALGORITHMS = "APFL Ditto FML FedAPEN FedEM FedProx FedRoD Scaffold".split()
+
+
+@pytest.mark.few("FML")
+@pytest.mark.parametrize("name", OF_ALGORITHMS)
+def test_ignored_labels_do_not_count_in_losses_of_algorithms(team, name):
+    """Most are ignored, and of some shares all."""
+    (phase,), module = METHODS[name].phases(), METHODS[name].model()
+    module.gate = phase.gate or module.gate
+    assert_divided(team, local_training(module, phase.algorithm, data(ignored=-100)), loss_is_mean=True)
+
+
 REFUSED = {"CoMiGS", "FedKD", "FedMix", "PFedMe", "PerFedAvg"}
-IGNORING = {*"APFL Ditto FML FedAPEN FedEM FedProx FedRoD Scaffold".split()}  # most labels, and of some shares all
 SPLIT = {"FedBN"}  # whose processes normalize by the statistics of their own samples, as in Lightning
 
 
-@pytest.mark.few("Scaffold", "FedRep", "FML")
+@pytest.mark.few("Scaffold", "FedRep")
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in SPLIT])
 def test_every_method_is_divided_or_refused(team, name, tmp_path, monkeypatch):
     method = METHODS[name]
@@ -353,8 +364,7 @@ def test_every_method_is_divided_or_refused(team, name, tmp_path, monkeypatch):
 
     def run(folder, **trainer):
         trainer = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **trainer}
-        ignored = -100 if name in IGNORING else None
-        samples = data(ignored=ignored, sizes=(17, 9, 11, 15, 12), **method.split)
+        samples = data(sizes=(17, 9, 11, 15, 12), **method.split)
         made = federation(tmp_path / folder, method.phases(), trainer=trainer, backend=TrainerBackend())
         made.fit(method.model(), samples)
         return made.run.states

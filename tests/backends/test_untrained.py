@@ -123,6 +123,7 @@ class OnAdapted(OnBase):
         self.base = Adapted(5, 300).double()
 
 
+@pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode")
 @pytest.mark.parametrize("by_user", [False, True])
 def test_adapters_that_are_merged_in_eval_mode_are_apart_after_it_unless_the_user_has_merged_them(
     by_user, tmp_path, monkeypatch
