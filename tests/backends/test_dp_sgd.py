@@ -151,14 +151,14 @@ def test_drawn_samples_are_augmented():
     assert all(len({*each}) == 1 and 1 <= each[0] < 9 for each in differences) and len({*map(min, differences)}) > 1
 
 
-def by_hand(module, datamodule, client, round, epochs, lr, momentum, z, max_norm):
+def by_hand(module, datamodule, client, round_index, epochs, lr, momentum, z, max_norm):
     """A client's training, written out: Poisson batches, a loop over samples, noise, and SGD with momentum."""
     samples, batch_size = datamodule.train_samples[client], datamodule.batch_size
     held = datamodule.x[samples].numpy().tobytes(), datamodule.y[samples].numpy().tobytes()
     shapes = [f"{values.dtype} {(len(samples), *values.shape[1:])}".encode() for values in (datamodule.x, datamodule.y)]
     content = b"".join((shapes[0], held[0], shapes[1], held[1]))
     digest = hmac.digest(b"0", content, "sha256").hex()
-    batches, noise = (generator_of(0, purpose, "it", client, round, digest) for purpose in (12, 13))
+    batches, noise = (generator_of(0, purpose, "it", client, round_index, digest) for purpose in (12, 13))
     names, velocity = [name for name, _ in module.named_parameters()], {}
     for _ in range(epochs * max(round(len(samples) / batch_size), 1)):
         draws = torch.rand(len(samples), generator=batches, dtype=torch.float64)
