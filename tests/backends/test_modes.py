@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers import blobs, client_generator, mixture, phase, run
 from helpers.backends import WithBatchNorm, local_training
 from helpers.ingredients import NETS, build
+from helpers.models import Adapted
 from torch import nn
 
 from fedmoe_pl import Phase
@@ -19,11 +20,13 @@ from fedmoe_pl.algorithms.shared.parts import set_aside
 from fedmoe_pl.backends import Freezing, TrainerBackend
 from fedmoe_pl.backends.local_client import trainable_names
 from fedmoe_pl.backends.training import epochs_to_try
+from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.models import GlobalOnly, LinearGate, PersonalizedMoE
-from fedmoe_pl.models.layers import modes_of
+from fedmoe_pl.models.layers import evaluating, modes_of
 from fedmoe_pl.phases.phase import INITIAL, Train
 from fedmoe_pl.rounds.begin import sized
 from fedmoe_pl.setup.check_run import trained_names
+from fedmoe_pl.trees import copy_module
 
 SIZES, SEED = (12, 8, 9), 3
 PRETRAINED = "BatchNorm in eval mode"  # that, and in other ways, it is trained as in plain Trainers: test_oracle.py
@@ -80,6 +83,22 @@ def test_an_epoch_that_freezes_parts_leaves_all_modes_as_they_were(evaluated):
         assert modes_of(parts[1]) == {part: before[part] for part in parts[1].modules()}
         freezing.unfreeze()
         assert modes_of(module) == before
+
+
+def test_adapters_that_are_merged_in_eval_mode_are_apart_after_it_unless_the_user_has_merged_them():
+    """The output is that of both, and a part in eval mode stays merged, as ``eval`` of its own has left it."""
+    module = nn.ModuleList([Adapted(5, 3), Adapted(5, 3).eval()]).double()
+    x, weights = torch.randn(2, 5, dtype=torch.float64), [part.weight.clone() for part in module]
+    outputs = [part(x) for part in module]
+    for _ in range(2):
+        with evaluating(module):
+            assert module[0].is_merged and module[1].is_merged
+        assert (module[0].is_merged, module[1].is_merged) == (False, True)
+        load_to_evaluate(evaluated := copy_module(module), module.state_dict())
+        load_to_evaluate(evaluated, module.state_dict())
+        for own, part, weight, output in zip(module, evaluated, weights, outputs, strict=True):
+            torch.testing.assert_close(own.weight, weight)
+            torch.testing.assert_close(part(x), output)
 
 
 def test_sizing_lazy_layers_keeps_the_modes():

@@ -11,6 +11,7 @@ from helpers import (
     blobs,
     mixture,
     momentum_sgd,
+    small_expert,
     sparse_mixture,
     two_quadratics,
 )
@@ -19,15 +20,7 @@ from helpers.clusters import clustered
 from helpers.quadratics import LOSSES, RATE
 from torch import nn
 
-from fedmoe_pl.algorithms import (
-    EpsilonGreedyIFCA,
-    FedAvg,
-    FedMoEDA,
-    FedRep,
-    FineTuning,
-    PFLMoE,
-    SpecialistMixture,
-)
+from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedMoEDA, FedRep, FineTuning, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.stacked.members import Member, StackedData
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
@@ -38,8 +31,12 @@ from fedmoe_pl.models import (
     LinearGate,
     NetworkGate,
     PersonalizedMoE,
+    ProxyGate,
     SmallMLP,
+    SparseMoE,
 )
+
+PLAIN = partial(torch.optim.SGD, lr=0.1)
 
 
 def test_backends_agree_for_an_expert_that_no_sample_is_sent_to():
@@ -148,11 +145,24 @@ class Own(nn.Linear):
     """A layer of a user's own, of which one cannot know what it does with other samples."""
 
 
-PADDED = {  # whether short batches are; what cannot be padded has the right results in test_oracle.py
+def balanced():
+    embedding = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid())
+    return SparseMoE(embedding, small_expert(), 2, gate=ProxyGate(2, 6), optimizer=PLAIN, load_balancing=0.3).double()
+
+
+def ignoring():
+    loss = nn.CrossEntropyLoss(ignore_index=1)
+    return PersonalizedMoE(SmallMLP(5, num_classes=3), optimizer=PLAIN, loss=loss).double()
+
+
+PADDED = {
     "layers that treat samples apart": (layers(nn.LayerNorm(5), nn.GroupNorm(1, 5), nn.Identity()), True),
     "the package's layers": (lambda: mixture(LinearGate(5), SmallMLP(5, num_classes=3)), True),
     "a layer of the user's": (layers(Own(5, 5)), False),
     "batch normalization": (layers(nn.BatchNorm1d(5)), False),
+    "a softmax over samples": (layers(nn.Softmax(dim=0)), False),
+    "a balance of experts over the batch": (balanced, False),
+    "a loss of another class to ignore": (ignoring, False),
 }
 
 

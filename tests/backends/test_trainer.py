@@ -9,16 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import (
-    EveryBatch,
-    Expert,
-    TensorData,
-    assert_same_bits,
-    blobs,
-    mixture,
-    phase,
-    run,
-)
+from helpers import EveryBatch, Expert, TensorData, assert_same_bits, blobs, mixture, phase, run
 from helpers.backends import FEW, UNEQUAL, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
 from helpers.models import plain_trainer, trainer
