@@ -1,7 +1,6 @@
 """Phases, rounds, selection, checkpoint and resume."""
 
 import csv
-from pathlib import Path
 
 import pytest
 from helpers import blobs, mixture, phase, run
@@ -20,8 +19,6 @@ from fedmoe_pl.callbacks import ClientCheckpoint, GateMonitor
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import PredefinedIndices
 from fedmoe_pl.models import ConstantGate
-
-REPOSITORY = Path(__file__).parent.parent
 
 
 def test_files_name_every_number(tmp_path):
@@ -47,12 +44,17 @@ def test_files_name_every_number(tmp_path):
     assert next((tmp_path / "log").rglob("metrics.csv")).is_file()
 
 
+@pytest.mark.filterwarnings("ignore:Found .* module.s. in eval mode")
 def test_batch_normalization_trains_with_a_last_batch_of_one_sample_but_not_with_one_sample(tmp_path):
     phases = [phase("FedAvg", FedAvg("global_expert.*"), rounds=2, gate=ConstantGate(1.0))]
     with pytest.raises(MisconfigurationException, match="client 2 has one training sample"):
         run(phases, mixture(expert=WithBatchNorm()), blobs((13, 9, 1)), tmp_path)
     server = run(phases, mixture(expert=WithBatchNorm()), blobs((13, 9)), tmp_path, 1).run.states["FedAvg"].server
     assert server["global_expert.extractor.1.num_batches_tracked"] == 2 * 3, "three whole batches, counted by client 0"
+    expert = WithBatchNorm()
+    expert.extractor[1].eval()  # which takes single samples
+    server = run(phases, mixture(expert=expert), blobs((13, 9, 1)), tmp_path, 1).run.states["FedAvg"].server
+    assert server["global_expert.extractor.1.num_batches_tracked"] == 0
 
 
 def test_a_misspelt_method_or_client_is_refused(tmp_path):

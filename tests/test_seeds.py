@@ -34,31 +34,22 @@ def test_phases_have_other_seeds_and_generators_also_if_their_names_have_one_che
     assert len(draws) == len(keys) + len(names)
 
 
-def test_global_generators_go_on_where_they_were():
+@pytest.mark.parametrize("seed", [5, 2**63 - 5])
+def test_global_generators_are_seeded_and_go_on_where_they_were(seed):
     def draw():
         return torch.rand(1).item(), np.random.rand(), random.random()
 
-    seed_all(5)
+    seed_all(seed)
     first, second = draw(), draw()
-    seed_all(7)
-    of_seven = draw()
-    seed_all(5)
+    seed_all(seed - 1)
+    of_other = draw()
+    assert all(a != b for a, b in zip(of_other, first, strict=True))
+    seed_all(seed)
     assert draw() == first
-    with pytest.raises(KeyError), seeded(7):
-        assert draw() == of_seven
+    with pytest.raises(KeyError), seeded(seed - 1):
+        assert draw() == of_other
         raise KeyError
     assert draw() == second
-
-
-def test_seed_all_seeds_torch_numpy_and_python_also_with_a_seed_of_63_bits():
-    def draw(seed):
-        seed_all(seed)
-        return torch.rand(1).item(), np.random.rand(), random.random()
-
-    seed = 2**63 - 5
-    first = draw(seed)
-    assert draw(seed) == first
-    assert all(a != b for a, b in zip(draw(seed - 1), first, strict=True))
 
 
 def test_a_generator_depends_on_every_bit_of_its_seed_and_draws_as_others_do():

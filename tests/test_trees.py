@@ -17,18 +17,6 @@ from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import updated_server
-from fedmoe_pl.trees import (
-    changed,
-    copy_module,
-    difference,
-    inner_product,
-    load_tree,
-    mean_of_two,
-    same_bits,
-    squared_distance,
-    subtree,
-    with_prefix,
-)
 
 numbers = st.floats(-1e3, 1e3)
 client = st.tuples(st.lists(numbers, min_size=3, max_size=3), st.integers(1, 10_000))  # values and weight
@@ -66,7 +54,7 @@ def test_the_mean_of_equal_clients_is_that_client_to_the_bit():
 def test_the_mean_leaves_its_inputs_alone_and_takes_the_larger_integers():
     a = {"w": torch.tensor([1.0]), "complex": torch.tensor([1.0 + 4j]), "num_batches_tracked": torch.tensor(3)}
     b = {"w": torch.tensor([5.0]), "complex": torch.tensor([5.0 + 0j]), "num_batches_tracked": torch.tensor(9)}
-    mean = mean_of_two(a, 3, b, 1)
+    mean = trees.mean_of_two(a, 3, b, 1)
     assert mean["w"].item() == 2.0 and mean["complex"].item() == 2.0 + 3j
     assert mean["num_batches_tracked"].item() == 9 and mean["num_batches_tracked"].dtype == torch.int64
     assert a["w"].item() == 1.0 and b["w"].item() == 5.0
@@ -86,38 +74,31 @@ def test_a_mean_in_half_precision_counts_the_last_clients_as_much_as_the_first(d
 def test_clients_that_send_different_tensors_are_refused():
     one, other = {"w": torch.tensor(1.0), "v": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}
     with pytest.raises(MisconfigurationException, match="A client sends v, and another one"):
-        mean_of_two(one, 1, other, 1)
+        trees.mean_of_two(one, 1, other, 1)
 
 
 @pytest.mark.parametrize("value", [-0.0, torch.inf])
 def test_the_mean_of_equal_tensors_does_not_depend_on_where_they_are(value):
     tensor = torch.tensor(value)
     for other in (tensor, tensor.clone()):
-        assert same_bits(mean_of_two({"w": tensor}, 3, {"w": other}, 1)["w"], tensor)
+        assert trees.same_bits(trees.mean_of_two({"w": tensor}, 3, {"w": other}, 1)["w"], tensor)
 
 
 def test_sums_over_two_trees_are_those_of_their_flat_vectors_and_the_second_may_have_more_names():
     a = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn((), dtype=torch.float64)}
     b = {"more": torch.ones(7), "b": torch.randn((), dtype=torch.float64), "w": torch.randn(3, 2, dtype=torch.float64)}
     flat_a, flat_b = (torch.cat([tree[name].flatten() for name in ("w", "b")]) for tree in (a, b))
-    torch.testing.assert_close(inner_product(a, b), flat_a @ flat_b)
-    torch.testing.assert_close(squared_distance(a, b), ((flat_a - flat_b) ** 2).sum())
-    assert_same_bits(difference(a, b), {"w": a["w"] - b["w"], "b": a["b"] - b["b"]})
-    assert inner_product({}, b) == squared_distance({}, b) == 0
-
-
-def test_a_part_of_a_tree_loses_its_prefix_and_gets_another_one():
-    tree = {name: torch.tensor(float(i)) for i, name in enumerate(("gate.w", "gate.gate.w", "gateway.w", "a.gate.w"))}
-    part = subtree(tree, "gate.")
-    assert {name: tensor.item() for name, tensor in part.items()} == {"w": 0, "gate.w": 1}
-    assert_same_bits(with_prefix(part, "gate."), {name: tree[name] for name in ("gate.w", "gate.gate.w")})
+    torch.testing.assert_close(trees.inner_product(a, b), flat_a @ flat_b)
+    torch.testing.assert_close(trees.squared_distance(a, b), ((flat_a - flat_b) ** 2).sum())
+    assert_same_bits(trees.difference(a, b), {"w": a["w"] - b["w"], "b": a["b"] - b["b"]})
+    assert trees.inner_product({}, b) == trees.squared_distance({}, b) == 0
 
 
 def test_loading_a_tree_copies_the_values_and_leaves_the_other_tensors():
     expert, other = Expert(), Expert()
     tree = {name: tensor.clone() for name, tensor in other.state_dict().items() if name.startswith("classifier.")}
     before = {name: tensor.clone() for name, tensor in expert.state_dict().items()}
-    load_tree(expert, tree)
+    trees.load_tree(expert, tree)
     assert_same_bits(expert.state_dict(), {**before, **tree})
     tree["classifier.1.bias"].zero_()
     assert expert.classifier[1].bias.any()
@@ -127,29 +108,19 @@ def test_loading_a_tree_copies_the_values_and_leaves_the_other_tensors():
 @pytest.mark.parametrize(("name", "shape"), [("classifier.1.bias", 1), ("head.bias", 3)])
 def test_a_tensor_of_another_shape_or_of_an_unknown_name_is_refused_even_where_it_would_broadcast(name, shape):
     with pytest.raises(MisconfigurationException, match=rf"^`{name}` of shape \({shape},\) cannot be loaded"):
-        load_tree(Expert(), {name: torch.zeros(shape)})
+        trees.load_tree(Expert(), {name: torch.zeros(shape)})
 
 
 def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_itself():
     module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     loaded = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     kept = {"0.bias": torch.tensor([5.0]), "1.bias": torch.tensor([7.0])}
-    load_tree(module, {**kept, "0.weight": torch.tensor([[3.0]]), "1.bias": torch.tensor([8.0])})
-    different = changed(module.state_dict(), loaded, kept)
+    trees.load_tree(module, {**kept, "0.weight": torch.tensor([[3.0]]), "1.bias": torch.tensor([8.0])})
+    different = trees.changed(module.state_dict(), loaded, kept)
     assert {name: tensor.item() for name, tensor in different.items()} == {"0.weight": 3, "0.bias": 5, "1.bias": 8}
     assert different["0.bias"] is kept["0.bias"]  # not copied again
     nn.init.zeros_(module[0].weight)
     assert different["0.weight"].item() == 3.0
-
-
-def test_a_copied_module_has_hooks_of_its_own_and_those_of_the_original():
-    module, calls = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
-    module[0].register_forward_hook(lambda part, arguments, output: calls.append("both"))
-    copied = copy_module(module)
-    copied[1].register_forward_hook(lambda part, arguments, output: calls.append("copy"))
-    module(torch.ones(1, 2))
-    copied(torch.ones(1, 2))
-    assert calls == ["both", "both", "copy"]
 
 
 class Counting(nn.Module):
@@ -172,20 +143,13 @@ class CopiesItself(Counting):
         return new
 
 
-class LeavesOut(Counting):
-    """Says which of its attributes make a copy."""
-
-    def __getstate__(self):
-        return {**vars(self), "values": None}
-
-
 def test_a_copied_module_has_all_attributes_and_what_its_parts_share_is_shared_by_the_copies():
     shared = {}
-    module = nn.ModuleList([Counting(shared), CopiesItself({}), LeavesOut(shared), Counting({}), nn.LSTM(2, 2)])
+    module = nn.ModuleList([Counting(shared), CopiesItself({}), Counting(shared), Counting({}), nn.LSTM(2, 2)])
     module[3].layer = module[0].layer
     module[3].weight = module[1].layer.weight
     vars(module[0])["owner"] = vars(module[0])["others"] = [module]
-    copied = copy_module(module)
+    copied = trees.copy_module(module)
     assert not {id(part) for part in module.modules()} & {id(part) for part in copied.modules()}
     assert not {id(each) for each in module.parameters()} & {id(each) for each in copied.parameters()}
     assert_same_bits(copied.state_dict(), module.state_dict())
@@ -195,7 +159,6 @@ def test_a_copied_module_has_all_attributes_and_what_its_parts_share_is_shared_b
     assert first.known is third.known and first.known is not shared and fourth.known is not first.known
     assert first.owner is first.others and first.owner[0] is copied
     assert second.name == "a copy of 2"
-    assert third.values is None and module[2].values is not None
     assert fourth.layer is first.layer and fourth.weight is second.layer.weight
     assert first.seen is not module[0].seen and "seen" not in first.state_dict()
     assert torch.equal(copied[4](torch.ones(1, 2))[0], module[4](torch.ones(1, 2))[0])
@@ -249,7 +212,7 @@ def test_a_copy_is_what_python_makes():
     module = nn.ModuleList([*parts, KeepsItsLayer(), weight_norm, with_items, registered])
     handle = parts[0].register_forward_hook(lambda part, arguments, output: output + 1)
     module.handle = handle
-    for copied in (copy_module(module), copy.deepcopy(module)):
+    for copied in (trees.copy_module(module), copy.deepcopy(module)):
         moments = [copied[i].moment["now"][0] for i in range(50)]
         assert len({id(moment) for moment in moments}) == 50
         assert [copied[i].total for i in range(50)] == [part.weight.sum().item() for part in parts]
@@ -258,7 +221,7 @@ def test_a_copy_is_what_python_makes():
         assert copied[51].parametrizations.weight.original1 is not weight_norm.parametrizations.weight.original1
         assert dict(copied[52]) == {"one": [1]} and copied[52]["one"] is not with_items["one"]
         assert not hasattr(copied[53], "one")
-        assert torch.equal(copied[0](torch.ones(1, 2)), parts[0](torch.ones(1, 2)))
+        assert torch.equal(copied[0](torch.ones(1, 2)), parts[0](torch.ones(1, 2))), "with its hook"
         copied.handle.remove()  # the copy's own
         assert torch.equal(copied[0](torch.ones(1, 2)) + 1, parts[0](torch.ones(1, 2)))
 
@@ -268,12 +231,12 @@ def test_the_copies_of_parameters_have_copies_of_their_attributes_and_marks_of_t
     weight, frozen = module[0].weight, module[1].weight
     weight._no_weight_decay, weight.groups, weight.layer = True, ["a"], module[0]
     frozen._no_weight_decay = module[2].layer.weight.is_shared = True
-    first = copy_module(module)
-    copied = copy_module(first, {"0.weight"})
+    first = trees.copy_module(module)
+    copied = trees.copy_module(first, {"0.weight"})
     assert copied[0].weight._no_weight_decay and copied[0].weight.groups == ["a"] and copied[1].weight._no_weight_decay
     assert copied[0].weight.groups is not first[0].weight.groups is not weight.groups
     assert copied[0].weight.layer is copied[0] and not hasattr(copied[0].bias, "_no_weight_decay")
-    assert trees.is_borrowed(copied[0].weight) and not trees.is_borrowed(copy_module(copied)[0].weight)
+    assert trees.is_borrowed(copied[0].weight) and not trees.is_borrowed(trees.copy_module(copied)[0].weight)
     assert copied[2].layer.weight is module[2].layer.weight
 
 
@@ -297,5 +260,5 @@ def test_patterns_match_whole_names_with_stars_over_dots(patterns, matched):
 
 
 def test_updates_of_weight_0_count_nothing_beside_one_that_has_a_weight():
-    without = mean_of_two({"w": torch.tensor(1.0)}, 0, {"w": torch.tensor(2.0)}, 0)
-    assert mean_of_two(without, 0, {"w": torch.tensor(5.0)}, 3)["w"] == 5
+    without = trees.mean_of_two({"w": torch.tensor(1.0)}, 0, {"w": torch.tensor(2.0)}, 0)
+    assert trees.mean_of_two(without, 0, {"w": torch.tensor(5.0)}, 3)["w"] == 5

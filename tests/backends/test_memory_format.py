@@ -1,28 +1,27 @@
-"""Channels-last format: it is kept in every backend, to the end of a run and beyond, with the contiguous results."""
+"""Channels-last format: mixtures and runs have the contiguous results, and it is kept in every backend and beyond."""
 
 import copy
 from functools import partial
 
 import pytest
 import torch
-from helpers import TensorData
+from helpers import TensorData, assert_same_bits
 from helpers.backends import local_training, train
+from helpers.ingredients import Own
 from helpers.models import in_channels_last
 from helpers.runs import Kill, assert_same
 from helpers.runs import federation as made
 from helpers.workers import TwoInThisProcess
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase, models
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
 from fedmoe_pl.backends.stacked import stacked_backend
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.workers.pickling import dumps, loads
-from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate, TwoConvCNN
 from fedmoe_pl.rounds.begin import sized
 
@@ -119,14 +118,7 @@ def test_tensors_and_modules_travel_in_their_format(shape):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_stacked_clients_get_the_results_of_clients_alone(images, fused):
-    training = local_training(model(fused=fused, gated=True), FedAvg(), images)
-    update, _ = train(StackedBackend(), training)
-    expected, _ = train(TrainerBackend(), local_training(model(False, gated=True), FedAvg(), images))
-    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
-
-
-def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images, monkeypatch):
+def test_stacked_clients_have_the_format_and_get_the_results_of_clients_alone(images, fused, monkeypatch):
     begun = []
 
     class Recorded(Stack):
@@ -135,12 +127,14 @@ def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images,
             begun.append((self, strides(self)))
 
     monkeypatch.setattr(stacked_backend, "make_stack", Recorded)
-    train(StackedBackend(), local_training(model(gated=True), FedAvg(), images))
+    update, _ = train(StackedBackend(), local_training(model(fused=fused, gated=True), FedAvg(), images))
+    expected, _ = train(TrainerBackend(), local_training(model(False, gated=True), FedAvg(), images))
+    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
     ((stack, before),) = begun
     weights = [tensor for tensor in stack.stacked.values() if tensor.dim() == 5]
     assert len(weights) == 4  # two convolutions of two experts
     assert all(client.is_contiguous(memory_format=torch.channels_last) for weight in weights for client in weight)
-    assert strides(stack) == before
+    assert strides(stack) == before, "after training"
 
 
 def strides(stack):
@@ -171,32 +165,18 @@ def test_a_kept_momentum_of_the_other_format_is_continued(images, fused):
         torch.testing.assert_close(steps(kept_from, then), expected, rtol=1e-9, atol=1e-11)
 
 
-def test_a_client_s_checkpoint_restores_the_format(tmp_path):
-    run = federation(tmp_path, phases()[:1], callbacks=[ClientCheckpoint()])
-    run.fit(model(), data())
-    module = PersonalizedMoE.load_from_checkpoint(run.run_dir / "clients/FedAvg/all_clients.ckpt")
-    assert module.channels_last and in_channels_last(module)
-
-
-class OwnModule(LightningModule):
+class OwnModule(Own):
     """A user's own module, which asks for the format itself."""
 
     def __init__(self, memory_format=torch.channels_last):
-        super().__init__()
         torch.manual_seed(0)
-        self.expert = network()
+        super().__init__(network(), partial(torch.optim.SGD, lr=0.05))
         self.to(memory_format=memory_format)
         self.memory_format = memory_format
 
     def forward(self, x):
         assert in_channels_last(self) == (self.memory_format == torch.channels_last)
-        return self.expert(x)
-
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return super().forward(x)
 
 
 def test_a_user_s_own_module_keeps_the_format_that_it_chose(tmp_path):
@@ -210,14 +190,114 @@ def test_a_user_s_own_module_keeps_the_format_that_it_chose(tmp_path):
 
 
 def test_a_gate_that_the_data_size_gets_the_format(images):
-    class NoShape(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = network()
-
-        def forward(self, x):
-            return self.layers(x)
-
     gate = NetworkGate(nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(1)))
-    module = PersonalizedMoE(NoShape(), gate=gate, channels_last=True).double()
+    of_no_shape = nn.Sequential(network())
+    module = PersonalizedMoE(of_no_shape, gate=gate, channels_last=True).double()
     assert in_channels_last(sized(module, images, seed=0))
+
+
+# Mixtures
+
+
+CHANNELS_LAST = torch.channels_last
+
+
+class NarrowVGG16(models.VGG16):
+    """The layers of VGG-16 with few channels, the last one as small as in the whole network: one pixel."""
+
+    _WIDTHS = (8, "M", 8, 8, "M", 8, "M", 8, "M", 512, "M")
+
+
+def opt_out(**kwargs):
+    return models.PersonalizedMoE(
+        models.TwoConvCNN(1, 3, 16), gate=models.NetworkGate(models.TwoConvCNN(1, 1, 16)), **kwargs
+    )
+
+
+def clustered(**kwargs):
+    gate = models.NetworkGate(models.GateCNN(1, 3, image_size=16))
+    return models.ClusteredMoE(
+        models.LEAFCNN(1, 3, 8, 4, 16, image_size=16), 2, gate=gate, mixing="probabilities", **kwargs
+    )
+
+
+def representation(**kwargs):
+    return models.RepresentationMoE(
+        models.CNN(5, 1, 3), [models.CNN(4, 1, 3)], gate=models.SwitchNormGate(1024, 8), **kwargs
+    )
+
+
+def sparse(**kwargs):
+    return models.SparseMoE(models.ConvBlock(1, 8, 16), models.ConvExpert(8, 3, 6, 4, 16), **kwargs)
+
+
+MIXTURES = {
+    "LeNet5": (
+        lambda **kwargs: models.PersonalizedMoE(models.LeNet5(1, 3), gate=models.LinearGate(), **kwargs),
+        (1, 32, 32),
+    ),
+    "LeNet5 in colour": (
+        lambda **kwargs: models.PersonalizedMoE(models.LeNet5(3, 3), gate=models.FeatureGate(), **kwargs),
+        (3, 32, 32),
+    ),
+    "VGG16": (lambda **kwargs: models.PersonalizedMoE(NarrowVGG16(3, 3), **kwargs), (3, 32, 32)),
+    "TwoConvCNN": (opt_out, (1, 16, 16)),
+    "LEAFCNN": (clustered, (1, 16, 16)),
+    "IFCACNN": (lambda **kwargs: models.ClusteredMoE(models.IFCACNN(1, 3), 1, **kwargs), (1, 32, 32)),
+    "CNN": (representation, (1, 32, 32)),
+    "ConvBlock": (sparse, (1, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_outputs_loss_and_gradients_are_those_of_contiguous_format(name):
+    make, shape = MIXTURES[name]
+    torch.manual_seed(0)
+    contiguous = make().double()
+    torch.manual_seed(0)
+    module = make(channels_last=True).double()
+    assert_same_bits(module.state_dict(), contiguous.state_dict())
+
+    batch = torch.randn(4, *shape, dtype=torch.float64), torch.arange(4) % 3
+    pooled = []
+    for part in module.modules():
+        if isinstance(part, nn.MaxPool2d):
+            part.register_forward_hook(lambda part, arguments, output: pooled.append(output))
+    (scores, weights, loss), expected = (step(each, batch) for each in (module, contiguous))
+    torch.testing.assert_close((scores, weights, loss), expected, rtol=1e-11, atol=1e-11)
+    for (parameter_name, parameter), other in zip(module.named_parameters(), contiguous.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-9, atol=1e-11, msg=parameter_name)
+    assert pooled and all(output.is_contiguous(memory_format=CHANNELS_LAST) for output in pooled)
+    images = [output for output in pooled if output.shape[2] > 1]
+    assert not any(output.is_contiguous() for output in images), "the convolutions computed in channels-last"
+
+
+def step(module, batch):
+    torch.manual_seed(1)  # dropout
+    loss, metrics = module.loss(batch)
+    loss.backward()
+    return metrics["logits"].detach(), metrics["gate_weights"].detach(), loss.detach()
+
+
+@pytest.mark.parametrize("make", [lambda **kwargs: MIXTURES["LeNet5"][0](**kwargs), opt_out, clustered, sparse])
+def test_the_format_is_asked_for_and_survives_copies(make):
+    assert not in_channels_last(make())
+    module = make(channels_last=True)
+    assert in_channels_last(module)
+    assert in_channels_last(copy.deepcopy(module).double())
+    module.load_state_dict(make().state_dict())
+    assert in_channels_last(module)
+
+
+def test_layers_without_a_size_get_the_format_when_they_are_sized():
+    network = nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyLinear(1))
+    assert in_channels_last(
+        models.PersonalizedMoE(models.LeNet5(), gate=models.NetworkGate(network), channels_last=True)
+    )
+
+
+def test_a_volume_stays_as_it_is():
+    expert = nn.Sequential(nn.Conv3d(2, 2, 2), nn.Flatten(), nn.Linear(2, 3))
+    module = models.PersonalizedMoE(expert, gate=models.EqualWeights(), channels_last=True)
+    assert module(torch.zeros(1, 2, 2, 2, 2)).shape == (1, 3)
+    assert module.global_expert[0].weight.is_contiguous()

@@ -101,14 +101,6 @@ def test_adapters_that_are_merged_in_eval_mode_are_apart_after_it_unless_the_use
             torch.testing.assert_close(part(x), output)
 
 
-def test_normalization_in_eval_mode_takes_single_samples():
-    """A client's last batch may be one sample, or all of its samples, also with clipped gradients of each."""
-    datamodule = blobs((1, 5), batch_size=4)
-    for module, counts in ((build(PRETRAINED), True), (build(PRETRAINED).train(), False)):
-        training = local_training(module, FedAvg(), datamodule)
-        assert training.has_batch_norm != counts
-
-
 def test_sizing_lazy_layers_keeps_the_modes():
     expert = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.LazyLinear(3))
     expert[0].eval(), expert[1].eval()

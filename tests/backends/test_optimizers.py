@@ -104,12 +104,10 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
     arguments = {"enable_checkpointing": True, "backend": AutoBackend()}
 
     def phases(rounds):
-        first = phase("FedAvg", FedAvg(), train=Train(max_epochs=0))
         interleaved = PFLMoE(interleaved=True, trainable="local_expert.*")
-        return [
-            first,
-            phase("it", interleaved, rounds=rounds, train=Train(max_epochs=1, optimizer=adam, keep_optimizer=True)),
-        ]
+        train = Train(max_epochs=1, optimizer=adam, keep_optimizer=True)
+        first = phase("FedAvg", FedAvg(), train=Train(max_epochs=0))
+        return [first, phase("it", interleaved, rounds=rounds, train=train)]
 
     whole = run(phases(4), mixture(LinearGate(5)), blobs(), tmp_path / "whole", **arguments)
     kept = whole.run.states["it"].clients[0]
@@ -117,15 +115,9 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
     size = len(whole.run.datamodule.train_samples[0])
     batches = {"gate": -(-(size // 4) // 4), "local_expert": -(-(size - size // 4) // 4)}
     assert steps == {part: 2 * number for part, number in batches.items()}, "two rounds of each part"
+    arguments["callbacks"] = [Kill("on_round_start", 4)]
     with pytest.raises(KeyboardInterrupt):
-        run(
-            phases(4),
-            mixture(LinearGate(5)),
-            blobs(),
-            tmp_path / "killed",
-            callbacks=[Kill("on_round_start", 4)],
-            **arguments,
-        )
+        run(phases(4), mixture(LinearGate(5)), blobs(), tmp_path / "killed", **arguments)
     again = Federation(phases(4), {"max_epochs": 2}, default_root_dir=str(tmp_path / "killed"), logger=False)
     again.fit(mixture(LinearGate(5)), blobs(), ckpt_path="last")
     for client in range(3):
@@ -187,20 +179,18 @@ class WithCycle(PureOneWeight):
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)}
 
 
+KEEP = {"train": Train(keep_optimizer=True), "rounds": 2}
+HALVE = {"train": Train(round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5)), "rounds": 2}
 REFUSED = {
     "cycle": (
-        {"train": Train(round_lr_scheduler=partial(lr_scheduler.ExponentialLR, gamma=0.5)), "rounds": 2},
+        HALVE,
         WithCycle(),
         "must be left out, because OneCycleLR, a scheduler over epochs, has learning rates of its own",
     ),
-    "two": ({"train": Train(keep_optimizer=True), "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
-    "stack": (
-        {"train": Train(keep_optimizer=True), "rounds": 2},
-        WithMomentum(),
-        "each client keeps the state of its optimizer",
-    ),
+    "two": (KEEP, TwoOptimizers(), "returns more than an optimizer"),
+    "stack": (KEEP, WithMomentum(), "each client keeps the state of its optimizer"),
     "number": (
-        {"train": Train(keep_optimizer=True), "rounds": 2},
+        KEEP,
         mixture(optimizer=torch.optim.LBFGS),
         "^Phase 'it': LBFGS: func_evals of its state is 1, but must be a tensor",
     ),
@@ -211,14 +201,9 @@ REFUSED = {
 def test_what_cannot_be_scheduled_or_kept_is_refused_before_any_training(tmp_path, name):
     options, model, sentence = REFUSED[name]
     backend = StackedBackend() if name == "stack" else TrainerBackend()
+    it = phase("it", FedProx(0.0) if name == "stack" else FedAvg(), **options)
     with pytest.raises(MisconfigurationException, match=sentence):
-        run(
-            [phase("it", FedProx(0.0) if name == "stack" else FedAvg(), **options)],
-            model,
-            two_quadratics(),
-            tmp_path,
-            backend=backend,
-        )
+        run([it], model, two_quadratics(), tmp_path, backend=backend)
 
 
 @pytest.mark.parametrize("key", ["server_optimizer", "train.optimizer"])

@@ -3,23 +3,13 @@
 import gc
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from types import MethodType
 from typing import ClassVar
 
 import pytest
 import torch
-from helpers import (
-    EveryBatch,
-    Expert,
-    OneWeight,
-    TensorData,
-    assert_same_bits,
-    blobs,
-    mixture,
-    phase,
-    run,
-    two_quadratics,
-)
+from helpers import EveryBatch, Expert, TensorData, assert_same_bits, blobs, mixture, phase, run
 from helpers.backends import FEW, UNEQUAL, TwoGroups, begin, local_training, train, train_clients
 from helpers.clusters import all_phases, clustered
 from helpers.models import plain_trainer, trainer
@@ -43,15 +33,6 @@ from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.phases.phase import Phase, Train
 from fedmoe_pl.setup.check_trainer import check_trainer
-
-
-def test_groups_follow_from_the_cohort_alone():
-    training = local_training(mixture(), FedAvg(), blobs(UNEQUAL))
-    plan = TrainerBackend().plan(training)
-    assert plan.groups([5, 2, 7]) == [[5], [2], [7]]
-    assert StackedBackend(3).plan(training).groups(range(8)) == [[1, 5, 4], [6, 2, 3], [7, 0]]
-    many = plan.groups(range(1000))
-    assert len(many) <= 64 and [client for group in many for client in group] == list(range(1000))
 
 
 def test_chunks_hold_small_clients_only_and_never_change_the_groups():
@@ -305,41 +286,37 @@ def test_a_module_sees_its_own_progress_in_the_shared_trainer_which_says_what_a_
 class Annealed(FedAvg):
     """A loss whose weight follows what the module's Trainer says."""
 
-    reads = ""
+    def __init__(self, ask):
+        super().__init__()
+        self.ask = ask
 
     def client_loss(self, module, batch, constants):
-        done = (module.global_step + 1) / getattr(module.trainer, self.reads)
+        done = (module.global_step + 1) / self.ask(module.trainer)
         return (1.1 - min(done, 1.0)) * super().client_loss(module, batch, constants)
 
 
-@pytest.mark.parametrize("reads", ["estimated_stepping_batches", "num_training_batches"])
-def test_a_loss_that_reads_what_only_its_own_trainer_knows_gets_one(reads, served):
-    algorithm, sent = Annealed(), []
-    algorithm.reads = reads
+def fails_otherwise(trainer):
+    """The refusal of a question becomes another error."""
+    try:
+        return trainer.num_training_batches
+    except NeedsTrainerError:
+        raise ValueError from None
+
+
+ASKING = [attrgetter("estimated_stepping_batches"), attrgetter("num_training_batches"), fails_otherwise]
+
+
+@pytest.mark.parametrize("ask", ASKING)
+def test_a_loss_that_reads_what_only_its_own_trainer_knows_gets_one(ask, served):
+    sent = []
     for callbacks in (None, [EveryBatch()]):
-        training = local_training(mixture(LinearGate(5)), algorithm, blobs((8, 4)), 3, callbacks=callbacks)
+        training = local_training(mixture(LinearGate(5)), Annealed(ask), blobs((8, 4)), 3, callbacks=callbacks)
         plan = begin(TrainerBackend(), training)
         sent.append(train_clients(plan)[0].sent)
         assert not plan.shares_trainer, "the next round does not try again"
-    assert served == [2]
-    assert_same_bits(*sent)
-
-
-class CatchesAndFails(PersonalizedMoE):
-    def loss(self, batch):
-        try:
-            return super().loss(batch)[0] / self.trainer.num_training_batches, {}
-        except NeedsTrainerError:
-            raise ValueError from None
-
-
-def test_a_question_whose_refusal_becomes_another_error_is_answered_by_a_trainer(served):
-    module, results = mixture(LinearGate(5), kind=CatchesAndFails), []
-    for callbacks in (None, [EveryBatch()]):
-        results.append(train(TrainerBackend(), local_training(module, FedAvg(), blobs(FEW), callbacks=callbacks))[0])
     assert len(served) == 1
-    assert_same_bits(*(update.sent for update in results))
-    assert not torch.equal(results[0].sent["gate.linear.weight"], module.gate.linear.weight)
+    assert_same_bits(*sent)
+    assert not torch.equal(sent[0]["gate.linear.weight"], mixture(LinearGate(5)).gate.linear.weight)
 
 
 class SendsViews(FedAvg):
@@ -458,13 +435,13 @@ class InItsLoss(PersonalizedMoE):
         return super().loss(batch)
 
 
-class InItsStep(OneWeight):
+class InItsStep(TwoLayers):
     def training_step(self, batch, batch_idx):
         sizes.append(len(self.trainer.datamodule.y))
         return super().training_step(batch, batch_idx)
 
 
-class SetUpOnce(TensorData):
+class Watched(TensorData):
     """Data that note which of their hooks are called."""
 
     calls = ()
@@ -487,27 +464,22 @@ CASES = {
     "a callback": (mixture, [Noting()]),
     "a mixture's loss": (partial(mixture, kind=InItsLoss), None),
     "a training step": (InItsStep, None),
+    "nothing": (mixture, [EveryBatch()]),
 }
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("in_workers", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_the_trainer_of_a_client_has_the_federation_s_data_module(tmp_path, case, in_workers):
+def test_the_trainer_of_a_client_has_the_federation_s_data_module_and_calls_none_of_its_hooks(
+    tmp_path, case, in_workers
+):
     make, callbacks = CASES[case]
     backend = TwoInThisProcess(AutoBackend()) if in_workers else AutoBackend()
     trainer = {"max_epochs": 2, "accelerator": "cpu", "callbacks": callbacks}
     phases = [Phase("it", FedAvg(), rounds=2, evaluate=False)]
-    model, sizes[:] = make(), []
-    data = two_quadratics() if isinstance(model, OneWeight) else blobs()
-    federation_of(tmp_path, phases, trainer=trainer, backend=backend).fit(model, data)
-    assert len(sizes) >= 4 and {*sizes} == {len(data.y)}
-
-
-@pytest.mark.parametrize("callbacks", [None, [EveryBatch()]])
-def test_no_client_s_trainer_calls_the_hooks_of_the_data_module(tmp_path, callbacks):
-    given = blobs().arrays
-    data = SetUpOnce(given.x_train, given.y_train, torch.arange(32).split([13, 8, 11]), dtype=torch.float64)
-    trainer = {"max_epochs": 1, "accelerator": "cpu", "callbacks": callbacks}
-    federation_of(tmp_path, [Phase("it", FedAvg(), rounds=2, evaluate=False)], trainer=trainer).fit(mixture(), data)
+    given, sizes[:] = blobs().arrays, []
+    data = Watched(given.x_train, given.y_train, torch.arange(32).split([13, 8, 11]), dtype=torch.float64)
+    federation_of(tmp_path, phases, trainer=trainer, backend=backend).fit(make(), data)
     assert data.calls == ("prepare_data", "setup")
+    assert case == "nothing" or (len(sizes) >= 4 and {*sizes} == {len(data.y)})

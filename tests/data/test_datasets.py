@@ -16,7 +16,7 @@ from torchvision import datasets
 from torchvision.transforms.v2 import Resize, functional
 
 from fedmoe_pl.data import CIFAR10, CIFAR100, EMNIST, FEMNIST, MNIST, SVHN, AGNews, Digits, FashionMNIST
-from fedmoe_pl.data.datasets.ag_news import to_ids, tokenize, vocabulary
+from fedmoe_pl.data.datasets.ag_news import tokenize
 
 IDENTITY = {"mean": (0.0,), "std": (1.0,), "num_clients": 2}
 
@@ -157,14 +157,6 @@ def test_without_a_test_folder_each_writer_holds_out_a_share(tmp_path):
 )
 def test_texts_are_split_into_words_like_basic_english(text, words):
     assert tokenize(text) == words.split()
-
-
-def test_the_vocabulary_is_what_is_most_frequent_and_equally_frequent_words_go_by_alphabet():
-    texts = [tokenize(text) for text in ("b a b", "c a b", "d c")]
-    assert vocabulary(texts, 10) == {"b": 2, "a": 3, "c": 4, "d": 5}
-    assert vocabulary(texts, 2) == {"b": 2, "a": 3}
-    assert to_ids(texts, vocabulary(texts, 2), 2).tolist() == [[2, 3], [1, 3], [1, 1]]
-    assert to_ids(texts, vocabulary(texts, 3), 4).tolist() == [[2, 3, 2, 0], [4, 3, 2, 0], [1, 4, 0, 0]]
 
 
 def write_csv(path, rows, opened=open):

@@ -7,13 +7,25 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
+import yaml
+from helpers import map_style
 from helpers.data import set_up
 from helpers.map_style import DictData, Dicts, Noisy, images, padded
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision.transforms import v2
 
-from fedmoe_pl.data import IID, Dirichlet, FromDataModule, FromDatasets, NaturalIds, PredefinedIndices
+from fedmoe_pl.data import (
+    IID,
+    Dirichlet,
+    FederatedDataModule,
+    FromDataModule,
+    FromDatasets,
+    NaturalIds,
+    PredefinedIndices,
+)
 from fedmoe_pl.evaluation.outputs import labelled_batches
 
 FLIP = v2.RandomHorizontalFlip()
@@ -34,10 +46,8 @@ def test_a_dataset_with_transforms_is_dealt_by_its_classes():
     assert data.num_classes == 3 and len(data.global_test) == 9
     x, y = next(iter(data.test_dataloader()))
     assert torch.equal(x, torch.stack([x for x, _ in test])[:4]) and y.tolist() == [y for _, y in test][:4]
-    first, again, other = epochs(data), epochs(data), epochs(data, seed=2)
-    for (x, _), (same, _) in zip(first, again, strict=True):
-        assert torch.equal(x, same)
-    assert len(first) == len(other) and not all(torch.equal(a[0], b[0]) for a, b in zip(first, other, strict=False))
+    first, other = ([x for x, _ in epochs(data, seed)] for seed in (1, 2))
+    assert len(first) == len(other) and not all(map(torch.equal, first, other))
 
 
 def test_random_transforms_follow_from_the_seed_of_a_batch_alone():
@@ -205,3 +215,56 @@ def test_a_warning_tells_that_only_one_dataset_has_classes(without):
     with pytest.warns(UserWarning, match=f"and not those of {without}_dataset, so no accuracies are computed"):
         datamodule.setup()
     assert not datamodule.num_classes
+
+
+# By bare class names in a YAML
+
+
+OWN_YAML = """
+data:
+  class_path: FromDatasets
+  init_args:
+    train_dataset:
+      class_path: torchvision.datasets.FakeData
+      init_args: {size: 6, image_size: [3, 4, 4], num_classes: 2, transform: helpers.map_style.to_tensor}
+    test_dataset: {class_path: helpers.map_style.Noisy, init_args: {size: 3}}
+    targets: targets
+    groups: helpers.map_style.users
+    collate_fn: helpers.map_style.padded
+    num_workers: 1
+"""
+LIGHTNING_YAML = """
+data:
+  class_path: FromDataModule
+  init_args:
+    datamodule: {class_path: helpers.map_style.DictData, init_args: {batch_size: 3}}
+    targets: label
+    test_fraction: 0.5
+    partitioner: {class_path: PredefinedIndices, init_args: {indices: helpers.map_style.halves}}
+"""
+
+
+# jsonargparse deprecates what lightning 2.6.6 uses
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_own_data_can_be_written_in_yaml(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments besides `args`
+
+    def read(text):
+        model = "model: lightning.pytorch.demos.boring_classes.BoringModel"
+        (tmp_path / "run.yaml").write_text(f"seed_everything: 0\n{model}\n{text}")
+        arguments = {"subclass_mode_model": True, "subclass_mode_data": True, "run": False}
+        path = str(tmp_path / "run.yaml")
+        cli = LightningCLI(LightningModule, FederatedDataModule, args=["--config", path], **arguments)
+        written = yaml.safe_load(cli.parser.dump(cli.config))["data"]["init_args"]  # as in a run's config.yaml
+        assert written["targets"] == cli.datamodule.targets
+        assert written.get("groups") == (None if cli.datamodule.groups is None else "helpers.map_style.users")
+        return cli.datamodule
+
+    datasets = read(OWN_YAML)
+    assert isinstance(datasets, FromDatasets) and isinstance(datasets.test_dataset, map_style.Noisy)
+    assert (datasets.targets, datasets.groups, datasets.num_workers) == ("targets", map_style.users, 1)
+    assert datasets.collate_fn is map_style.padded and datasets.train_dataset[0][0].shape == (3, 4, 4)
+    scans = read(LIGHTNING_YAML)
+    assert isinstance(scans, FromDataModule) and isinstance(scans.datamodule, map_style.DictData)
+    assert isinstance(scans.partitioner, PredefinedIndices) and scans.partitioner.indices is map_style.halves
+    assert (scans.targets, scans.groups, scans.test_fraction) == ("label", None, 0.5)

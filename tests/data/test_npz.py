@@ -6,13 +6,11 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from helpers.data import pixels, set_up
+from helpers.data import pixels, rng, set_up
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import NpzFile, PredefinedIndices, TimeSeriesFile
-
-rng = np.random.default_rng(0)
 
 
 def written(folder, x, y, n=3, **more):

@@ -50,51 +50,29 @@ SHAPES = {
 }
 
 
-def made(steps: int, **settings_of_windows) -> Given:
-    """Windows of a counted series; what is refused is not tested here."""
+@given(st.fixed_dictionaries(SHAPES))
+@settings(max_examples=200, deadline=None)
+def test_every_window_that_fits_is_there_once_and_none_has_a_step_of_a_later_period(arguments):
     try:
-        return set_up(Given({"a": counted(steps)}, **settings_of_windows))
-    except MisconfigurationException:
+        data = set_up(Given({"a": counted(steps := arguments.pop("steps"))}, **arguments))
+    except MisconfigurationException:  # which is tested below
         assume(False)
         raise
-
-
-@given(st.fixed_dictionaries(SHAPES))
-@settings(max_examples=200, deadline=None)
-def test_no_step_of_a_later_period_is_in_a_window_of_an_earlier_one(arguments):
-    data = made(**arguments)
-    steps = arguments["steps"]
-    begin_test = steps - round(steps * arguments["test_fraction"])
-    begin_validation = begin_test - round(steps * arguments["validation_fraction"])
-    train, validation, test = (
-        steps_of(data, part[0]) for part in (data.train_samples, data.validation_samples, data.test_samples)
-    )
-    assert max(train[0] | train[1]) < begin_validation
-    assert validation[1] <= {*range(begin_validation, begin_test)} and max(validation[0], default=0) < begin_test
-    assert test[1] <= {*range(begin_test, steps)} and test[1]
-    assert not (train[0] | train[1]) & (validation[1] | test[1])
-    assert not (validation[0] | validation[1]) & test[1]
-
-
-@given(st.fixed_dictionaries(SHAPES))
-@settings(max_examples=200, deadline=None)
-def test_every_window_that_fits_is_there_once(arguments):
-    data = made(**arguments)
-    steps, context, horizon = (arguments[name] for name in ("steps", "context_length", "prediction_length"))
+    context, horizon = arguments["context_length"], arguments["prediction_length"]
     begin_test = steps - round(steps * arguments["test_fraction"])
     begin_validation = begin_test - round(steps * arguments["validation_fraction"])
     parts = {(0, begin_validation): data.train_samples[0], (begin_test, steps): data.test_samples[0]}
     if arguments["validation_fraction"]:
         parts[begin_validation, begin_test] = data.validation_samples[0]
     for (begin, end), samples in parts.items():
-        expected, target = [], begin
-        while target < context:
-            target += 1
+        expected, target = [], max(begin, context)
         while target + horizon <= end:
             inputs, targets = range(target - context, target), range(target, target + horizon)
             expected.append(([float(step) for step in inputs], [float(step) for step in targets]))
             target += arguments["stride"]
         assert windows(data, samples) == expected
+        of_inputs, of_targets = steps_of(data, samples)
+        assert of_targets <= {*range(begin, end)} and max(of_inputs, default=0) < end
     assert data.global_test.tolist() == sorted(data.test_samples[0].tolist())
 
 

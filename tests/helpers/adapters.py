@@ -24,15 +24,15 @@ def adapters(gate=None, kind=LayerwiseAdapterMoE, optimizer=sgd, seed=0, **lora)
     return module
 
 
-def logits(state, x, weigh, experts=("global_expert", "local_expert")):
+def logits(state, x, weigh, experts=("global_expert", "local_expert"), drop=lambda h: h):
     """The scores of the mixture from its tensors by name; ``weigh`` gives the weights of a layer from its input."""
     h = x
     for layer in LAYERS:
         out = F.linear(h, state[f"base.{layer}.weight"], state[f"base.{layer}.bias"])
-        weights = weigh(layer, h)
+        weights, dropped = weigh(layer, h), drop(h)
         for index, expert in enumerate(experts):
             a, b = (state[f"{expert}.{layer}.lora_{factor}.weight"] for factor in "AB")
-            out = out + weights[:, index, None] * 2 * (h @ a.T @ b.T)
+            out = out + weights[:, index, None] * 2 * (dropped @ a.T @ b.T)
         h = out.tanh() if layer == "0" else out
     return h
 

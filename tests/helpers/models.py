@@ -1,5 +1,7 @@
 """What tests of models share."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,6 +28,14 @@ def samples(n=12, features=5, classes=3, seed=0):
 def trainer(tmp_path, **kwargs) -> Trainer:
     off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     return Trainer(default_root_dir=tmp_path, accelerator="cpu", **(off | kwargs))
+
+
+def checkpoint(tmp_path: Path, module: LightningModule) -> Path:
+    """The path of what a plain Trainer saves of a module, without training it."""
+    plain, path = trainer(tmp_path), tmp_path / "module.ckpt"
+    plain.strategy.connect(module)
+    plain.save_checkpoint(path, weights_only=True)
+    return path
 
 
 def in_channels_last(module):

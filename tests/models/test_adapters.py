@@ -3,13 +3,15 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs
-from helpers.adapters import adapters
+from helpers.adapters import adapters, logits
 from helpers.backends import local_training
+from helpers.models import checkpoint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -227,12 +229,6 @@ def test_a_part_that_is_trained_as_a_whole_is_evaluated_in_encoder_layers_withou
         assert not torch.allclose(module.plain_base()(x), expected)
 
 
-def test_a_part_that_the_base_does_not_call_is_not_trained_as_a_whole():
-    module = LayerwiseAdapterMoE(Encoder(), LoRA(["linear1"], r=1, modules_to_save=["out_proj"]))
-    with pytest.raises(MisconfigurationException, match=r"modules_to_save is '.*out_proj', but must be layers"):
-        module(torch.zeros(2, 3, 8))
-
-
 def test_an_adapted_embedding_does_not_train_padding():
     base = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Flatten())
     module = drawn(LayerwiseAdapterMoE(base, LoRA(["0"], r=2), GlobalOnly()))
@@ -378,14 +374,10 @@ def test_a_copy_computes_with_its_own_adapters(duplicate):
 
 
 def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
-    from lightning.pytorch import Trainer
-
     module = tokens(gate=TokenGate(), blocks=["mlp"], pad_token_id=0)
-    trainer = Trainer(logger=False, accelerator="cpu", barebones=False, default_root_dir=tmp_path)
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "module.ckpt")
+    load = partial(LayerwiseAdapterMoE.load_from_checkpoint, checkpoint(tmp_path, module), base=Tokens())
     for given in ({}, {"lora": module.lora}, {"lora": copy.deepcopy(module.lora), "gate": TokenGate()}):
-        loaded = LayerwiseAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens(), **given).eval()
+        loaded = load(**given).eval()
         assert_same_bits(loaded.state_dict(), module.state_dict())
         assert torch.equal(loaded(IDS), module(IDS))
     assert (loaded.lora, loaded.blocks, loaded.pad_token_id) == (module.lora, ["mlp"], 0)
@@ -396,23 +388,24 @@ def test_a_lightning_checkpoint_makes_the_mixture_again(tmp_path):
         "other": " cannot be used: MixtureOfExperts.__init__() got an unexpected keyword argument 'other'.",
     }.items():
         with pytest.raises(MisconfigurationException, match=f"^LayerwiseAdapterMoE{re.escape(sentence)}$"):
-            LayerwiseAdapterMoE.load_from_checkpoint(tmp_path / "module.ckpt", base=Tokens(), **{wrong: 3})
+            load(**{wrong: 3})
 
 
 # --- refusals ---
 
 
 @pytest.mark.parametrize(
-    ("target", "refused"),
+    ("lora", "refused"),
     [
-        ("out_proj", r"target_modules is 'self_attn\.out_proj'.*that the base calls"),
-        ("self_attn", r"target_modules is 'self_attn', but must be linear layers.* it is a MultiheadAttention"),
+        (LoRA(["out_proj"]), r"target_modules is 'self_attn\.out_proj'.*that the base calls"),
+        (LoRA(["self_attn"]), r"target_modules is 'self_attn', but must be linear layers.* it is a MultiheadAttention"),
+        (LoRA(["linear1"], modules_to_save=["out_proj"]), r"modules_to_save is '.*out_proj', but must be layers"),
     ],
 )
-def test_torch_s_attention_is_refused(target, refused):
+def test_torch_s_attention_is_refused(lora, refused):
     attention = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     with pytest.raises(MisconfigurationException, match=refused):
-        LayerwiseAdapterMoE(attention, LoRA([target]), GlobalOnly())(torch.zeros(2, 3, 8))
+        LayerwiseAdapterMoE(attention, lora, GlobalOnly())(torch.zeros(2, 3, 8))
 
 
 def test_a_fused_layer_of_torch_asks_its_adapters_in_eval_mode_too():
@@ -456,20 +449,6 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(message, make):
     with pytest.raises(MisconfigurationException, match=message):
         make()
-
-
-def test_weights_of_samples_need_layers_that_keep_samples_apart():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.layer(x.flatten(0, 1)).reshape(x.shape).mean(1)
-
-    module = LayerwiseAdapterMoE(Flat(), LORA, LinearGate(6))
-    with pytest.raises(MisconfigurationException, match=r"target_modules is 'layer', but .* keeps the samples apart"):
-        module(torch.zeros(4, 3, 2))
 
 
 def test_a_base_that_computes_layers_again_is_refused():
@@ -568,15 +547,4 @@ def test_dropout_leaves_out_the_same_values_for_all_experts_of_a_layer(kind, alg
     torch.manual_seed(7)
     actual = module(x)
     torch.manual_seed(7)
-    h, state = x, module.state_dict()
-    for layer in ("0", "2"):
-        out, weights = (
-            F.linear(h, *(state[f"base.{layer}.{part}"] for part in ("weight", "bias"))),
-            module.gate.weights(layer, h),
-        )
-        kept = F.dropout(h, 0.5)
-        for index, expert in enumerate(experts):
-            a, b = (state[f"{expert}.{layer}.lora_{factor}.weight"] for factor in "AB")
-            out = out + weights[:, index, None] * 2 * (kept @ a.T @ b.T)
-        h = out.tanh() if layer == "0" else out
-    torch.testing.assert_close(actual, h)
+    torch.testing.assert_close(actual, logits(module.state_dict(), x, module.gate.weights, experts, F.dropout))

@@ -1,5 +1,6 @@
 """What copies of a module would not carry over, which is refused before any training, and what they do."""
 
+import re
 from collections import OrderedDict
 from functools import partial
 from types import MethodType
@@ -89,9 +90,7 @@ TIED = {
 def test_memory_that_a_trained_parameter_shares_is_refused(tmp_path, name):
     refused = refusal(tmp_path, Own(TIED[name]))
     sentence = r"Own: (body|tied)(\.weight)? is 'in the memory of (body|tied)(\.weight)?', but must be in memory of its"
-    assert "same Parameter" in refused.allowed
-    with pytest.raises(InvalidArgumentError, match=sentence):
-        check_copies(Own(TIED[name]))
+    assert "same Parameter" in refused.allowed and re.search(sentence, str(refused))
 
 
 def test_the_same_parameter_frozen_ones_and_memory_beside_each_other_may_be_in_a_module():

@@ -9,30 +9,14 @@ import torch.nn.functional as F
 from helpers.models import count
 from torch import nn
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, models
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Digits
-from fedmoe_pl.models import (
-    CNN,
-    IFCACNN,
-    LEAFCNN,
-    VGG16,
-    BiLSTM,
-    ConvBlock,
-    ConvExpert,
-    FedAvgCNN,
-    GateCNN,
-    GlobalOnly,
-    LeNet5,
-    PersonalizedMoE,
-    SmallMLP,
-    TwoConvCNN,
-)
 
 
 def test_vgg16_has_the_papers_number_of_parameters_and_initial_convolutions():
-    expert = VGG16()
+    expert = models.VGG16()
     assert count(expert) == 15_245_130
     assert count(expert.extractor) == 14_714_688
     convolutions = [layer for layer in expert.extractor if isinstance(layer, nn.Conv2d)]
@@ -47,24 +31,24 @@ def test_vgg16_has_the_papers_number_of_parameters_and_initial_convolutions():
 
 
 SIZES = [
-    (LeNet5(), 61_706, 400),
-    (LeNet5(3), 62_006, 400),
-    (SmallMLP(64, 20, 7), 1300 + 420 + 147, 20),
-    (CNN(1), 2_621_558, 500),
-    (CNN(2), 1_815_142, 500),
-    (CNN(3), 1_320_558, 500),
-    (CNN(4), 1_060_358, 500),
-    (CNN(5), 670_058, 500),
-    (LEAFCNN(), 942_634, 800),
-    (LEAFCNN(3, 10, 32, 256, 256, 0.76), 1_848_714, 6400),
+    (models.LeNet5(), 61_706, 400),
+    (models.LeNet5(3), 62_006, 400),
+    (models.SmallMLP(64, 20, 7), 1300 + 420 + 147, 20),
+    (models.CNN(1), 2_621_558, 500),
+    (models.CNN(2), 1_815_142, 500),
+    (models.CNN(3), 1_320_558, 500),
+    (models.CNN(4), 1_060_358, 500),
+    (models.CNN(5), 670_058, 500),
+    (models.LEAFCNN(), 942_634, 800),
+    (models.LEAFCNN(3, 10, 32, 256, 256, 0.76), 1_848_714, 6400),
     # 1 * 25 * 32 + 32, 32 * 25 * 64 + 64, (64 * 16) * 2048 + 2048, 2048 * 62 + 62
-    (LEAFCNN(1, 62, 32, 64, 2048, image_size=28), 832 + 51_264 + 2_099_200 + 127_038, 1024),
-    (IFCACNN(), 798_752, 1600),
-    (TwoConvCNN(), 62_006, 400),
-    (TwoConvCNN(1, 10, 28), 44_426, 256),
-    (TwoConvCNN(1, 10, 28, 0.5, 6, 12, 84, 42), 22_180, 192),
-    (FedAvgCNN(), 878_538, 1600),
-    (FedAvgCNN(1, 10, 28), 582_026, 1024),
+    (models.LEAFCNN(1, 62, 32, 64, 2048, image_size=28), 832 + 51_264 + 2_099_200 + 127_038, 1024),
+    (models.IFCACNN(), 798_752, 1600),
+    (models.TwoConvCNN(), 62_006, 400),
+    (models.TwoConvCNN(1, 10, 28), 44_426, 256),
+    (models.TwoConvCNN(1, 10, 28, 0.5, 6, 12, 84, 42), 22_180, 192),
+    (models.FedAvgCNN(), 878_538, 1600),
+    (models.FedAvgCNN(1, 10, 28), 582_026, 1024),
 ]
 
 
@@ -81,7 +65,7 @@ def test_an_expert_has_the_papers_number_of_parameters_and_is_its_classifier_on_
 
 
 def test_bilstm_has_the_papers_number_of_parameters_and_reads_texts_of_any_length():
-    expert = BiLSTM()
+    expert = models.BiLSTM()
     assert count(expert) == 1_085_708
     assert expert.input_dtype == torch.int64
     for shape in ((3, 7), (2, *expert.input_shape)):
@@ -155,13 +139,13 @@ def fedavg(p, x):
 
 
 LAYERS = {
-    "LeNet5": (LeNet5(), lenet5),
-    "VGG16": (VGG16(), vgg16),
-    "CNN": (CNN(5), pfedmoe),
-    "LEAFCNN": (LEAFCNN(conv1_channels=4, hidden=16), leaf),
-    "IFCACNN": (IFCACNN(), ifca),
-    "TwoConvCNN": (TwoConvCNN(), lambda p, x: dropped(p, two_convolutions(p, x))),
-    "FedAvgCNN": (FedAvgCNN(), fedavg),
+    "LeNet5": (models.LeNet5(), lenet5),
+    "VGG16": (models.VGG16(), vgg16),
+    "CNN": (models.CNN(5), pfedmoe),
+    "LEAFCNN": (models.LEAFCNN(conv1_channels=4, hidden=16), leaf),
+    "IFCACNN": (models.IFCACNN(), ifca),
+    "TwoConvCNN": (models.TwoConvCNN(), lambda p, x: dropped(p, two_convolutions(p, x))),
+    "FedAvgCNN": (models.FedAvgCNN(), fedavg),
 }
 
 
@@ -183,7 +167,7 @@ def test_a_network_is_its_papers_layers_in_their_order(name):
 
 
 def test_bilstm_joins_the_states_behind_the_last_token_and_backwards_behind_the_first():
-    expert = BiLSTM(20, 3, 4, 2).double()
+    expert = models.BiLSTM(20, 3, 4, 2).double()
     x = torch.randint(20, (5, 6))
     embedded = expert.extractor.embedding.weight[x]
 
@@ -202,7 +186,7 @@ def test_bilstm_joins_the_states_behind_the_last_token_and_backwards_behind_the_
     torch.testing.assert_close(expert(x), expected @ expert.classifier.weight.T + expert.classifier.bias)
 
 
-@pytest.mark.parametrize("make", [LEAFCNN, IFCACNN, GateCNN])
+@pytest.mark.parametrize("make", [models.LEAFCNN, models.IFCACNN, models.GateCNN])
 def test_relu_logits_are_the_logits_without_those_below_0(make):
     torch.manual_seed(0)
     network, plain = make(relu_logits=True).eval(), make().eval()
@@ -213,7 +197,7 @@ def test_relu_logits_are_the_logits_without_those_below_0(make):
     assert torch.equal(network(x), logits.clamp(min=0))
 
 
-@pytest.mark.parametrize("make", [LEAFCNN, IFCACNN, GateCNN])
+@pytest.mark.parametrize("make", [models.LEAFCNN, models.IFCACNN, models.GateCNN])
 def test_initial_parameters_of_adaptive_expert_models_survive_drawing_all_layers_anew(make):
     network = make()
     before = copy.deepcopy(network.state_dict())
@@ -235,7 +219,14 @@ def test_initial_parameters_of_adaptive_expert_models_survive_drawing_all_layers
 
 @pytest.mark.parametrize(
     ("network", "least"),
-    [(TwoConvCNN, 16), (LEAFCNN, 16), (FedAvgCNN, 16), (GateCNN, 16), (ConvBlock, 6), (ConvExpert, 6)],
+    [
+        (models.TwoConvCNN, 16),
+        (models.LEAFCNN, 16),
+        (models.FedAvgCNN, 16),
+        (models.GateCNN, 16),
+        (models.ConvBlock, 6),
+        (models.ConvExpert, 6),
+    ],
 )
 def test_images_that_would_be_pooled_to_nothing_are_refused(network, least):
     smallest = network(image_size=least)
@@ -244,11 +235,13 @@ def test_images_that_would_be_pooled_to_nothing_are_refused(network, least):
         network(image_size=least - 1)
 
 
-@pytest.mark.parametrize("network", [LeNet5, VGG16, CNN, IFCACNN])
+@pytest.mark.parametrize("network", [models.LeNet5, models.VGG16, models.CNN, models.IFCACNN])
 def test_a_network_for_images_of_another_size_is_refused_by_both_sizes(network, tmp_path):
-    federation = Federation([Phase("A", FedAvg("global_expert.*"), gate=GlobalOnly())], default_root_dir=str(tmp_path))
+    federation = Federation(
+        [Phase("A", FedAvg("global_expert.*"), gate=models.GlobalOnly())], default_root_dir=str(tmp_path)
+    )
     refusal = (
         r"global_expert is .*, but must be a network for images of 8 x 8 pixels, .* it takes images of 32 x 32 pixels\."
     )
     with pytest.raises(InvalidArgumentError, match=refusal):
-        federation.fit(PersonalizedMoE(network(in_channels=1)), Digits(num_clients=2))
+        federation.fit(models.PersonalizedMoE(network(in_channels=1)), Digits(num_clients=2))

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import models
-from fedmoe_pl.models.inputs import batch_size_of, call, inputs_and_targets, inputs_of
+from fedmoe_pl.models.inputs import batch_size_of, call
 
 
 class Expert(nn.Module):
@@ -39,7 +39,7 @@ PAIR = (X, Y)
 )
 def test_a_mixture_computes_the_same_with_dicts(gate: models.FixedGate, output: type) -> None:
     module = models.PersonalizedMoE(Expert(output), Expert(output), gate=gate)
-    for batch in ({"values": X, "labels": Y}, UserDict(labels=Y, values=X), ({"values": X}, Y)):
+    for batch in ({"values": X, "labels": Y}, UserDict(labels=Y, values=X), ({"values": X}, Y), [X, Y]):
         loss, metrics = module.loss(batch)
         expected_loss, expected = module.loss(PAIR)
         assert torch.equal(loss, expected_loss) and expected_loss > 0
@@ -54,12 +54,8 @@ def test_clusters_and_their_gate_read_dicts() -> None:
 
 
 def test_a_gate_of_features_reads_them_of_dicts() -> None:
-    class Extractor(nn.Linear):
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            return super().forward(values)
-
     expert = Expert()
-    expert.extractor = Extractor(4, 3)
+    expert.extractor = Network(4, 3)
     module = models.PersonalizedMoE(expert, gate=models.FeatureGate(3))
     assert torch.equal(module.loss({"values": X, "labels": Y})[0], module.loss(PAIR)[0])
 
@@ -68,13 +64,6 @@ def test_integers_get_weights_in_the_default_precision() -> None:
     ids = {"flag": torch.tensor(1), "ids": torch.zeros(5, 2, dtype=torch.int64)}
     weights = models.EqualWeights()(ids)
     assert weights.shape == (5, 2) and weights.dtype == torch.float32 and batch_size_of(ids) == 5
-
-
-def test_batches_are_taken_apart() -> None:
-    assert inputs_and_targets([X, Y]) == (X, Y)
-    x, y = inputs_and_targets({"a": X, "label": Y}, "label")
-    assert x.keys() == {"a"} and y is Y
-    assert inputs_of({"a": X}).keys() == {"a"} and inputs_of(X) is X and inputs_of((X, Y)) is X
 
 
 @pytest.mark.parametrize(
@@ -90,7 +79,7 @@ def test_batches_are_taken_apart() -> None:
 )
 def test_other_batches_are_refused(batch: object, message: str) -> None:
     with pytest.raises(MisconfigurationException) as error:
-        inputs_and_targets(batch)
+        models.PersonalizedMoE(Expert()).loss(batch)
     assert str(error.value) == message
 
 

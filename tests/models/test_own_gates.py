@@ -6,26 +6,17 @@ import pytest
 import torch
 from helpers import Expert, blobs, phase, run
 from helpers.data import refused_argument
+from helpers.ingredients import InputShape, over_features
 from helpers.models import samples
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import ClusteredMoE, PersonalizedMoE
+from fedmoe_pl import ClusteredMoE, PersonalizedMoE, models
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.models import (
-    EqualWeights,
-    FixedGate,
-    Gate,
-    PooledMoE,
-    RepresentationMLP,
-    RepresentationMoE,
-    SmallMLP,
-    SparseMoE,
-)
 from fedmoe_pl.models.layers import trying
 
 
-class Own(Gate):
+class Own(models.Gate):
     """A layer, and what follows it."""
 
     def __init__(self, weigh, width=20, reads_features=True, experts=2):
@@ -67,7 +58,7 @@ def test_weights_that_are_no_shares_of_each_sample_are_refused(kind):
     with pytest.raises(
         MisconfigurationException, match=f"PersonalizedMoE: gate is an Own, but must be one .*{sentence}"
     ) as error:
-        PersonalizedMoE(SmallMLP(9, 20, 3), gate=Own(weigh))
+        PersonalizedMoE(models.SmallMLP(9, 20, 3), gate=Own(weigh))
     assert "\n" not in str(error.value)
 
 
@@ -84,18 +75,18 @@ def test_also_of_experts_that_do_not_tell_the_shape_of_their_inputs(kind, tmp_pa
 def test_another_width_is_refused_with_the_right_one(width, tmp_path):
     sentence = r"gate is an Own, but must be one that reads features of shape \(\d, {}\), because it fails with: .*{}"
     with pytest.raises(MisconfigurationException, match=sentence.format(20, width)) as error:
-        PersonalizedMoE(SmallMLP(9, 20, 3), gate=Own(softmax, width))
+        PersonalizedMoE(models.SmallMLP(9, 20, 3), gate=Own(softmax, width))
     assert "\n" not in str(error.value)
     with pytest.raises(MisconfigurationException, match=sentence.format(6, width)):
         run([phase("p", FedAvg())], PersonalizedMoE(Expert(), gate=Own(softmax, width)).double(), blobs(), tmp_path)
 
 
-MLP = RepresentationMLP(9, 40, 30, 3)  # so wide that some features differ
+MLP = models.RepresentationMLP(9, 40, 30, 3)  # so wide that some features differ
 MIXTURES = {
-    "clusters": lambda gate: ClusteredMoE(SmallMLP(9, 20, 3), 1, gate=gate(9, False)),
-    "pool": lambda gate: PooledMoE(SmallMLP(9, 20, 3), 2, gate(20, True)),
-    "sparse": lambda gate: SparseMoE(SmallMLP(9, 20, 5), nn.Linear(5, 3), 2, gate=gate(5, False)),
-    "representations": lambda gate: RepresentationMoE(MLP, [MLP], gate=gate(30, True)),
+    "clusters": lambda gate: ClusteredMoE(models.SmallMLP(9, 20, 3), 1, gate=gate(9, False)),
+    "pool": lambda gate: models.PooledMoE(models.SmallMLP(9, 20, 3), 2, gate(20, True)),
+    "sparse": lambda gate: models.SparseMoE(models.SmallMLP(9, 20, 5), nn.Linear(5, 3), 2, gate=gate(5, False)),
+    "representations": lambda gate: models.RepresentationMoE(MLP, [MLP], gate=gate(30, True)),
 }
 
 
@@ -110,21 +101,23 @@ def test_every_mixture_tries_its_gate(name):
 
 
 def test_fixed_weights_of_ones_own_are_shares_too():
-    class Fixed(FixedGate):
+    class Fixed(models.FixedGate):
         def fit_to(self, num_experts):
             self.weights = [0.7] * num_experts
 
     assert refused_argument(lambda: PersonalizedMoE(Expert(), gate=Fixed())) == "gate"
 
 
-def test_a_trial_leaves_the_generators_and_the_mode_as_they_are():
+def test_a_trial_leaves_generators_modes_and_statistics_as_they_are():
+    """Also of an expert that cannot be run on a batch of one in train mode."""
     torch.manual_seed(0)
-    expert, gate = SmallMLP(9, 20, 3), Own(softmax)
+    expert, gate = InputShape(over_features(nn.BatchNorm1d(6))), Own(softmax, 6)
     state = torch.get_rng_state()
     module = PersonalizedMoE(expert, expert, gate)
     assert torch.equal(torch.get_rng_state(), state)
+    assert module.global_expert.extractor[1].num_batches_tracked == 0
     assert all(part.training for part in module.modules())
-    module.eval().check_gate(samples(5)[0].repeat(1, 2)[:, :9])
+    module.eval().check_gate(samples(5)[0])
     assert not any(part.training for part in module.modules())
     assert not module.gate._forward_pre_hooks
 
@@ -160,6 +153,6 @@ def test_buffers_and_random_numbers_are_as_they_were_before_a_trial():
 
 def test_a_gate_that_keeps_to_it_is_taken_also_in_half_precision():
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        module = PersonalizedMoE(SmallMLP(9, 20, 3), gate=Own(softmax)).to(dtype)
+        module = PersonalizedMoE(models.SmallMLP(9, 20, 3), gate=Own(softmax)).to(dtype)
         module.check_gate(torch.rand(5, 9).to(dtype))
-    assert PersonalizedMoE(SmallMLP(9, 20, 3), gate=EqualWeights()).gate.weights == [0.5, 0.5]
+    assert PersonalizedMoE(models.SmallMLP(9, 20, 3), gate=models.EqualWeights()).gate.weights == [0.5, 0.5]
