@@ -7,7 +7,6 @@ from torch import nn
 
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FineTunedCluster, Local
-from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.local_client import begin_client
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate
@@ -43,12 +42,6 @@ def all_phases(rounds=3) -> list[Phase]:
         Phase("Ensemble", ClusterMixture(), gate=ConstantGate([0.25] * 4), mixing="logits", train=Train(max_epochs=0)),
         Phase("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), train=Train(max_epochs=4)),
     ]
-
-
-def local_training(module, algorithm, datamodule, seed=0) -> LocalTraining:
-    initial = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    trainer = {**LEAN_TRAINER, "accelerator": "cpu"}
-    return LocalTraining(module, initial, algorithm, datamodule, trainer, batch_size=None, seed=seed)
 
 
 def chosen(training, client=0, round=0, server=None, module=None) -> int:
