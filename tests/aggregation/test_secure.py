@@ -182,12 +182,29 @@ def test_a_client_whose_values_are_too_large_is_left_out(tmp_path):
     assert state.failed == 1
 
 
+class Halved(FedAvg):
+    """Sends clients other tensors than those that the server shares."""
+
+    def server_send(self, server, client_id, request):
+        return {name: tensor / 2 for name, tensor in server.items()}
+
+
+def declaring(**messages):
+    """Says that clients send more than their updates."""
+    algorithm = FedAvg("global_expert.*")
+    algorithm.messages = Messages(**messages)
+    return {"algorithm": algorithm}
+
+
 OF_IFCA = {"algorithm": EpsilonGreedyIFCA(0.3), "gate": only(0)}
 THREE_OF_FOUR = {"clients_per_round": 3, "secure_aggregation": SecureAggregation(4)}
 REFUSED = [
     ("secure_aggregation", "IFCA needs each client's update", OF_IFCA, partial(clustered, 3)),
     ("secure_aggregation", "FedPAC needs each", {"algorithm": FedPAC()}, mixture),
     ("secure_aggregation", "Local sends nothing", {"algorithm": Local(), "rounds": 1}, mixture),
+    ("secure_aggregation", "send more than their updates (request)", declaring(request=("own/",)), mixture),
+    ("secure_aggregation", "send more than their updates (exchanged)", declaring(exchanged=("own/",)), mixture),
+    ("secure_aggregation", "receive tensors other than", {"algorithm": Halved("global_expert.*")}, mixture),
     ("aggregation", "it needs each client's update", {"aggregation": CoordinateMedian()}, mixture),
     ("clients_per_round", "secure aggregation needs 2", {"clients_per_round": 1}, mixture),
     ("clients_per_round", "secure aggregation needs 4", THREE_OF_FOUR, mixture),
@@ -206,35 +223,9 @@ def test_it_is_refused_where_the_server_needs_more_than_a_sum(argument, because,
     assert error.value.argument == argument and because in error.value.because
 
 
-def test_what_an_algorithm_declares_to_send_besides_is_refused(tmp_path):
-    for declared in ("request", "exchanged"):
-        algorithm = FedAvg("global_expert.*")
-        algorithm.messages = Messages(**{declared: ("own/",)})
-        with pytest.raises(InvalidArgumentError, match=f"send more than their updates .{declared}."):
-            state_of(tmp_path, phase(algorithm, secure_aggregation=True))
-
-
-def test_an_algorithm_that_sends_clients_other_tensors_is_refused(tmp_path):
-    class Halved(FedAvg):
-        def server_send(self, server, client_id, request):
-            return {name: tensor / 2 for name, tensor in server.items()}
-
-    with pytest.raises(InvalidArgumentError, match="receive tensors other than the server's shared ones"):
-        state_of(tmp_path, phase(Halved("global_expert.*"), secure_aggregation=True))
-
-
 def test_more_clients_than_the_threshold_are_not_asked_for(tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"^ClientFailures: min_clients is 5, but must be at most 4"):
         state_of(tmp_path, phase(secure_aggregation=True), failures=ClientFailures(min_clients=5))
-
-
-OUT_OF_RANGE = [("threshold", 1), ("threshold", 2.5), ("fraction_bits", 0), ("fraction_bits", 53)]
-
-
-@pytest.mark.parametrize(("argument", "value"), OUT_OF_RANGE)
-def test_settings_out_of_range_are_refused(argument, value):
-    with pytest.raises(InvalidArgumentError, match=f"^SecureAggregation: {argument} is {value}, but must be"):
-        SecureAggregation(**{argument: value})
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What holds for every method, whatever it sends and keeps."""
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -16,7 +17,9 @@ from helpers.prototypes import without_a_class
 from helpers.runs import Kill, Notes, assert_same, federation
 from helpers.workers import TwoInThisProcess
 
-from fedmoe_pl import algorithms
+from fedmoe_pl import Phase, algorithms
+from fedmoe_pl.aggregation import CoordinateMedian, MultiKrum, NearestNeighborMixing
+from fedmoe_pl.algorithms import fedmoe_da
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 
@@ -92,3 +95,37 @@ def test_samples_without_a_label_do_not_count(algorithm, module, constants):
     expected = algorithm.client_loss(module, (x[:4], y[:4]), constants)
     y[4:] = -100
     torch.testing.assert_close(algorithm.client_loss(module, (x, y), constants), expected, rtol=1e-14, atol=0)
+
+
+# Models in bfloat16: what torch cannot compute in it is computed in float32, and the server stays in it
+
+PHASES = {
+    "FedAvg": lambda: [Phase("it", algorithms.FedAvg(), rounds=2)],
+    "MultiKrum": lambda: [Phase("it", algorithms.FedAvg(), aggregation=MultiKrum(1))],
+    "NearestNeighborMixing": lambda: [
+        Phase("it", algorithms.FedAvg(), aggregation=NearestNeighborMixing(CoordinateMedian(), 1))
+    ],
+    "FedProto": lambda: [Phase("it", algorithms.FedProto(prediction="prototype"))],
+    **{name: METHODS[name].phases for name in ("FedKD", "KNNPer", "LabelPrior")},
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", PHASES)
+def test_a_model_in_bfloat16_is_trained_aggregated_and_evaluated(name, tmp_path):
+    model = (METHODS[name].model() if name in METHODS else mixture()).to(torch.bfloat16)
+    trainer = {"accelerator": "cpu", "max_epochs": 1}
+    run = federation(tmp_path, PHASES[name](), trainer=trainer, backend=TrainerBackend())
+    run.fit(model, data(dtype=torch.bfloat16, **(METHODS[name].split if name in METHODS else {})))
+    types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    for state in run.run.states.values():
+        assert all(tensor.dtype == types.get(name, tensor.dtype) for name, tensor in state.server.items())
+    assert all(not math.isnan(result.spread("global_test").mean) for result in run.results.values())
+
+
+def test_means_of_fedmoe_da_count_each_of_300_clients():
+    """In bfloat16, a sum of so many small addends would stop growing, and each weight would be rounded."""
+    trees = [{"w": torch.tensor([1.0 + client % 2], dtype=torch.bfloat16)} for client in range(300)]
+    _, weights = fedmoe_da.aggregation_rows(torch.ones(300, 2, dtype=torch.bfloat16), "all")
+    mean = fedmoe_da._mean(trees[0], [*zip(trees, weights[0], strict=True)])
+    torch.testing.assert_close(mean, {"w": torch.tensor([1.5], dtype=torch.bfloat16)}, rtol=0, atol=0)

@@ -1,5 +1,6 @@
 """FedALT and FedDPA, mixtures of two adapters, against closed forms, bare rewrites, FedAvg and local training."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,59 +8,55 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, phase, run
 from helpers.adapters import adapters, constant, logits, own_of, routed, sgd, stepped
-from helpers.bare import round_batches
+from helpers.bare import COHORTS, SEED, round_batches
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedALT, FedAvg, FedDPA, FineTuning, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared import uploads
-from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.models import AdapterMoE, FeatureGate, GlobalOnly, LayerwiseAdapterMoE, LoRA, SimilarityGate, TokenGate
+
+pytest.importorskip("peft")
+OWN = ("local_expert.", "gate.")
+near = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
 
 # FedALT
 
 
-pytest.importorskip("peft")
+def test_fedalt_takes_the_steps_of_a_bare_rewrite_also_for_clients_that_come_late(tmp_path):
+    """The rest of the world is the mean of the others' last uploads, also of those that do not train in a round."""
+    data, module, uploaded = blobs(), adapters(TokenGate()), {}
+    it = phase("FedALT", FedALT(), rounds=3, clients_per_round=2)
+    state = run([it], module, data, tmp_path, 1, seed=SEED).run.states["FedALT"]
+    start = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    own = [start] * 3
+
+    def rest_of_the_world(client):
+        others = [expert for other, expert in uploaded.items() if other != client]
+        names = others[0] if others else {}
+        return {f"global_expert.{name}": sum(each[name] for each in others) / len(others) for name in names}
+
+    for round, cohort in enumerate(COHORTS):
+        for client in cohort:
+            own[client] = {**own[client], **rest_of_the_world(client)}
+        for client in cohort:
+            for x, y in round_batches(data, client, round, 1):
+                own[client] = stepped(own[client], OWN, lambda s, x=x, y=y: F.cross_entropy(logits(s, x, routed(s)), y))
+            uploaded[client] = own_of(own[client], "local_expert.")
+    for client in range(3):
+        actual = {**start, **state.clients[client], **FedALT().server_send(state.server, client, {})}
+        near(actual, {**own[client], **rest_of_the_world(client)})
+    of_all = {name: tensor for name, tensor in state.server.items() if not name.startswith(FedALT.messages.per_client)}
+    for server in (state.server, of_all):
+        near(FedALT().server_send(server, 7, {}), rest_of_the_world(7))  # a newcomer's
 
 
-OWN = ("local_expert.", "gate.")
-
-
-def upload(client, a, b):
-    """What a client sends of an expert of two numbers."""
-    tensors = {"uploads/tensors/A": torch.tensor([[a]]), "uploads/tensors/B": torch.tensor([[b]])}
-    return Update({**tensors, "uploads/ids": torch.tensor([client])}, 1)
-
-
-def server_of(*updates, server=None):
-    algorithm = FedALT()
-    return algorithm.server_update(server or {}, fold(algorithm, [*updates]))
-
-
-def received(server, client):
-    sent = FedALT().server_send(server, client, {})
-    return {name.removeprefix("global_expert."): tensor.item() for name, tensor in sent.items()}
-
-
-def test_the_rest_of_the_world_is_the_mean_of_the_others_factors_apart():
-    server = server_of(upload(0, 1.0, 1.0), upload(2, 4.0, 3.0), upload(1, 2.0, 0.0))
-    assert received(server, 0) == {"A": 3.0, "B": 1.5}
-    assert received(server, 1) == {"A": 2.5, "B": 2.0}
-
-
-def test_the_last_upload_of_a_client_that_does_not_train_counts():
-    server = server_of(upload(0, 1.0, 1.0), upload(1, 2.0, 0.0), upload(2, 4.0, 3.0))
-    server = server_of(upload(1, 6.0, 5.0), server=server)
-    assert received(server, 0) == {"A": 5.0, "B": 4.0}
-    assert received(server, 1) == {"A": 2.5, "B": 2.0}
-
-
-def test_a_newcomer_gets_the_mean_of_all_and_a_single_client_nothing():
-    server = server_of(upload(0, 1.0, 1.0), upload(1, 3.0, 0.0))
-    of_all = {name: tensor for name, tensor in server.items() if not name.startswith(FedALT.messages.per_client)}
-    assert received(of_all, 7) == received(server, 7) == {"A": 2.0, "B": 0.5}
-    assert received(server_of(upload(0, 1.0, 1.0)), 0) == {}
+def test_a_single_client_has_no_rest_of_the_world(tmp_path):
+    module = adapters(TokenGate())
+    federation = run([phase("it", FedALT(), rounds=2)], module, blobs((9,)), tmp_path, 1)
+    state = federation.client_module("it", 0).state_dict()
+    assert_same_bits(own_of(state, "global_expert."), own_of(module.state_dict(), "global_expert."))
 
 
 def test_an_upload_does_not_change_with_the_module_that_trains_the_next_client():
@@ -67,26 +64,6 @@ def test_an_upload_does_not_change_with_the_module_that_trains_the_next_client()
     sent = uploads.upload(3, {"A": weight})
     weight.data.fill_(2.0)
     assert sent["uploads/tensors/A"].tolist() == [[1, 1]] and sent["uploads/ids"].tolist() == [3]
-
-
-def test_fedalt_takes_the_steps_of_a_bare_rewrite(tmp_path):
-    data, module = blobs(), adapters(TokenGate())
-    state = run([phase("FedALT", FedALT(), rounds=3)], module, data, tmp_path, 1, seed=3).run.states["FedALT"]
-    start = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-    own = [start] * 3
-    for round in range(3):
-        for client in range(3):
-            for x, y in round_batches(data, client, round, 1):
-                own[client] = stepped(own[client], OWN, lambda s, x=x, y=y: F.cross_entropy(logits(s, x, routed(s)), y))
-        experts = [own_of(each, "local_expert.") for each in own]
-        for client in range(3):
-            others = [experts[other] for other in range(3) if other != client]
-            rest = {f"global_expert.{name}": (others[0][name] + others[1][name]) / 2 for name in others[0]}
-            own[client] = {**own[client], **rest}
-    for client in range(3):
-        actual = {**start, **state.clients[client], **FedALT().server_send(state.server, client, {})}
-        for name, tensor in own[client].items():
-            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-10)
 
 
 def test_what_a_client_cannot_have_made_is_named():
@@ -156,11 +133,9 @@ def test_feddpa_takes_the_steps_of_a_bare_rewrite(tmp_path):
             local[client] = own_of(own, "local_expert.")
             trained.append(own_of(alone, "global_expert."))
         server = {name: sum(each[name] for each in trained) / 3 for name in server}
-    for name, tensor in server.items():
-        torch.testing.assert_close(state.server[f"global_expert.{name}"], tensor, rtol=0, atol=1e-10)
+    near(own_of(state.server, "global_expert."), server)
     for client in range(3):
-        for name, tensor in local[client].items():
-            torch.testing.assert_close(state.clients[client][f"local_expert.{name}"], tensor, rtol=0, atol=1e-10)
+        near(own_of(state.clients[client], "local_expert."), local[client])
 
 
 def test_clients_keep_the_features_of_some_of_their_samples(tmp_path):
@@ -244,5 +219,4 @@ def test_newcomers_train_the_local_adapter_beside_the_federation_s_global_one(tm
         for x, y in round_batches(data, 0, round, 1):
             loss = lambda s, x=x, y=y: F.cross_entropy(logits(s, x, constant(0.7, 0.3)), y)  # noqa: E731
             own = stepped(own, ("local_expert.",), loss)
-    kept = own_of(state.clients[0], "local_expert.")
-    torch.testing.assert_close(kept, own_of(own, "local_expert."), rtol=0, atol=1e-10)
+    near(own_of(state.clients[0], "local_expert."), own_of(own, "local_expert."))

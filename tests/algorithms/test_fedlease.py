@@ -110,11 +110,16 @@ def server_of(*updates, places=2):
     return algorithm.server_update(server, fold(algorithm, [*updates]))
 
 
-def test_a_client_gets_its_own_cluster_first():
-    a = [[1.0, 0], [3, 0], [0, 5], [0, 7]]
-    server = server_of(*(uploaded(i, a[i], POINTS[i].tolist()) for i in (2, 0, 3, 1)))
-    for client, (own, other) in {1: ([2.0, 0], [0, 6.0]), 3: ([0, 6.0], [2.0, 0])}.items():
-        sent = FedLEASE().server_send(server, client, {})
+def test_a_client_gets_its_own_cluster_first_and_one_outside_of_the_clusters_the_largest():
+    a, b = [[1.0, 0], [3, 0], [0, 5], [0, 7], [0, 9]], [*POINTS, POINTS[2]]
+    server = server_of(*(uploaded(i, a[i], b[i].tolist()) for i in (2, 0, 4, 3, 1)))
+    known_to_all = {name: each for name, each in server.items() if "clients/" not in name}
+    for held, client, own, other in (
+        (server, 1, [2.0, 0], [0, 7.0]),
+        (server, 3, [0, 7.0], [2.0, 0]),
+        (known_to_all, 1, [0, 7.0], [2.0, 0]),
+    ):
+        sent = FedLEASE().server_send(held, client, {})
         assert sent["gate.num_clusters"] == 2
         assert sent[f"{OWN}layer.lora_A.weight"].tolist() == own == sent["gate.routers.layer.weight"].tolist()
         assert sent["global_experts.1.layer.lora_A.weight"].tolist() == other
@@ -128,12 +133,6 @@ def test_with_equal_b_there_is_one_cluster_of_the_means():
     torch.testing.assert_close(sent[f"{OWN}layer.lora_A.weight"], torch.tensor(a).double().mean(0))
     assert sent[f"{OWN}layer.lora_B.weight"].tolist() == [2.0, 1.0]
     assert not any(name.startswith("global_experts.1") for name in sent)
-
-
-def test_a_client_outside_of_the_clusters_has_the_largest_one():
-    server = server_of(*(uploaded(i, [float(i), 0], POINTS[j].tolist()) for i, j in enumerate((0, 2, 3, 2))))
-    sent = FedLEASE().server_send({name: each for name, each in server.items() if "clients/" not in name}, 1, {})
-    assert sent[f"{OWN}layer.lora_A.weight"].tolist() == [2.0, 0]
 
 
 def test_what_the_server_sends_replaces_what_a_client_has_kept_since_it_missed_the_end_of_the_warm_up():

@@ -13,8 +13,6 @@ from fedmoe_pl import Evaluate, Select, Train
 from fedmoe_pl.algorithms import FedRoD, Local
 from fedmoe_pl.backends import TrainerBackend
 
-GENERIC, HEAD = "global_expert.", "local_expert.classifier."
-
 
 def train_by_turns(model, head, x, y, counts, batches, exponent):
     """A client's round with two optimizers: a step of extractor and generic head, then one of the personal head."""
@@ -35,8 +33,9 @@ def train_by_turns(model, head, x, y, counts, batches, exponent):
 @pytest.mark.few("0.5")
 @pytest.mark.parametrize("exponent", [1.0, 0.5])
 def test_two_rounds_equal_a_loop_with_two_optimizers(exponent, tmp_path):
-    data = without_a_class()
-    fed = run([phase("it", FedRoD(exponent), rounds=2)], mixture(), data, tmp_path, seed=3)
+    """Another phase goes on with the heads."""
+    data, again = without_a_class(), phase("again", FedRoD(), start="it", train=Train(max_epochs=0))
+    fed = run([phase("it", FedRoD(exponent), rounds=2), again], mixture(), data, tmp_path, seed=3)
     server = mixture().global_expert
     heads = [copy.deepcopy(server.classifier) for _ in SIZES]
     for round in range(2):
@@ -53,6 +52,8 @@ def test_two_rounds_equal_a_loop_with_two_optimizers(exponent, tmp_path):
         module = fed.client_module("it", client)
         torch.testing.assert_close(tensors(module.global_expert), tensors(server), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(tensors(module.local_expert.classifier), tensors(head), rtol=1e-10, atol=1e-10)
+        kept = fed.client_module("again", client).local_expert.classifier
+        assert_same_bits(tensors(kept), tensors(module.local_expert.classifier))
         z = server.extractor(data.x)
         torch.testing.assert_close(2 * module(data.x), server.classifier(z) + head(z), rtol=1e-9, atol=1e-9)
 
@@ -93,14 +94,6 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model_also_i
         assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
         heads = [tensors(expert.classifier) for expert in (module.local_expert, module.global_expert)]
         assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.clients)
-
-
-def test_a_phase_goes_on_with_the_heads_of_the_phase_that_it_starts_from(tmp_path):
-    phases = [phase("it", FedRoD(), rounds=2), phase("again", FedRoD(), start="it", train=Train(max_epochs=0))]
-    fed = run(phases, mixture(), without_a_class(), tmp_path)
-    for client in range(3):
-        heads = (fed.client_module(name, client).local_expert.classifier for name in ("it", "again"))
-        assert_same_bits(*map(tensors, heads))
 
 
 def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_path):

@@ -16,7 +16,7 @@ from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedExLoRA, FlexLoRA, HetLoRA
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared.low_rank import mean_of_products, product
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import AdapterMoE, GlobalOnly, LoRA
@@ -52,9 +52,7 @@ def test_ffa_trains_and_shares_b_alone_whose_mean_is_exact_for_the_product(tmp_p
         assert exact.abs().max() > 0.01
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
-def test_fedsa_averages_a_and_every_client_keeps_the_b_that_it_trained(backend, tmp_path):
+def test_fedsa_averages_a_and_every_client_keeps_the_b_that_it_trained(tmp_path):
     data, start = blobs(SIZES), adapted()
     means, first_b = ([factor[i] for factor in factors(start.state_dict())] for i in (0, 1))
     kept = {}
@@ -66,7 +64,7 @@ def test_fedsa_averages_a_and_every_client_keeps_the_b_that_it_trained(backend, 
             kept[client] = [b for _, b in sent[client]]
         means = [weighted([SIZES[c] for c in cohort], [sent[c][i][0] for c in cohort]) for i in range(2)]
     fedsa = phase("it", FedAvg(OF_A, "global_expert.*"), rounds=3, clients_per_round=2)
-    federation = run([fedsa], adapted(), data, tmp_path, seed=SEED, backend=backend)
+    federation = run([fedsa], adapted(), data, tmp_path, seed=SEED)
     state = federation.run.states["it"]
     assert {*state.server} == {A(layer) for layer in LAYERS}
     for i, layer in enumerate(LAYERS):
@@ -107,9 +105,8 @@ def test_the_residual_of_two_clients_of_rank_1(weights, of_means, exact, transpo
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_three_rounds_of_fedex_are_those_of_plain_tensors(weighting, backend, tmp_path):
+def test_three_rounds_of_fedex_are_those_of_plain_tensors(weighting, tmp_path):
     data, module = blobs(SIZES), adapted()
     weights, means = weights_of(module), factors(module.state_dict())
     for round, cohort in enumerate(COHORTS):
@@ -120,14 +117,11 @@ def test_three_rounds_of_fedex_are_those_of_plain_tensors(weighting, backend, tm
         residuals = [exact[i] - b @ a for i, (a, b) in enumerate(means)]
         weights = [(weight + 2 * residuals[i], bias) for i, (weight, bias) in enumerate(weights)]
     fedex = phase("it", FedExLoRA(weighting=weighting), rounds=3, clients_per_round=2)
-    server = run([fedex], adapted(), data, tmp_path, seed=SEED, backend=backend).run.states["it"].server
+    server = run([fedex], adapted(), data, tmp_path, seed=SEED).run.states["it"].server
     for i, layer in enumerate(LAYERS):
-        for name, expected in (
-            (A(layer), means[i][0]),
-            (B(layer), means[i][1]),
-            (f"base.{layer}.weight", weights[i][0]),
-        ):
-            near(server[name], expected, 1e-12)
+        near(server[A(layer)], means[i][0], 1e-12)
+        near(server[B(layer)], means[i][1], 1e-12)
+        near(server[f"base.{layer}.weight"], weights[i][0], 1e-12)
         assert not torch.allclose(weights[i][0], module.state_dict()[f"base.{layer}.weight"], rtol=0, atol=1e-4)
 
 
@@ -285,10 +279,9 @@ def mean_of_round(algorithm, sent, sizes):
     return tuple(weighted(norms, [pair[factor] for pair in padded]) for factor in range(2))
 
 
-@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 @pytest.mark.parametrize("algorithm", [HetLoRA, FlexLoRA])
 @pytest.mark.few(1)
-def test_three_rounds_are_those_of_plain_tensors_with_adapters_of_the_clients_ranks(algorithm, backend, tmp_path):
+def test_three_rounds_are_those_of_plain_tensors_with_adapters_of_the_clients_ranks(algorithm, tmp_path):
     """Clients 1 and 2, whose ranks are 1 and 2, do two rounds; then client 0 with the highest rank begins."""
     data, module = blobs(SIZES), adapted(3)
     means = factors(module.state_dict())
@@ -303,7 +296,7 @@ def test_three_rounds_are_those_of_plain_tensors_with_adapters_of_the_clients_ra
             for (a, b), (old_a, old_b) in zip(new, means, strict=True)
         ]
     it = phase("it", algorithm(RANKS), rounds=3, clients_per_round=2)
-    server = run([it], adapted(3), data, tmp_path, seed=SEED, backend=backend).run.states["it"].server
+    server = run([it], adapted(3), data, tmp_path, seed=SEED).run.states["it"].server
     for actual, (a, b) in zip(products(server), means, strict=True):
         near(actual, b @ a, 1e-10)
     if algorithm is HetLoRA:

@@ -42,6 +42,8 @@ OUT_OF_RANGE = [
     (algorithms.PFLMoE, {"gate_fraction": 0, "interleaved": True}),
     (aggregation.Bucketing, {"size": 0, "aggregation": CoordinateMedian()}),
     (aggregation.DifferentialPrivacy, {"max_norm": math.inf, "noise_multiplier": 1.0, "delta": 1e-5}),
+    *((aggregation.SecureAggregation, {"threshold": each}) for each in (1, 2.5)),
+    *((aggregation.SecureAggregation, {"fraction_bits": each}) for each in (0, 53)),
     (FedAdam, {"beta1": 1.0, "params": [nn.Parameter(torch.ones(1))], "lr": 0.1}),
 ]
 
@@ -187,15 +189,7 @@ def test_a_name_with_a_slash_is_that_of_an_algorithm_s_tensor():
     module.local_expert = copy.deepcopy(module.global_expert)
     clusters = clustered()
     clusters.local_expert.add_module("a/b", nn.Linear(3, 3))
-    checked = [
-        (each, module)
-        for each in (
-            algorithms.FedAvg(),
-            algorithms.Local(),
-            algorithms.FineTuning(),
-            algorithms.PFLMoE(interleaved=True),
-        )
-    ]
-    for algorithm, model in [*checked, (algorithms.ClusterMixture(), clusters)]:
+    of_experts = algorithms.FedAvg(), algorithms.Local(), algorithms.FineTuning(), algorithms.PFLMoE(interleaved=True)
+    for algorithm, model in (*((each, module) for each in of_experts), (algorithms.ClusterMixture(), clusters)):
         with pytest.raises(MisconfigurationException, match="must not contain '/'"):
             algorithm.server_init(model)
