@@ -230,7 +230,6 @@ class Run(Settings, Saved):
         phase, evaluation_point = self.phase_and_point(method)
         training = self.training(phase)
         for client in clients:
-            self.datamodule.client_names.number("Federation", client)  # refuses ids that no client has
             yield self._client_module(training.of(client), phase, evaluation_point, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
@@ -243,6 +242,7 @@ class Run(Settings, Saved):
     def _client_module(
         self, training: LocalTraining, phase: Phase, evaluation_point: EvaluationPoint, client: int
     ) -> LightningModule:
+        self.datamodule.client_names.number("Federation", client)  # refuses ids that no client has
         state = self.states[phase.name]
         kept = state.clients.get(client, {})
         module = copy_module(training.module)

@@ -39,6 +39,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import has_batch_norm
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
@@ -173,7 +174,7 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
 def samples_of_clients(run: Run, phase: Phase, module: LightningModule) -> dict[int, Tensor]:
     """The samples on which each participant trains in the first round."""
     data, algorithm, seed = run.datamodule, phase.algorithm, run.seed
-    participants = algorithm.opt_out.participants(range(data.num_clients), seed)
+    participants = cohort_of(phase, data.num_clients, seed).participants
     clients = [Client(client, 0, seed, module, data.train_samples[client], {}, data) for client in participants]
     return {client.id: algorithm.client_samples(client) for client in clients}
 
