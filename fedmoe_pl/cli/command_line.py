@@ -299,15 +299,16 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
         # that of TensorBoard's thread is raised in this one as well
         threading.excepthook = lambda raised: None if _is_full(raised.exc_value) else threading.__excepthook__(raised)
         warnings.filterwarnings("ignore", ".isinstance.treespec, LeafSpec.. is deprecated", FutureWarning)
-    may_fork = may_fork and FORKS and isinstance(arguments, list)
-    if may_fork and arguments[0] in _GRIDS:
+    may_fork = may_fork and FORKS
+    words = arguments if isinstance(arguments, list) else [""]
+    if may_fork and words[0] in _GRIDS:
         serve_forks()
-        arguments = sys.argv[1:]  # of the process of a cell, in that process
+        words = sys.argv[1:]  # of the process of a cell, in that process
     try:
-        if isinstance(arguments, list) and arguments[0] in _OTHERS:
-            _run_other(*map(str, arguments))
+        if words[0] in _OTHERS:
+            _run_other(*map(str, words))
         else:
-            if may_fork and arguments[0] in _TRAIN:
+            if may_fork and words[0] in _TRAIN:
                 fork_server(work)
             FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:

@@ -181,7 +181,7 @@ class Phase:
         kinds |= {"train.trainer": (dict | None, "a dict of arguments of a Trainer")}
         for name in ("server_optimizer", "train.optimizer", "train.lr_scheduler", "train.round_lr_scheduler"):
             example = "StepLR, step_size=1" if "scheduler" in name else "torch.optim.SGD, lr=0.1"
-            kinds[name] = (Callable | None, f"a function that makes one, such as partial({example})")
+            kinds[name] = ((Callable, type(None)), f"a function that makes one, such as partial({example})")
         for name, (kind, allowed) in kinds.items():
             value = attrgetter(name)(self)
             if not isinstance(value, kind):
