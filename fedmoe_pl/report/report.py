@@ -112,6 +112,10 @@ def _check(choices: Choices, runs: Sequence[RunFiles]) -> None:
     for name, names in known.items():
         if (chosen := getattr(choices, name)) is not None and chosen not in names:
             raise InvalidArgumentError("report", f"--{name}", chosen, f"one that the runs have: {', '.join(names)}")
+    evaluated = {int(row["round"]) for run in runs for row in run.rounds}
+    if choices.rounds and not {*choices.rounds} & evaluated:
+        allowed = f"one that was evaluated at least, of which the last is {max(evaluated, default='none')}"
+        raise InvalidArgumentError("report", "--rounds", choices.rounds, allowed)
     of_accuracy = choices.metric in METRICS if choices.metric else any(name in METRICS for name in known["metric"])
     if choices.target is not None and of_accuracy and not 0 < choices.target <= 1:
         raise InvalidArgumentError("report", "--target", choices.target, "a fraction above 0 and at most 1")

@@ -351,7 +351,7 @@ def test_a_metric_on_validation_samples_is_shown_if_it_is_chosen(copied, written
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x"), ("--target", "90")],
+    [("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x"), ("--rounds", "900"), ("--target", "90")],
 )
 def test_a_choice_that_the_runs_do_not_have_is_refused(argument, value, finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
