@@ -87,9 +87,9 @@ def log_partition(datamodule: FederatedDataModule) -> None:
         lacking = datamodule.train_samples.sizes + datamodule.validation_samples.sizes - counts.sum(1).long()
         each += [f"{_range(lacking)} training samples without a label"] if lacking.any() else []
     odd = [f" {text}" for text in _oddities(datamodule)]
-    drawn = f"{scheme} with partition_seed {datamodule.partition_seed}, whatever the seed"
-    text = f"{type(datamodule).__name__}: {drawn}: {n} client{'s' * (n > 1)} with {' and '.join(each)}.{''.join(odd)}"
-    getLogger("lightning.pytorch").log(WARNING if odd else INFO, text)
+    text = f"{type(datamodule).__name__}: {scheme}, {n} client{'s' * (n > 1)} with {' and '.join(each)}. "
+    text += f"What is random in it follows partition_seed {datamodule.partition_seed}, not the run's seed."
+    getLogger("lightning.pytorch").log(WARNING if odd else INFO, text + "".join(odd))
 
 
 def _oddities(datamodule: FederatedDataModule) -> Iterator[str]:

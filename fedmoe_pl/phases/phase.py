@@ -114,9 +114,9 @@ class Phase:
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: an int is a number of clients, a float a share of all N
             clients, ``max(int(share * N), 1)``. 1.0 and None are all that take part.
-        clients: ids of the clients that take part, from 0 on, so that clients may join or leave between two phases of a
-            run: the others neither train nor influence the phase, but are evaluated. None means all that the algorithm
-            lets take part.
+        clients: ids of the clients that take part, counted from 0, so that clients may join or leave between two phases
+            of a run; the others do not train in the phase, but are evaluated. None means all that the algorithm lets
+            take part.
         model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
             compare methods with different models. A phase with a model of its own takes those parts from its start that
             both models have; they must have the same tensors, except the gate, which otherwise starts anew, and a list

@@ -51,8 +51,9 @@ def test_the_log_says_how_the_samples_are_divided(caplog):
     classes = [len({*data.y[part].tolist()}) for part in data.train_samples]
     assert level == logging.INFO and min(classes) < max(classes)
     assert text == (
-        "Digits: Dirichlet(alpha=0.3, minimum_samples=20) with partition_seed 0, whatever the seed: 5 clients with "
-        f"{min(sizes)} to {max(sizes)} training samples and samples of {min(classes)} to {max(classes)} of 10 classes."
+        "Digits: Dirichlet(alpha=0.3, minimum_samples=20), 5 clients with "
+        f"{min(sizes)} to {max(sizes)} training samples and samples of {min(classes)} to {max(classes)} of 10 classes. "
+        "What is random in it follows partition_seed 0, not the run's seed."
     )
 
 
