@@ -90,7 +90,7 @@ def seconds_of_step(
     clock, start = time.perf_counter if accelerator == "gpu" else time.process_time, 0.0
     for round in range(2):
         start = clock()
-        list(plan.train(server, range(CLIENTS), {}, round))
+        list(plan.train(server, plan.groups(range(CLIENTS)), {}, round))
     return (clock() - start) / (CLIENTS * steps)
 
 

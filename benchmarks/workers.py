@@ -76,10 +76,12 @@ class TimedPlan(Plan):
         """Train groups as the other plan does."""
         return self.plan.train_groups(server, groups, kept, round)
 
-    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+    def train(
+        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
         """Time the round."""
         start = time.perf_counter()
-        yield from self.plan.train(server, cohort, kept, round)
+        yield from self.plan.train(server, groups, kept, round)
         self.rounds.append(time.perf_counter() - start)
 
 

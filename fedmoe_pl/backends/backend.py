@@ -115,16 +115,17 @@ class Plan(ABC):
     def announce(  # noqa: B027  (most plans start training only in `train`)
         self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> None:
-        """Announces the next cohort before the current models are evaluated; arguments as in :meth:`train`.
+        """Announces the next cohort before the current models are evaluated; other arguments as in :meth:`train`.
 
-        A plan may start this training at once, if it uses the result only in a :meth:`train` with equal arguments.
+        A plan may start this training at once, if it uses the result only in a :meth:`train` of these clients, and with
+        equal arguments.
         """
 
     def before_another_try(self) -> None:  # noqa: B027  (in most plans, clients are always reachable)
         """Called when too few clients answered, before the round is retried."""
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
-        """What each client asks the server for before its training; arguments as in :meth:`train`."""
+        """What each client asks the server for before its training; other arguments as in :meth:`train`."""
         algorithm = self.training.algorithm
         asked = kept if algorithm.messages.request else {}  # otherwise kept tensors, perhaps on disk, are not read
         return {client: request_of(algorithm, asked.get(client, {})) for client in clients}
@@ -149,17 +150,19 @@ class Plan(ABC):
             own = kept[client]
             yield client, after_exchange(algorithm, client, own, {**sent, **received}), sent, received
 
-    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Trains the cohort and yields its groups in order.
+    def train(
+        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
+        """Trains groups of clients and yields their results in order.
 
         Args:
             server: the server's state.
-            cohort: ids of the clients to train.
+            groups: ids of the clients of each group; of a cohort, :meth:`groups`.
             kept: the tensors that clients kept from earlier rounds; a client without an entry kept none.
             round: the round of the phase, counted from 0.
         """
-        for groups in self.chunks(self.groups(cohort)):
-            yield from self.train_groups(server, groups, kept, round)
+        for chunk in self.chunks(groups):
+            yield from self.train_groups(server, chunk, kept, round)
 
 
 class Backend(ABC):

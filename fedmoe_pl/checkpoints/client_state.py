@@ -132,6 +132,13 @@ class StatesOnDisk(Mapping[int, Tree]):
         rounds = zip(self.phases, self.versions[client].tolist(), strict=True)
         return [self.files.path(phase, client, round) for (phase, _), round in rounds if round >= 0]
 
+    def after(self, rows: Mapping[int, list[int]]) -> StatesOnDisk:
+        """The mapping after some clients wrote new files: each one's row of ``versions``."""
+        versions = self.versions.clone()
+        for client, row in rows.items():
+            versions[client] = torch.tensor(row)
+        return StatesOnDisk(self.files, self.phases, versions)
+
     def only(self, names: Names) -> StatesOnDisk:
         """The same files, restricted to these tensors."""
         phases = [(phase, _composed(names, shown)) for phase, shown in self.phases]
@@ -349,11 +356,9 @@ class FileStore(Store):
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, list[int]]) -> StatesOnDisk:
         """Refers to the new files."""
         assert isinstance(kept, StatesOnDisk) and kept.phases[-1] == (phase, None), "the phase began with `adopt`"
-        versions = kept.versions.clone()
-        for client, row in written.items():
+        for client in written:
             self._replaced += [(client, path) for path in kept.paths(client) if path.parent.name == phase]
-            versions[client] = torch.tensor(row)
-        return StatesOnDisk(self.files, kept.phases, versions)
+        return kept.after(written)
 
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> StatesOnDisk:
         """Refers to the same files if they are in this store's folder, else writes new ones."""

@@ -40,6 +40,8 @@ class PhaseState:
         server: the server's state.
         clients: the tensors that clients keep, by client, in memory or on disk.
         round: number of completed rounds.
+        trained: the clients that have trained alone in a round that is not complete, by id as text: each one's file, as
+            the store refers to it, and what its Trainer logged. The rest of the state is that before the round.
         finished: whether the phase's result is final.
         best_metric: best mean of the monitored metric so far; negated if lower is better.
         improved_metric: the mean at the last improvement by more than ``Select.min_delta``.
@@ -76,6 +78,7 @@ class PhaseState:
     server: Tree
     clients: Mapping[int, Tree] = field(default_factory=dict)
     round: int = 0
+    trained: dict[str, tuple[list[int], list[dict[str, float]]]] = field(default_factory=dict)
     finished: bool = False
     best_metric: float | None = None
     improved_metric: float | None = None

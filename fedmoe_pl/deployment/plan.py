@@ -107,9 +107,11 @@ class ClientsPlan(Plan):
                     self._unanswered.add(client)
         return {client: answers[client] for client in messages}
 
-    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
-        sent = self.sent(server, cohort, kept, round)
+    def train(
+        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
+        """Sends each client what the algorithm sends it, and yields their updates in order, each as a group."""
+        sent = self.sent(server, [client for group in groups for client in group], kept, round)
         answers = self.trained(sent, kept, round)
         updates = {
             client: answer if isinstance(answer, Failure) else self._update(client, answer)
@@ -153,7 +155,7 @@ class ClientsPlan(Plan):
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """The same for groups of one client."""
-        return [*self.train(server, [client for group in groups for client in group], kept, round)]
+        return [*self.train(server, [[*group] for group in groups], kept, round)]
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int

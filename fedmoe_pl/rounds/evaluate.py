@@ -130,6 +130,6 @@ def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
     """The phase's state after training the clients that are evaluated, which share nothing; nothing is stored."""
     state = run.states[phase.name]
     client_states = {client: state.clients[client] for client in run.evaluated if client in state.clients}
-    for group in plan.train(state.server, run.evaluated, state.clients, state.round):
+    for group in plan.train(state.server, plan.groups(run.evaluated), state.clients, state.round):
         client_states |= group.clients
     return replace(state, clients={client: tree for client, tree in client_states.items() if tree}, round=1)

@@ -38,6 +38,7 @@ from fedmoe_pl.rounds.begin import first_clients, freeze_shared, share_memory
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.privacy import count_round, count_steps, log_epsilons, update_epsilons
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.unfinished import UnfinishedRound
 from fedmoe_pl.seeds import generator_of
 from fedmoe_pl.trees import Tree, of_module
 
@@ -69,7 +70,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         share_memory(training, run.initial_model(phase))
         state.server = training.copies.known(state.server)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
-        if phase.evaluation.every_n_epochs is not None and state.server_learns:
+        if phase.evaluation.every_n_epochs is not None and state.server_learns and not state.trained:
             evaluate_epochs(run, phase, plan)
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
@@ -99,10 +100,11 @@ def run_round(
     run.call("on_round_start", phase, round)
     log = TransferLog(run.records_transfers)
     trained = train_round(run, phase, plan, counter, log, cohort)
-    state.round, state.clients = round + 1, trained.client_states
+    state.round, state.clients, state.trained = round + 1, trained.client_states, {}
     count_steps(phase, state, plan.training, trained.asked)
     if state.server_learns:
-        _update_server(run, phase, plan.training, trained)
+        if algorithm.federated:
+            _update_server(run, phase, plan.training, trained)
         final = algorithm.server_final(state.server, is_last=state.round == phase.rounds)
         state.server = state.server if final is None else final
         _exchange(run, phase, plan, trained.failed, round, log)
@@ -147,8 +149,7 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
         text = f"{phase}, round {state.round}: the server cannot go on: {error}, although all that clients sent is."
         raise ClientError(text) from error
     state.server = new
-    if phase.algorithm.federated:
-        count_round(run, phase)
+    count_round(run, phase)
 
 
 def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
@@ -188,6 +189,7 @@ def train_round(
 ) -> Trained:
     """Trains the clients of the round; retries if too few answer. Retries count towards traffic and FLOPs."""
     state, failures, attempt = run.states[phase.name], run.failures, 0
+    unfinished = UnfinishedRound(run, phase)
     aggregation = plan.training.aggregation
     asked: set[int] = set()
     poisson = aggregation is not None and aggregation.poisson_sampling
@@ -201,7 +203,7 @@ def train_round(
         tried, added = TransferLog(log.active), _added(state, plan)
         down = _count_costs(phase, state, plan, clients, added, counter, tried)
         run.logged = {}
-        combined, written, failed = _train_clients(run, phase, plan, clients, added, tried)
+        combined, written, failed = _train_clients(run, phase, plan, clients, added, tried, unfinished)
         _count_down(state, down, failed, tried, log)
         state.failed += len(dropped) + len(failed)
         failures.report(phase, state.round + 1, failed, run.datamodule.client_names)
@@ -220,6 +222,7 @@ def train_round(
             raise client_error(f"{reason}{tries}{example}", failure)
         rank_zero_warn(f"{reason}; the round is tried again.")
         plan.before_another_try()
+        unfinished.end()
         attempt += 1
 
 
@@ -305,19 +308,28 @@ def _count_down(
 
 
 def _train_clients(
-    run: Run, phase: Phase, plan: Plan, clients: Sequence[int], added: Tree, log: TransferLog
+    run: Run,
+    phase: Phase,
+    plan: Plan,
+    clients: Sequence[int],
+    added: Tree,
+    log: TransferLog,
+    unfinished: UnfinishedRound,
 ) -> tuple[Update | None, dict[int, Any], dict[int, Failure]]:
     """Trains clients; returns the combined update (None if all failed), what the store wrote, and the failures."""
     state, failures = run.states[phase.name], run.failures
     combined: Update | None = None
-    written: dict[int, Any] = {}
     failed: dict[int, Failure] = {}
-    for group in plan.train({**state.server, **added}, clients, state.clients, state.round) if clients else ():
+    groups, written = unfinished.split(plan.groups(clients))
+    for _ in written:
+        run.progress.add_client(phase, len(clients))
+    for group in plan.train({**state.server, **added}, groups, state.clients, state.round) if groups else ():
         failures.stop(phase, state.round + 1, group.failed, run.datamodule.client_names)
         if group.update is not None:
             with one_thread():
                 combined = group.update if combined is None else plan.training.combining.combine(combined, group.update)
-        written.update(run.store.write(phase.name, state.round + 1, group.clients))
+        rows = run.store.write(phase.name, state.round + 1, group.clients)
+        written.update(rows)
         failed |= group.failed
         run.logged |= group.logged
         if state.server_learns:
@@ -327,6 +339,7 @@ def _train_clients(
             run.progress.add_client(phase, len(clients))
             if client not in group.failed:
                 run.call("on_client_end", phase, state.round, client)
+        unfinished.add(group, rows)
     return combined, written, failed
 
 

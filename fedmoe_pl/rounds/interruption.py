@@ -118,7 +118,7 @@ def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
     if not checkpoint.is_file():
         return f"{ended}, which has no checkpoint to continue from."
     how = f"{command} --ckpt_path {checkpoint}" if command else f"fit(model, datamodule, ckpt_path='{checkpoint}')"
-    return f"{ended}; it continues after its last whole round with\n{how}"
+    return f"{ended}; it continues from its last checkpoint with\n{how}"
 
 
 def requeue(runs: Path, checkpoint: Path) -> None:

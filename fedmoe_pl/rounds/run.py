@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -321,10 +321,11 @@ class Run(Settings, Saved):
             metrics=self.metrics,
         )
 
-    def save(self, finished: str | None = None) -> None:
+    def save(self, finished: str | None = None, in_round: Mapping[str, PhaseState] | None = None) -> None:
         """Writes the checkpoint, if enabled, after flushing the loggers, so that each round in it has its logs.
 
-        The phase named by ``finished``, which has just ended, is also written to a file of its own.
+        The phase named by ``finished``, which has just ended, is also written to a file of its own. The states in
+        ``in_round`` are saved in place of those of phases that are in a round.
         """
         if not self.enable_checkpointing:
             return
@@ -333,4 +334,5 @@ class Run(Settings, Saved):
             self.writer = CheckpointWriter(self.folder / FILE)
         if finished is not None:
             self.writer.write_finished(finished, self.states[finished])
-        self.writer.write(self.initial, self.states, self.rows, **self.identity, configuration=self.configuration)
+        states = {**self.states, **(in_round or {})}
+        self.writer.write(self.initial, states, self.rows, **self.identity, configuration=self.configuration)

@@ -32,6 +32,7 @@ from fedmoe_pl.backends.workers.fork_server import end_fork
 from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.configuration import RECORD
 from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
@@ -280,7 +281,11 @@ def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[L
     is_resumed = ckpt_path is not None
     run.loggers = RunLoggers(_loggers(run, logger, is_resumed), _completed(run) if is_resumed else {})
     if is_resumed:
-        rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
+        rounds = [
+            f"after round {state.round} of phase '{name}'"
+            + f" and the training of {len(state.trained)} clients in the next" * bool(state.trained)
+            for name, state in run.states.items()
+        ]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
 
 
@@ -297,9 +302,10 @@ def _completed(run: Run) -> dict[str | None, int]:
     """The last logged step of a resumed run, under None, and of each method, including those that have not begun."""
     steps: dict[str | None, int] = {None: run.step}
     for phase in run.phases:
-        round = run.states[phase.name].round if phase.name in run.states else 0
+        state = run.states.get(phase.name, PhaseState({}, {}))
         has_epochs = phase.evaluation.every_n_epochs is not None or phase.client_trainer(run.trainer).get("logger")
-        step = round * max(phase.epochs(run.trainer), 1) if has_epochs else round
+        epochs = max(phase.epochs(run.trainer), 1) if has_epochs else 1
+        step = state.round * epochs + (epochs - 1 if state.trained else 0)  # what was evaluated before the only round
         steps |= dict.fromkeys(map(phase.method, phase.evaluation_points), step)
     return steps
 

@@ -205,7 +205,8 @@ def client_results(cohort, seed=0, round=0):
     model = mixture(FeatureGate(6), Expert(dropout=0.5))
     training = replace(local_training(model, FedAvg("global_expert.*"), blobs((9, 9, 9))), seed=seed)
     server, before = training.algorithm.server_init(model), copy.deepcopy(model.state_dict())
-    groups = list(TrainerBackend().plan(training).train(server, cohort, {}, round))
+    plan = TrainerBackend().plan(training)
+    groups = list(plan.train(server, plan.groups(cohort), {}, round))
     assert_same_bits(model.state_dict(), before)  # the template is never trained
     assert [list(group.clients) for group in groups] == [[client] for client in cohort]
     return {client: {**group.update.sent, **group.update.state} for group in groups for client in group.clients}

@@ -70,7 +70,7 @@ OWN_COMBINE = [
 @pytest.mark.parametrize(("algorithm", "make", "tolerance"), OWN_COMBINE)
 def test_the_order_in_which_updates_are_combined_changes_only_the_rounding(algorithm, make, tolerance):
     plan = begin(TrainerBackend(), local_training(make(), algorithm, without_a_class(FEW, batch_size=10)))
-    groups = plan.train(algorithm.server_init(plan.training.module), range(3), {}, 0)
+    groups = plan.train(algorithm.server_init(plan.training.module), plan.groups(range(3)), {}, 0)
     updates, combine = [group.update for group in groups], algorithm.combine
     expected = combine(combine(*updates[:2]), updates[2])
     for a, b, c in itertools.permutations(updates):

@@ -377,7 +377,7 @@ def test_an_update_of_another_rank_is_not_one_that_the_client_can_have_made():
     algorithm = HetLoRA(RANKS)
     plan = begin(TrainerBackend(), local_training(adapted(3), algorithm, blobs(SIZES)))
     initial, data = plan.training.initial, plan.training.datamodule
-    groups = [*plan.train(algorithm.server_init(plan.training.module), range(3), {}, 0)]
+    groups = [*plan.train(algorithm.server_init(plan.training.module), plan.groups(range(3)), {}, 0)]
     updates = [group.update for group in groups]
     assert [update.weight for update in updates] == [1, 1, 1], "what is no factor is averaged uniformly"
     for client, update in enumerate(updates):

@@ -132,7 +132,7 @@ def test_batch_norm_of_shares_and_a_short_batch(team, datamodule):
     """A batch of 5 samples is 2 and 3; one of 3 samples stays whole, because a share needs two."""
     phase = local_training(mixture(GlobalOnly(), WithBatchNorm()), FedAvg(), datamodule, strategy="ddp")
     plan = team.plan(phase).begin(phase)
-    results = [*plan.train(phase.algorithm.server_init(phase.module), [0, 1, 2], {}, 0)]
+    results = [*plan.train(phase.algorithm.server_init(phase.module), plan.groups([0, 1, 2]), {}, 0)]
     assert [result.failed for result in results] == [{}] * 3
     assert all(tensor.isfinite().all() for result in results for tensor in result.update.sent.values())
 

@@ -161,7 +161,7 @@ def test_features_are_computed_anew_when_what_computes_them_has_changed(backend)
         training = local_training(mixture(LinearGate(5)), Teacher(), blobs((13, 9)), 1, rounds=3, **arguments)
         plan, kept = begin(backend, training), {}
         for round in range(3):
-            for group in plan.train({}, [0, 1], dict(kept), round):
+            for group in plan.train({}, plan.groups([0, 1]), dict(kept), round):
                 kept |= group.clients
         return kept
 

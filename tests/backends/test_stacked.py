@@ -200,7 +200,7 @@ def test_a_stack_trains_what_the_one_before_has_frozen_last():
     training = local_training(mixture(), algorithm, blobs(FEW), max_epochs=2)
     assert_agree(training, 1e-10)
     plan, algorithm.began = begin(StackedBackend(), training), ()
-    assert len([*plan.train(algorithm.server_init(training.module), range(len(FEW)), {}, 0)]) == 1
+    assert len([*plan.train(algorithm.server_init(training.module), plan.groups(range(len(FEW))), {}, 0)]) == 1
     assert sorted(algorithm.began) == [*range(len(FEW))], "a stack that fails is trained again, client by client"
 
 

@@ -210,11 +210,11 @@ def test_workers_have_a_frozen_base_from_the_phase_and_neither_the_server_nor_th
     backend.worker = Measured
     plan = begin(backend, training(OnBase(), blobs(SIZES)))
     server = plan.training.copies.known(plan.training.algorithm.server_init(plan.training.module))
-    groups = list(plan.train(server, [0, 1, 2, 3], {}, 0))
+    groups = list(plan.train(server, [[0], [1], [2], [3]], {}, 0))
     sizes = [entry for entry in backend.log if len(entry) == 2]
     trained, base = (
         sum(tensor.nbytes for name, tensor in server.items() if name[:4] == part) for part in ("head", "base")
     )
     assert len(sizes) == 4 and all(max(size) < trained + base / 2 for size in sizes), (sizes, trained, base)
-    alone = list(begin(TrainerBackend(), training(OnBase(), blobs(SIZES))).train(server, [0, 1, 2, 3], {}, 0))
+    alone = list(begin(TrainerBackend(), training(OnBase(), blobs(SIZES))).train(server, [[0], [1], [2], [3]], {}, 0))
     assert_same_bits(*({i: group.update.sent for i, group in enumerate(each)} for each in (groups, alone)))

@@ -307,7 +307,9 @@ def test_a_sum_has_the_weight_the_traffic_and_the_files_of_those_whose_updates_a
         client: {name: torch.full(tensor.shape, 10**client) for name, tensor in server.items()} for client in range(4)
     }
     clients = Trained(sent, sizes, gone={0})
-    (group,) = masked_round.MaskedPlan(training, cast(Clients, clients)).train(server, range(4), {}, round=0)
+    (group,) = masked_round.MaskedPlan(training, cast(Clients, clients)).train(
+        server, [[0], [1], [2], [3]], {}, round=0
+    )
     assert group.update is not None and group.update.weight == 8 + 11 + 6
     assert_same(group.update.sent, {name: torch.full(tensor.shape, 1110) for name, tensor in server.items()})
     number = sum(tensor.numel() for tensor in server.values())

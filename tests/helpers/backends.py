@@ -80,7 +80,7 @@ def train_clients(plan: Plan, round=0) -> tuple[Update, dict]:
     """The same with a plan that has begun, and may have trained other rounds."""
     training = plan.training
     server = training.algorithm.server_init(training.module)
-    groups = list(plan.train(server, range(training.datamodule.num_clients), {}, round))
+    groups = list(plan.train(server, plan.groups(range(training.datamodule.num_clients)), {}, round))
     kept = {client: tree for group in groups for client, tree in group.clients.items()}
     return fold(training.algorithm, [group.update for group in groups if group.update is not None]), kept
 

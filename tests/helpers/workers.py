@@ -39,7 +39,8 @@ def trained(backend, training, kept=None) -> list:
 
 def trained_round(plan, kept=None, round=0) -> list:
     server = plan.training.algorithm.server_init(plan.training.module)
-    return list(plan.train(server, list(range(plan.training.datamodule.num_clients)), kept or {}, round))
+    groups = plan.groups(range(plan.training.datamodule.num_clients))
+    return list(plan.train(server, groups, kept or {}, round))
 
 
 class InThisProcess(RemoteWorker):

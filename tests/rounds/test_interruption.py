@@ -65,7 +65,7 @@ def test_a_signal_ends_a_hanging_client_and_the_run_continues(signum, tmp_path, 
     assert repr(end.value) == repr(expected)
     checkpoint = stopped.run_dir / "checkpoints/last.ckpt"
     assert capsys.readouterr().err.endswith(
-        f"fedmoe: {signum.name} has ended the run; it continues after its last whole round with\n"
+        f"fedmoe: {signum.name} has ended the run; it continues from its last checkpoint with\n"
         f"fit(model, datamodule, ckpt_path='{checkpoint}')\n"
     )
     assert signal.signal(signum, before) is usual

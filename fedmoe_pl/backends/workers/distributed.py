@@ -77,16 +77,18 @@ class DistributedPlan(WorkersPlan):
         """Makes each client a group of its own, because the processes end when it fails."""
         return [[client] for client in cohort]
 
-    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Trains the cohort in the processes."""
+    def train(
+        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
+        """Trains the groups in the processes."""
         job = partial(_train_share, round=round)
-        yield from self._work(job, server, self.groups(cohort), kept, self.plan.chunks, [], give_up=failed_groups)
+        yield from self._work(job, server, [*groups], kept, self.plan.chunks, [], give_up=failed_groups)
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """Trains groups of one client in the processes."""
-        return [*self.train(server, [client for group in groups for client in group], kept, round)]
+        return [*self.train(server, [[*group] for group in groups], kept, round)]
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
         """Does work other than training in this process."""

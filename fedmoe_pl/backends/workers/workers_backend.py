@@ -218,12 +218,13 @@ class WorkersPlan(Plan):
         """Trains some groups in this process."""
         return self.plan.train_groups(server, groups, kept, round)
 
-    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Trains the cohort in the workers."""
-        groups = self.groups(cohort)
+    def train(
+        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
+        """Trains the groups in the workers."""
         later = (self.training.rounds - round - 1) * self._size(groups)
         job = partial(_train_groups, round=round)
-        yield from self._work(job, server, groups, kept, self.plan.chunks, self.paces, later, failed_groups)
+        yield from self._work(job, server, [*groups], kept, self.plan.chunks, self.paces, later, failed_groups)
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
         """Does the work in the workers."""

@@ -117,9 +117,12 @@ class MaskedPlan(ClientsPlan):
 
     trains = "train masked"
 
-    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+    def train(
+        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
         """Yields the survivors as one group, with the sum of their updates; no sum if too few are left."""
-        answers = self.trained(self.sent(server, cohort, kept, round), kept, round)
+        clients = [client for group in groups for client in group]
+        answers = self.trained(self.sent(server, clients, kept, round), kept, round)
         failed = dict[int, Failure]()
         try:
             update, keeps = self._sum(answers, failed, round)
