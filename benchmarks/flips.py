@@ -37,7 +37,7 @@ from fedmoe_pl import ClientFailures, Federation, PersonalizedMoE
 from fedmoe_pl.checkpoints.checkpoint import FILE, ROWS
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment import Message, Participant, Transport, serve
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 
 CLIENTS, ROUNDS = kills_deployed.CLIENTS, 8
 NUMBERS = re.compile(r"[0-9a-f]{32}|\d+")

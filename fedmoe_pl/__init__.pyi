@@ -13,7 +13,7 @@ from .models import (
     RepresentationMoE,
     SparseMoE,
 )
-from .phases.participation import ClientFailures
+from .phases.client_failures import ClientFailures
 from .phases.phase import Evaluate, Phase, Select, Train
 from .version import __version__
 

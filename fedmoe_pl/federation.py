@@ -31,11 +31,11 @@ from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
 from fedmoe_pl.evaluation.outputs import ClientModule
 from fedmoe_pl.logs.summary import format_table, format_validation
-from fedmoe_pl.phases.participation import ClientFailures
+from fedmoe_pl.phases.client_failures import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import find_starts
-from fedmoe_pl.rounds.begin import ReadResult, read_result, read_result_for_new_clients, with_gate_of
 from fedmoe_pl.rounds.fit import fit
+from fedmoe_pl.rounds.given_result import ReadResult, read_result, read_result_for_new_clients, with_gate_of
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases

@@ -51,7 +51,7 @@ from fedmoe_pl.grids.benchmark import benchmark
 from fedmoe_pl.grids.forks import serve_forks
 from fedmoe_pl.grids.grid import grid_parser
 from fedmoe_pl.grids.tuning import tune_parser
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 from fedmoe_pl.report.report import report, report_parser
 from fedmoe_pl.version import __version__
 

@@ -26,7 +26,8 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.deployment.reports import Reports
 from fedmoe_pl.deployment.schema import ANSWER_TO, carried
 from fedmoe_pl.evaluation.outputs import has_trained_gate
-from fedmoe_pl.phases.participation import ClientFailures, cohort_of
+from fedmoe_pl.phases.client_failures import ClientFailures
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.evaluate import is_evaluated_after

@@ -22,7 +22,8 @@ from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_deployable, serve
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.phases.participation import RETRIES, ClientError, cohort_of
+from fedmoe_pl.phases.client_failures import RETRIES, ClientError
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"

@@ -32,7 +32,8 @@ from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
-from fedmoe_pl.phases.participation import RETRIES, ClientError, client_error, cohort_of, phase_cohort
+from fedmoe_pl.phases.client_failures import RETRIES, ClientError, client_error
+from fedmoe_pl.phases.participation import cohort_of, phase_cohort
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients, freeze_shared, share_memory
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over

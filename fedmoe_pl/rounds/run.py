@@ -24,7 +24,8 @@ from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.outputs import load_to_evaluate
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
-from fedmoe_pl.phases.participation import ClientFailures, cohort_of, evaluated_clients
+from fedmoe_pl.phases.client_failures import ClientFailures
+from fedmoe_pl.phases.participation import cohort_of, evaluated_clients
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, evaluates_trained, phase_module, sized

@@ -37,8 +37,8 @@ from fedmoe_pl.models.mixtures.tasks import IGNORED
 from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
-from fedmoe_pl.rounds.begin import ReadResult, check_evaluation_points
 from fedmoe_pl.rounds.fit import shared_by
+from fedmoe_pl.rounds.given_result import ReadResult, check_evaluation_points
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_module import (
     check_has_optimizer,

@@ -40,7 +40,8 @@ from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, sources
-from fedmoe_pl.rounds.begin import ReadResult, freeze_shared, share_memory, sized
+from fedmoe_pl.rounds.begin import freeze_shared, share_memory, sized
+from fedmoe_pl.rounds.given_result import ReadResult
 from fedmoe_pl.rounds.privacy import set_noise
 from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.seeds import named_seed, seeded

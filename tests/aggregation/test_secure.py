@@ -25,7 +25,7 @@ from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 
 SIZES = (13, 8, 11, 9, 12)
 START = {"w": torch.linspace(-1, 1, 7), "b": torch.tensor([0.1, -0.0])}

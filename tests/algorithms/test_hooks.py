@@ -13,7 +13,7 @@ from fedmoe_pl import Messages, Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import FeatureGate, GlobalOnly
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 
 
 class NearestMean(FedAvg):

@@ -37,7 +37,7 @@ from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.backends.workers import fork_server, process
 from fedmoe_pl.backends.workers.fork_server import ForkServer, _Fork, start_server
 from fedmoe_pl.backends.workers.pickling import SharedObject, dumps, loads
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 
 
 def test_a_shared_object_is_mapped_with_its_strides_and_written_to_by_one_process_alone():

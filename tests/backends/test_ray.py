@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import RayBackend, TrainerBackend
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense", "auto"])

@@ -20,7 +20,7 @@ from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.models import EqualWeights, GlobalOnly
-from fedmoe_pl.phases.participation import ClientFailures
+from fedmoe_pl.phases.client_failures import ClientFailures
 
 
 def fitted(name, folder, datamodule, messages):

@@ -8,7 +8,7 @@ from helpers.deployed import Deployment, method_of
 from helpers.methods import SIZES
 
 from fedmoe_pl.deployment import plan
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 
 METHOD = method_of("SecureAggregation", clients_per_round=1.0, rounds=1, evaluate=False)
 

@@ -28,7 +28,7 @@ from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.deployment.remote_clients import AtClient, Clients
 from fedmoe_pl.deployment.secure import masked_round, protocol
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.phases.participation import ClientError
+from fedmoe_pl.phases.client_failures import ClientError
 from fedmoe_pl.rounds.privacy import epsilon_of_clients
 
 CLIENTS, STEPS = range(5), ("train masked", "share", "mask", "confirm", "unmask")

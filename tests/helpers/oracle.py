@@ -18,7 +18,8 @@ from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import FedProx, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.parts import set_aside
-from fedmoe_pl.phases.participation import ClientFailures, sample_cohort
+from fedmoe_pl.phases.client_failures import ClientFailures
+from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.seeds import derive_seed, seed_all
 from helpers import blobs
 from helpers.data import without_labels

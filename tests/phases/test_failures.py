@@ -20,7 +20,8 @@ from fedmoe_pl.algorithms import FedAvg, FedKD, FedMoEDA, Scaffold
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import ConstantGate, LocalOnly, SmallMLP
-from fedmoe_pl.phases.participation import ClientError, ClientFailures, sample_cohort
+from fedmoe_pl.phases.client_failures import ClientError, ClientFailures
+from fedmoe_pl.phases.participation import sample_cohort
 from fedmoe_pl.trees import subtree
 
 BACKENDS = {"trainer": TrainerBackend, "stacked": StackedBackend, "workers": TwoInThisProcess}

@@ -13,7 +13,7 @@ from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, LinearGate, LocalOnly
-from fedmoe_pl.rounds import begin
+from fedmoe_pl.rounds import given_result
 from fedmoe_pl.rounds.begin import begin_phase, phase_module
 
 
@@ -151,7 +151,7 @@ def test_dp_sgd_s_steps_follow_the_names_and_those_of_clients_that_left_still_co
     steps = {client: [[0.5, 2.0, number]] for number, client in enumerate("012", start=1)}
     saved = PhaseState({}, {}, {0: {"w": torch.zeros(1)}, 2: {"w": torch.ones(1)}}, counted_steps={"it": steps})
     given = Phase("it", Local(), ckpt_path="run/last.ckpt")
-    state = begin._renumbered(given, mixture(), saved, ["a", "b", "c"], {0: 2, 2: 0})
+    state = given_result._renumbered(given, mixture(), saved, ["a", "b", "c"], {0: 2, 2: 0})
     assert state.counted_steps == {"it": {"2": steps["0"], "run/last.ckpt/b": steps["1"], "0": steps["2"]}}
     assert {client: tree["w"].item() for client, tree in state.clients.items()} == {0: 1, 2: 0}
 

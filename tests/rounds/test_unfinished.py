@@ -12,7 +12,7 @@ from fedmoe_pl.algorithms import FedAvg, FineTuning, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, load_checkpoint
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.phases.participation import ClientFailures
+from fedmoe_pl.phases.client_failures import ClientFailures
 from fedmoe_pl.rounds import unfinished
 
 
