@@ -70,8 +70,9 @@ def run_phase(run: Run, phase: Phase) -> None:
         share_memory(training, run.initial_model(phase))
         state.server = training.copies.known(state.server)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
-        if phase.evaluation.every_n_epochs is not None and state.server_learns and not state.trained:
+        if phase.evaluation.every_n_epochs not in (None, state.curve) and state.server_learns:
             evaluate_epochs(run, phase, plan)
+            state.curve = phase.evaluation.every_n_epochs
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
     if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume
@@ -340,6 +341,7 @@ def _train_clients(
             if client not in group.failed:
                 run.call("on_client_end", phase, state.round, client)
         unfinished.add(group, rows)
+    run.logged = {client: run.logged[client] for client in clients if client in run.logged}  # sums depend on the order
     return combined, written, failed
 
 
