@@ -30,7 +30,7 @@ from torch import Generator, Tensor
 from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_at_least, check_number
-from fedmoe_pl.trees import Tree, precise
+from fedmoe_pl.trees import Tree, precise, same_values
 
 
 @dataclass
@@ -96,8 +96,11 @@ class CollectingAggregation(Aggregation, ABC):
         change = self.of_clients(clients, changes, [update.weight for update in updates], generator)
         sent = _unflat(before + change, start, names)
         for name in start.keys() - sent.keys():
-            values = torch.stack([update.sent[name] for update in updates]).sort(dim=0).values
-            sent[name] = values[(len(values) - 1) // 2]
+            values = [update.sent[name] for update in updates]
+            if all(same_values(each, start[name]) for each in values):
+                sent[name] = start[name]  # of any type, even complex
+            else:
+                sent[name] = torch.stack(values).sort(dim=0).values[(len(values) - 1) // 2]
         return Update({name: sent[name] for name in start}, combined.weight), state
 
 
