@@ -68,8 +68,8 @@ def with_types_of(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Tree:
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
-    """``a - b`` for every name in ``a``; ``b`` may have more names."""
-    return {name: tensor - b[name] for name, tensor in a.items()}
+    """``a - b`` for every name in ``a``; ``b`` may have more names. Equal values, also infinite ones, give 0."""
+    return {n: torch.zeros_like(tensor) if same_values(tensor, b[n]) else tensor - b[n] for n, tensor in a.items()}
 
 
 def inner_product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:

@@ -27,7 +27,7 @@ from fedmoe_pl.aggregation.accountant import epsilon
 from fedmoe_pl.aggregation.aggregation import PREFIX, Aggregation, Cohort
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import InvalidArgumentError, check_number
-from fedmoe_pl.trees import Tree, mean_of_two
+from fedmoe_pl.trees import Tree, mean_of_two, names_of_same_tensors
 
 _MAX_NORM, _BIT = PREFIX + "max_norm", PREFIX + "within_max_norm"
 
@@ -127,7 +127,8 @@ class DifferentialPrivacy(Aggregation):
     def of_client(self, client: Client, update: Update) -> Update:
         """The clipped change, 0 if it is not finite, and whether it was within the norm; its weight is 1."""
         change = {name: tensor - client.loaded[name] for name, tensor in update.sent.items()}
-        norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in change.values()))
+        again = {name for _, *others in names_of_same_tensors(client.module) for name in others}
+        norm = math.sqrt(sum(float(change[name].double().square().sum()) for name in change if name not in again))
         max_norm = float(client.loaded.get(_MAX_NORM, self.max_norm))
         if not math.isfinite(norm):  # no factor makes it short enough for the noise
             change = {name: torch.zeros_like(tensor) for name, tensor in change.items()}

@@ -30,7 +30,7 @@ from torch import Generator, Tensor
 from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_at_least, check_number
-from fedmoe_pl.trees import Tree, precise
+from fedmoe_pl.trees import Tree, precise, same_values
 
 
 @dataclass
@@ -90,13 +90,17 @@ class CollectingAggregation(Aggregation, ABC):
         clients = sorted(combined.updates)  # results do not depend on who was trained with whom
         updates = [combined.updates[client] for client in clients]
         names = [name for name, tensor in start.items() if tensor.is_floating_point()]
-        before = _flat(start, names)
-        changes = torch.stack([_flat(update.sent, names) - before for update in updates])
+        before, after = _flat(start, names), torch.stack([_flat(update.sent, names) for update in updates])
+        changes = (after - before).where(after != before, 0.0)  # in a mask, infinite values stay what they are
         changes = changes.where(changes.isfinite().all(1, keepdim=True), 0.0)
         change = self.of_clients(clients, changes, [update.weight for update in updates], generator)
         sent = _unflat(before + change, start, names)
         for name in start.keys() - sent.keys():
-            sent[name] = torch.stack([update.sent[name] for update in updates]).median(dim=0).values
+            values = [update.sent[name] for update in updates]
+            if all(same_values(each, start[name]) for each in values):
+                sent[name] = start[name]  # of any type, even complex
+            else:
+                sent[name] = torch.stack(values).sort(dim=0).values[(len(values) - 1) // 2]
         return Update({name: sent[name] for name in start}, combined.weight), state
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.trees import same_memory
+from fedmoe_pl.trees import same_values
 
 _RANGE = 2.0**62  # of the sum, half of what 64 bits hold
 
@@ -76,7 +76,7 @@ class SecureAggregation:
         return Update(sent, update.weight, update.state)
 
     def _integers(self, name: str, tensor: Tensor, start: Tensor | None, weight: float, num_clients: int) -> Tensor:
-        if start is not None and same_memory(tensor, start):
+        if start is not None and same_values(tensor, start):  # also infinite ones, as in a mask
             return torch.zeros(tensor.shape, dtype=torch.int64)
         values = tensor.double() if start is None else tensor.double() - start.double()
         scaled = (values * weight * 2.0**self.fraction_bits).round()

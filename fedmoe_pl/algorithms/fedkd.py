@@ -218,7 +218,8 @@ def compressed(tree: Mapping[str, Tensor], energy: float) -> Tree:
     result: Tree = {}
     for name, tensor in tree.items():
         matrix = tensor.flatten(1) if tensor.ndim > 1 else tensor
-        factors = _factors(matrix, energy) if tensor.ndim > 1 and energy < 1 and matrix.isfinite().all() else {}
+        is_compressible = tensor.ndim > 1 and tensor.is_floating_point() and bool(tensor.isfinite().all())
+        factors = _factors(matrix, energy) if is_compressible and energy < 1 else {}
         if factors and sum(factor.numel() for factor in factors.values()) < matrix.numel():
             result |= {f"{name}/{factor}": values for factor, values in factors.items()}
         else:

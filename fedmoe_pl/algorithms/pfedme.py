@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms.client import Client, Constants, Update
 from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, learning_rate, trained_parameters
 from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_at_least, check_number
-from fedmoe_pl.trees import Tree, inner_product, load_tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, inner_product, load_tree, mean_of_two, subtree, with_prefix
 
 
 class PFedMe(PersonalModel):
@@ -113,8 +113,6 @@ class PFedMe(PersonalModel):
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Line 10: ``(1 - server_lr) w + server_lr mean(w_i)``, also the ``theta`` of clients that never took part."""
-        w = {
-            name: torch.lerp(server[name], mean, self.server_lr) if mean.is_floating_point() else mean
-            for name, mean in combined.sent.items()
-        }
+        old = {name: server[name] for name in combined.sent}
+        w = mean_of_two(old, 1 - self.server_lr, combined.sent, self.server_lr)
         return {**server, **w, **with_prefix(subtree(w, "global_expert."), "local_expert.")}

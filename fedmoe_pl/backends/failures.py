@@ -113,7 +113,7 @@ def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tenso
     if not math.isfinite(weight):
         raise NotFiniteError(f"its weight is {weight}")
     for name, tensor in floating:
-        if _is_wrong(tensor, known.get(name)):
+        if _is_wrong(tensor, known.get(name.rpartition("/")[2])):  # an algorithm may keep a copy with a prefix
             raise NotFiniteError(f"its {name} is not finite")
 
 

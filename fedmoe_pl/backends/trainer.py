@@ -118,9 +118,8 @@ class TrainerPlan(Plan):
         with one_thread():
             if self.shares_trainer:
                 in_one_step(self.training, train)
-                self.shares_trainer = self.training.sample_privacy is not None or not any(
-                    map(_needs_trainer, updates.values())
-                )
+                needs = any(isinstance(getattr(each, "error", None), NeedsTrainerError) for each in updates.values())
+                self.shares_trainer = self.training.sample_privacy is not None or not needs
             if not self.shares_trainer:
                 train(None)
         return group_updates(self.training, groups, updates, self.logged)
@@ -198,10 +197,6 @@ class TrainerPlan(Plan):
         module.zero_grad()
         training.copies.move(module, torch.device("cpu"))
         return [optimizer]
-
-
-def _needs_trainer(update: Update | Failure) -> bool:
-    return isinstance(update, Failure) and isinstance(update.error, NeedsTrainerError)
 
 
 def _steps(trainer: Trainer) -> int:

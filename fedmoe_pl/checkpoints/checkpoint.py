@@ -40,7 +40,7 @@ CLIENT_STATES = "checkpoints/clients"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
 LOCK = "lock"
-_FORMAT = 11  # the version of the checkpoint format
+_FORMAT = 12  # the version of the checkpoint format
 _OF_ANOTHER_VERSION = f"which another version of this package wrote; this one reads format {_FORMAT}"
 _TENSORS = "tensors"  # the folder of the tensors' files, beside the checkpoints
 # A power failure may damage what was written after the last flush; a flush takes 10 to 50 ms, longer than some rounds.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedmoe_pl.checkpoints.files import (
     DamagedFileError,
+    header_of,
     in_own_memory,
-    names_in,
     read_tensors,
     replacing,
     write_tensors,
@@ -56,9 +56,9 @@ class ClientFiles:
         return self._cached[path]
 
     def names(self, phase: str, client: int, round: int) -> Collection[str]:
-        """The names of the tensors in a file; see :func:`names_in`."""
+        """The names of the tensors in a file; see :func:`header_of`."""
         path = self.path(phase, client, round)
-        return self._cached[path] if path in self._cached else names_in(path)
+        return self._cached[path] if path in self._cached else header_of(path).keys() - {"__metadata__"}
 
     def path(self, phase: str, client: int, round: int) -> Path:
         """The file of what a client kept after a round."""
@@ -118,7 +118,7 @@ class StatesOnDisk(Mapping[int, Tree]):
         return int((self.versions >= 0).any(1).sum())
 
     def names(self, client: int) -> set[str]:
-        """The names of the tensors that a client keeps, without reading the tensors; see :func:`names_in`."""
+        """The names of the tensors that a client keeps, without reading the tensors; see :func:`header_of`."""
         names = set[str]()
         for (phase, shown), round in zip(self.phases, self.versions[client].tolist(), strict=True):
             kept = self.files.names(phase, client, round) if round >= 0 else ()
@@ -131,13 +131,6 @@ class StatesOnDisk(Mapping[int, Tree]):
             return []
         rounds = zip(self.phases, self.versions[client].tolist(), strict=True)
         return [self.files.path(phase, client, round) for (phase, _), round in rounds if round >= 0]
-
-    def after(self, rows: Mapping[int, list[int]]) -> StatesOnDisk:
-        """The mapping after some clients wrote new files: each one's row of ``versions``."""
-        versions = self.versions.clone()
-        for client, row in rows.items():
-            versions[client] = torch.tensor(row)
-        return StatesOnDisk(self.files, self.phases, versions)
 
     def only(self, names: Names) -> StatesOnDisk:
         """The same files, restricted to these tensors."""
@@ -356,9 +349,15 @@ class FileStore(Store):
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, list[int]]) -> StatesOnDisk:
         """Refers to the new files."""
         assert isinstance(kept, StatesOnDisk) and kept.phases[-1] == (phase, None), "the phase began with `adopt`"
-        for client in written:
+        versions = kept.versions.clone()
+        for client, row in written.items():
             self._replaced += [(client, path) for path in kept.paths(client) if path.parent.name == phase]
-        return kept.after(written)
+            versions[client] = torch.tensor(row)
+        return StatesOnDisk(self.files, kept.phases, versions)
+
+    def metadata(self, phase: str, client: int, row: Sequence[int]) -> dict[str, str] | None:
+        """The metadata, with the checksum, of the file that a client wrote in a round; None if there is no file."""
+        return header_of(self.files.path(phase, client, row[-1])).get("__metadata__")
 
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> StatesOnDisk:
         """Refers to the same files if they are in this store's folder, else writes new ones."""

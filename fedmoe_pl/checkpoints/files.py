@@ -195,13 +195,13 @@ def read_tensors(path: Path, **owner: object) -> Tree:
     return tensors
 
 
-def names_in(path: Path) -> Collection[str]:
-    """The names of the tensors in a file, without checking it for damage; empty if it cannot be read."""
-    with suppress(DamagedFileError, OSError, ValueError, AttributeError, RecursionError):
+def header_of(path: Path) -> dict[str, Any]:
+    """The header of a file of tensors, without checking the file for damage; empty if it cannot be read."""
+    with suppress(DamagedFileError, OSError, ValueError, TypeError, RecursionError):
         _check_ordinary(path)
         with path.open("rb") as file:
-            return _head(file)[1].keys() - {"__metadata__"}
-    return ()
+            return dict(_head(file)[1])
+    return {}
 
 
 def _head(file: BinaryIO) -> tuple[bytes, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.evaluation.evaluation import Evaluation
@@ -41,7 +42,9 @@ class PhaseState:
         clients: the tensors that clients keep, by client, in memory or on disk.
         round: number of completed rounds.
         trained: the clients that have trained alone in a round that is not complete, by id as text: each one's file, as
-            the store refers to it, and what its Trainer logged. The rest of the state is that before the round.
+            the store refers to it, the file's metadata, and what its Trainer logged. The rest of the state is that
+            before the round.
+        curve: the ``Evaluate.every_n_epochs`` with which the phase was evaluated before its only round; None if not.
         finished: whether the phase's result is final.
         best_metric: best mean of the monitored metric so far; negated if lower is better.
         improved_metric: the mean at the last improvement by more than ``Select.min_delta``.
@@ -78,7 +81,8 @@ class PhaseState:
     server: Tree
     clients: Mapping[int, Tree] = field(default_factory=dict)
     round: int = 0
-    trained: dict[str, tuple[list[int], list[dict[str, float]]]] = field(default_factory=dict)
+    trained: dict[str, tuple[list[int], Any, list[dict[str, float]]]] = field(default_factory=dict)
+    curve: int | None = None
     finished: bool = False
     best_metric: float | None = None
     improved_metric: float | None = None

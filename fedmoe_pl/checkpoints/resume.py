@@ -20,7 +20,7 @@ from fedmoe_pl.checkpoints.checkpoint import (
     rows_of,
     versions,
 )
-from fedmoe_pl.checkpoints.client_state import StatesOnDisk, check_states
+from fedmoe_pl.checkpoints.client_state import check_states
 from fedmoe_pl.checkpoints.configuration import changes, is_listed
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
@@ -68,8 +68,6 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
                 f"finished cannot have more or fewer: let a new phase start from it (start: {name})."
             )
         check_states(state.clients, state.best_clients)
-        if isinstance(state.clients, StatesOnDisk):
-            check_states(state.clients.after({int(client): row for client, (row, _) in state.trained.items()}))
     return {**content, "rows": rows_of(path, content), "writer": writer}
 
 
@@ -110,7 +108,7 @@ def check_configuration(
         )
     rank_zero_info(f"'{path}' is continued with another configuration: {differences}.")
     for state in content["phases"].values():
-        state.trained = {}  # a round is trained with one configuration
+        state.trained, state.curve = {}, None  # a round is trained with one configuration
 
 
 def _extensible(content: dict[str, Any], phases: Sequence[Phase]) -> dict[str, int]:

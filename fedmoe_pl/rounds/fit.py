@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from fedmoe_pl.rounds.privacy import count_round, count_steps, log_epsilons, upd
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.unfinished import UnfinishedRound
 from fedmoe_pl.seeds import generator_of
-from fedmoe_pl.trees import Tree, of_module
+from fedmoe_pl.trees import Tree, names_of_same_tensors, of_module
 
 
 def fit(run: Run) -> None:
@@ -71,8 +71,9 @@ def run_phase(run: Run, phase: Phase) -> None:
         share_memory(training, run.initial_model(phase))
         state.server = training.copies.known(state.server)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
-        if phase.evaluation.every_n_epochs is not None and state.server_learns and not state.trained:
+        if phase.evaluation.every_n_epochs not in (None, state.curve) and state.server_learns:
             evaluate_epochs(run, phase, plan)
+            state.curve = phase.evaluation.every_n_epochs
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
     if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume
@@ -135,7 +136,7 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
     if secure is not None and combined is not None:
         combined = secure.decoded(combined, state.server, training.start_of_changes(state.server))
     if phase.aggregation is not None:
-        combined = aggregated(run, phase, combined)
+        combined = aggregated(run, phase, training.module, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"
     if phase.aggregation is None and not combined.weight:
         raise ClientError(f"{phase}, round {state.round}: all clients' updates have weight 0, so they have no mean.")
@@ -341,6 +342,7 @@ def _train_clients(
             if client not in group.failed:
                 run.call("on_client_end", phase, state.round, client)
         unfinished.add(group, rows)
+    run.logged = {client: run.logged[client] for client in clients if client in run.logged}  # sums depend on the order
     return combined, written, failed
 
 
@@ -352,17 +354,22 @@ def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
     return {name: tensor for name, tensor in server.items() if algorithm.is_shared(name)}
 
 
-def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
-    """The aggregated update for ``Algorithm.server_update``; updates the state of the phase's aggregation."""
+def aggregated(run: Run, phase: Phase, module: LightningModule, combined: Update | None) -> Update:
+    """The aggregated update for ``Algorithm.server_update``; updates the state of the phase's aggregation.
+
+    A tensor that the module has under several names is aggregated once, so that it gets noise once.
+    """
     state, aggregation = run.states[phase.name], phase.aggregation
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
     # phases draw different noise: equal noise would cancel in the difference of their results
     generator = generator_of(run.seed, _NOISE, phase.name, state.round)
-    start = shared_by(phase.algorithm, state.server)
+    same = {other: name for name, *others in names_of_same_tensors(module) for other in others}
+    start = {name: each for name, each in shared_by(phase.algorithm, state.server).items() if name not in same}
     with one_thread():
         update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)
-    return update
+    again = {other: update.sent[name] for other, name in same.items() if name in update.sent}
+    return replace(update, sent=update.sent | again)
 
 
 def server_step(

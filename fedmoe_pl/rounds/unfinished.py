@@ -27,12 +27,13 @@ class UnfinishedRound:
     """
 
     def __init__(self, run: Run, phase: Phase) -> None:
-        state = run.states[phase.name]
+        state, store = run.states[phase.name], run.store
         self.run, self.phase = run, phase
         self.before = replace(state, traffic={**state.traffic})
-        self.trained = {**state.trained}
         trains_alone = not (phase.algorithm.federated and state.server_learns)
-        self.is_saved = trains_alone and isinstance(run.store, FileStore)
+        self.store = store if trains_alone and isinstance(store, FileStore) else None
+        self.logs = bool(phase.client_trainer(run.trainer).get("logger"))
+        self.trained = {**state.trained}
         self._saved = time.monotonic()
 
     def split(self, groups: Sequence[list[int]]) -> tuple[list[list[int]], dict[int, Any]]:
@@ -40,18 +41,29 @@ class UnfinishedRound:
 
         A group is trained as a whole, because the bits of a stack may depend on all of its clients.
         """
-        left = [group for group in groups if not self.trained.keys() >= {*map(str, group)}]
+        left = [group for group in groups if not all(map(self._is_done, group))]
         done = [client for group in groups if group not in left for client in group]
-        self.run.logged |= {client: self.trained[str(client)][1] for client in done if self.trained[str(client)][1]}
+        self.run.logged |= {client: self.trained[str(client)][2] for client in done if self.logs}
         return left, {client: self.trained[str(client)][0] for client in done}
+
+    def _is_done(self, client: int) -> bool:
+        """Whether its result is there: another configuration may have written the file anew, or logged nothing."""
+        if self.store is None or str(client) not in self.trained:
+            return False
+        row, metadata, logged = self.trained[str(client)]
+        return metadata == self.store.metadata(self.phase.name, client, row) and bool(logged) == self.logs
 
     def add(self, group: GroupUpdate, written: Mapping[int, Any]) -> None:
         """Notes the clients of a group that answered; saves the run if the last time was some seconds ago."""
-        self.trained |= {str(client): (file, group.logged.get(client, [])) for client, file in written.items()}
-        if self.is_saved and time.monotonic() - self._saved >= _SECONDS_BETWEEN_SAVES:
+        if self.store is None:
+            return
+        for client, row in written.items():
+            metadata = self.store.metadata(self.phase.name, client, row)
+            self.trained[str(client)] = row, metadata, group.logged.get(client, [])
+        if time.monotonic() - self._saved >= _SECONDS_BETWEEN_SAVES:
             self.run.save(in_round={self.phase.name: replace(self.before, trained={**self.trained})})
             self._saved = time.monotonic()
 
     def end(self) -> None:
         """Ends the first try, after which all clients train again, as they would without a kill."""
-        self.trained, self.is_saved = {}, False
+        self.store = None

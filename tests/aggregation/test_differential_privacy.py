@@ -6,12 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import Expert, blobs, mixture
+from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Generator
+from torch import Generator, nn
 
-from fedmoe_pl import Update
+from fedmoe_pl import Phase, Update
 from fedmoe_pl.aggregation import DifferentialPrivacy, accountant
 from fedmoe_pl.aggregation.aggregation import Cohort
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.models import GlobalOnly
 
 START = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)}
 SENT = [
@@ -23,7 +27,7 @@ COHORT = Cohort(4, range(10))
 
 
 def clipped(aggregation, sent, state=None):
-    client = SimpleNamespace(id=0, loaded={**START, **(state or {})})
+    client = SimpleNamespace(id=0, module=nn.Module(), loaded={**START, **(state or {})})
     return aggregation.of_client(client, Update(sent, 17))
 
 
@@ -87,6 +91,32 @@ def test_the_norm_follows_the_quantile():
     assert 0.9 < state["aggregation/max_norm"].item() < 1.1, "the median of 5, 0.5 and 1"
     assert clipped(private, SENT[1], state).sent["aggregation/within_max_norm"].item() == 1
     assert clipped(private, SENT[0], state).sent["aggregation/within_max_norm"].item() == 0
+
+
+class Tied(Expert):
+    """An expert that computes a layer twice or, for comparison, once."""
+
+    def __init__(self, names):
+        super().__init__()
+        layer = nn.Linear(5, 5)
+        for name in names:
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return super().forward(self.one(self.one(x)))
+
+
+def test_a_tensor_of_several_names_counts_once_in_the_norm_and_gets_noise_once(tmp_path):
+    servers = []
+    for names in (["one"], ["one", "two"]):
+        private = DifferentialPrivacy(0.5, 0.3, 1e-5)
+        phase = Phase("it", FedAvg("global_expert.*"), rounds=2, aggregation=private, gate=GlobalOnly(), evaluate=False)
+        run = federation(tmp_path, [phase], trainer={"accelerator": "cpu"}, enable_checkpointing=False)
+        run.fit(mixture(GlobalOnly(), Tied(names)), blobs())
+        servers.append(run.run.states["it"].server)
+    once, tied = servers
+    for name, tensor in tied.items():
+        torch.testing.assert_close(tensor, once[name.replace(".two.", ".one.")], rtol=1e-12, atol=1e-12)
 
 
 def test_bits_and_changes_together_cost_the_noise_multiplier():

@@ -310,3 +310,17 @@ def test_the_attackers_train_and_keep_their_own_parameters(tmp_path):
     assert all(
         torch.equal(tensor, states["usual"].clients[1][name]) for name, tensor in states["it"].clients[1].items()
     )
+
+
+def test_masks_stay_as_they_are_and_hide_no_change_of_other_tensors():
+    mask = {"mask": torch.full((2, 2), -math.inf).triu(1), "allowed": torch.tensor([True, False])}
+    mask |= {"rotations": torch.ones(2, dtype=torch.complex64)}
+    start = {"weight": torch.zeros(2), **mask}
+    updates = [
+        Update({"weight": torch.tensor([1.0, n]), **{name: mask[name].clone() for name in mask}}, 1) for n in range(3)
+    ]
+    collected = [TrimmedMean(0).of_remote_client(client, update) for client, update in enumerate(updates)]
+    combined = TrimmedMean(0).combine(TrimmedMean(0).combine(*collected[:2]), collected[2])
+    sent = TrimmedMean(0).aggregate(start, combined, {}, Cohort(3, range(3)), Generator())[0].sent
+    assert sent["weight"].tolist() == [1.0, 1.0]
+    assert all(torch.equal(sent[name], mask[name]) for name in mask)

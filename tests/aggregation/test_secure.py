@@ -83,7 +83,7 @@ def test_the_mean_differs_from_that_of_fedavg_as_the_guide_says(dtype, units):
 
 def test_what_nobody_changes_stays_the_same_in_every_bit():
     secure = SecureAggregation(fraction_bits=1)
-    odd = {"w": torch.tensor([1e-30, -0.0, 3e30])}
+    odd = {"w": torch.tensor([1e-30, -0.0, 3e30, -math.inf])}
     encoded = [secure.encoded(Update({"w": each}, 7), odd, 2) for each in (odd["w"], odd["w"].clone())]
     assert secure.decoded(secure.combine(*encoded), odd, odd).sent["w"] is odd["w"]
 

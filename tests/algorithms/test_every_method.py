@@ -3,10 +3,11 @@
 import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import blobs, mixture, sparse_mixture
+from helpers import Expert, blobs, mixture, sparse_mixture
 from helpers.adapted import adapted
 from helpers.architectures import pair
 from helpers.backends import FEW, begin, local_training
@@ -21,6 +22,7 @@ from fedmoe_pl import Phase, algorithms
 from fedmoe_pl.aggregation import CoordinateMedian, MultiKrum, NearestNeighborMixing
 from fedmoe_pl.algorithms import fedmoe_da
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends.backend import fold, updated_server
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 
 
@@ -95,6 +97,31 @@ def test_samples_without_a_label_do_not_count(algorithm, module, constants):
     expected = algorithm.client_loss(module, (x[:4], y[:4]), constants)
     y[4:] = -100
     torch.testing.assert_close(algorithm.client_loss(module, (x, y), constants), expected, rtol=1e-14, atol=0)
+
+
+class Masked(Expert):
+    """An expert with masks as buffers: one of infinite values, and one of booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+        self.register_buffer("allowed", torch.ones(3, 3, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("algorithm", [algorithms.Scaffold("global_expert.*"), algorithms.FedKD(), algorithms.PFedMe()])
+def test_masks_stay_as_they_are_and_nothing_else_depends_on_them(algorithm):
+    servers = []
+    for expert in (Expert(), Masked()):
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        plan = begin(TrainerBackend(), local_training(mixture(GlobalOnly(), expert, optimizer=sgd), algorithm, blobs()))
+        start = algorithm.server_begin(algorithm.server_init(plan.training.module), [SimpleNamespace(rounds=1)])
+        groups = [*plan.train(start, plan.groups(range(3)), {}, 0)]
+        assert not any(group.failed for group in groups)
+        servers.append(updated_server(algorithm, start, fold(algorithm, [group.update for group in groups])))
+    without, masked = servers
+    assert_same({name: masked[name] for name in without}, without)
+    for name in ("global_expert.mask", "global_expert.allowed"):
+        assert torch.equal(masked[name], start[name])
 
 
 # Models in bfloat16: what torch cannot compute in it is computed in float32, and the server stays in it

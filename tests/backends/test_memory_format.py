@@ -106,15 +106,18 @@ def test_a_run_has_the_results_of_contiguous_format_and_in_workers_and_after_a_k
 EQUAL = {"rtol": 0, "atol": 0}
 
 
-@pytest.mark.parametrize("shape", [(6, 3, 5, 5), (6, 1, 5, 5), (6, 3, 1, 1), (6, 1, 1, 1), (1, 1, 4, 4)])
+@pytest.mark.parametrize(
+    "shape", [(6, 3, 5, 5), (6, 1, 5, 5), (6, 3, 1, 1), (6, 1, 1, 1), (1, 1, 4, 4), (6, 3, 2, 5, 5), (6, 3, 1, 1, 1)]
+)
 def test_tensors_and_modules_travel_in_their_format(shape):
     out_channels, in_channels, *kernel = shape
-    module = nn.Conv2d(in_channels, out_channels, tuple(kernel))
-    weights = [module.weight.detach(), copy.deepcopy(module).to(memory_format=torch.channels_last).weight.detach()]
+    kind, of = (nn.Conv3d, torch.channels_last_3d) if len(kernel) == 3 else (nn.Conv2d, torch.channels_last)
+    module = kind(in_channels, out_channels, tuple(kernel))
+    weights = [module.weight.detach(), copy.deepcopy(module).to(memory_format=of).weight.detach()]
     received = loads(dumps(weights))
     assert_same(received, weights)
     assert [weight.stride() for weight in received] == [weight.stride() for weight in weights]
-    assert in_channels_last(loads(dumps(module.to(memory_format=torch.channels_last))))
+    assert loads(dumps(module.to(memory_format=of))).weight.stride() == weights[1].stride()
 
 
 @pytest.mark.parametrize("fused", [False, True])

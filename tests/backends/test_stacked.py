@@ -1,5 +1,6 @@
 """Stacked clients get the result of a Trainer per client."""
 
+import math
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from torch import nn
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedMoEDA, FedRep, FineTuning, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.stacked.members import Member, StackedData
+from fedmoe_pl.backends.stacked.stack import with_noise
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import (
     ConstantGate,
@@ -244,3 +246,10 @@ def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
     assert kept.keys() == expected.keys() == {0, 2}, "the client is left out"
     for client in (0, 2):
         torch.testing.assert_close(kept[client], expected[client], rtol=1e-10, atol=1e-10)
+
+
+def test_noise_of_a_trial_leaves_infinite_values_of_a_mask():
+    mask = torch.full((3, 3), -math.inf).triu(1)
+    noisy = with_noise({"mask": mask})["mask"]
+    assert torch.equal(noisy.isfinite(), mask.isfinite()) and bool((noisy.tril() > 0).any())
+    assert bool((noisy[~mask.isfinite()] == -math.inf).all())

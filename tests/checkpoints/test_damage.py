@@ -25,7 +25,7 @@ from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, copy_checkpoint, loa
 from fedmoe_pl.checkpoints.files import (
     DamagedFileError,
     _write,
-    names_in,
+    header_of,
     read_tensors,
     replacing,
     write_json,
@@ -215,7 +215,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(copy, name):
     os.mkfifo(path)
     with pytest.raises(MisconfigurationException, match=f"which needs '{path}'"):
         load_checkpoint(copy / CHECKPOINT)
-    assert names_in(path) == ()
+    assert header_of(path) == {}
 
 
 def test_a_checkpoint_of_lightning_that_is_compressed_is_refused_and_not_unpacked(tmp_path, monkeypatch):

@@ -7,9 +7,9 @@ import torch
 from helpers import blobs, mixture
 from helpers.runs import Kill, Notes, assert_same, federation, resumed_after
 
-from fedmoe_pl import Evaluate, Phase
+from fedmoe_pl import Evaluate, Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend, trainer
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, load_checkpoint
 from fedmoe_pl.models import ConstantGate
 from fedmoe_pl.phases.client_failures import ClientFailures
@@ -25,12 +25,12 @@ def model():
     return mixture()
 
 
-def phases(**of_local) -> list[Phase]:
+def phases() -> list[Phase]:
     """Clients train for the server, then alone for two rounds, then alone for one round from the beginning."""
     return [
         Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1.0)),
         Phase("PFL-FB", FineTuning("local_expert.classifier.*"), rounds=2, gate=ConstantGate(0.0)),
-        Phase("Local", Local(), gate=ConstantGate(0.0), start="initial", **of_local),
+        Phase("Local", Local(), gate=ConstantGate(0.0), start="initial"),
     ]
 
 
@@ -77,10 +77,7 @@ def test_clients_that_trained_alone_before_a_kill_do_not_train_again(backend, si
 def test_a_round_that_must_be_tried_again_counts_the_same(tmp_path):
     def make(path=tmp_path / "killed", callbacks=()):
         failures = ClientFailures(dropout=0.5, min_clients=4)
-        its_callbacks = [tries, *callbacks]
-        return federation(
-            path, phases()[2:], failures=failures, seed=2, backend=TrainerBackend(), callbacks=its_callbacks
-        )
+        return local(path, 1, [tries, *callbacks], failures=failures, seed=2)
 
     tries = Notes(on_client_end=lambda *arguments: arguments[-1])
     (whole := make(tmp_path / "whole")).fit(model(), data())
@@ -91,35 +88,72 @@ def test_a_round_that_must_be_tried_again_counts_the_same(tmp_path):
         assert_same_runs(resumed_after(Kill("on_client_end", n), killed, model, data), whole)
 
 
-def test_a_changed_configuration_trains_all_clients_of_the_round(tmp_path, caplog):
-    def make(epochs, callbacks=()):
-        trainer = {"accelerator": "cpu", "max_epochs": epochs}
-        return federation(tmp_path, phases()[2:], trainer=trainer, backend=TrainerBackend(), callbacks=callbacks)
+def local(path, epochs=1, callbacks=(), logger=False, every=None, algorithm=None, **settings):
+    """A run of Local alone, which is killed or goes on from there."""
+    of_clients = {"accelerator": "cpu", "max_epochs": epochs, "logger": logger}
+    phase = Phase("Local", algorithm or Local(), gate=ConstantGate(0.0), evaluate=Evaluate(every_n_epochs=every))
+    settings = {"trainer": of_clients, "backend": TrainerBackend(), "callbacks": callbacks, **settings}
+    return federation(path, [phase], **settings)
 
+
+def kill(run: Federation, *arguments):
     with pytest.raises(KeyboardInterrupt):
-        make(1, [Kill("on_client_end", 4)]).fit(model(), data())
+        run.fit(model(), data(), *arguments)
+
+
+def test_a_changed_configuration_trains_all_clients_of_the_round(tmp_path, caplog):
+    kill(local(tmp_path, 1, [Kill("on_client_end", 4)]))
     clients = Notes(on_client_end=lambda *arguments: arguments[-1])
-    make(2, [clients]).fit(model(), data(), ckpt_path="last", allow_changes="trainer.max_epochs")
+    local(tmp_path, 2, [clients]).fit(model(), data(), "last", "trainer.max_epochs")
     assert clients.noted == [0, 1, 2, 3, 4]
     assert caplog.messages[-1].endswith("after round 0 of phase 'Local'.")
 
 
-def test_a_curve_over_epochs_and_what_clients_log_are_whole(tmp_path):
-    def make(path=tmp_path / "killed", callbacks=()):
-        trainer = {"accelerator": "cpu", "max_epochs": 3, "logger": True}
-        of_local = {"evaluate": Evaluate(every_n_epochs=1)}
-        its_callbacks = [logged, *callbacks]
-        return federation(
-            path,
-            phases(**of_local)[2:],
-            trainer=trainer,
-            logger=True,
-            backend=TrainerBackend(),
-            callbacks=its_callbacks,
-        )
-
-    logged = Notes(on_round_end=lambda run, *_: run.logged)
-    (whole := make(tmp_path / "whole")).fit(model(), data())
-    resumed = resumed_after(Kill("on_client_end", 4), make, model, data)
+def test_files_that_a_run_with_another_configuration_has_written_anew_are_not_used(tmp_path, monkeypatch):
+    (whole := local(tmp_path / "whole")).fit(model(), data())
+    kill(local(tmp_path, 1, [Kill("on_client_end", 4)]))
+    monkeypatch.setattr(unfinished, "_SECONDS_BETWEEN_SAVES", 1000)
+    kill(local(tmp_path, 3, [Kill("on_client_end", 2)]), "last", "trainer.max_epochs")
+    clients = Notes(on_client_end=lambda *arguments: arguments[-1])
+    (resumed := local(tmp_path, 1, [clients])).fit(model(), data(), "last")
+    assert clients.noted == [0, 1, 3, 4]
     assert_same_runs(resumed, whole)
-    assert logged.noted[0].keys() == {0, 1, 2, 3, 4} and logged.noted[1] == logged.noted[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"logger": True, "every": 1}, {"logger": True, "every": 1}),
+        ({}, {"logger": True}),
+        ({"logger": True}, {}),
+        ({}, {"every": 1}),
+        ({}, {"enable_checkpointing": False}),
+    ],
+    ids=str,
+)
+def test_curves_and_what_clients_log_are_whole_also_if_only_the_resumed_run_asks_for_them(before, now, tmp_path):
+    results = Notes(on_evaluation_end=lambda *arguments: arguments[-1], on_round_end=lambda run, *_: run.logged)
+    local(tmp_path / "whole", 3, [results], **now).fit(model(), data())
+    whole, results.noted = results.noted, []
+    kill(local(tmp_path, 3, [Kill("on_client_end", 4)], **before))
+    local(tmp_path, 3, [results], **now).fit(model(), data(), "last")
+    assert_same(results.noted, whole[-len(results.noted) :])
+    assert len(results.noted) == 2 if before == now else results.noted[0].epochs == whole[0].epochs
+    assert results.noted[-1].keys() == ({0, 1, 2, 3, 4} if "logger" in now else set())
+
+
+class FailingFor1(Local):
+    def client_init(self, client, sent):
+        if client.id == 1:
+            raise OSError("no disk")
+        return super().client_init(client, sent)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_what_clients_log_has_their_order_so_that_means_have_the_same_bits(tmp_path, monkeypatch):
+    """The clients 0 and 1 are a group, which is trained again."""
+    monkeypatch.setattr(trainer, "_MOST_GROUPS", 3)
+    logged = Notes(on_round_end=lambda run, *_: [*run.logged])
+    kill(local(tmp_path, 1, [Kill("on_client_end", 4)], True, algorithm=FailingFor1()))
+    local(tmp_path, 1, [logged], True, algorithm=FailingFor1()).fit(model(), data(), "last")
+    assert logged.noted == [[0, 2, 3, 4]]

@@ -311,12 +311,13 @@ def with_noise(tensors: Tree) -> Tree:
     """Adds noise to floating-point tensors: between 0 and a tenth of their mean absolute value, or 0.01 if larger.
 
     With noise, a trial sees terms of a loss that are 0 where training starts. Positive values, such as variances, stay
-    positive.
+    positive, and infinite ones, as in a mask, infinite.
     """
     generator, noisy = torch.Generator().manual_seed(0), {**tensors}
     for name, tensor in ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point()):
         noise = torch.rand(tensor.shape, generator=generator).to(tensor)
-        noisy[name] = tensor + noise * (0.1 * tensor.abs().mean()).clamp_min(0.01)
+        finite = tensor.where(tensor.isfinite(), 0)
+        noisy[name] = tensor + noise * (0.1 * finite.abs().mean()).clamp_min(0.01)
     return noisy
 
 

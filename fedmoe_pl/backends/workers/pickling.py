@@ -70,7 +70,7 @@ class _Pickler(cloudpickle.Pickler):
         if obj.dtype in _AS_INTEGERS:
             return Tensor.view, (obj.view(_AS_INTEGERS[obj.dtype]), obj.dtype)
         if obj.dtype in _NUMPY_DTYPES:
-            if obj.is_contiguous(memory_format=torch.channels_last):
+            if any(obj.is_contiguous(memory_format=of) for of in (torch.channels_last, torch.channels_last_3d)):
                 # with strides, which NumPy changes for dimensions of size 1: PyTorch infers the memory format from them
                 return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
             return torch.from_numpy, (obj.numpy(),)
