@@ -18,6 +18,7 @@ from fedmoe_pl.callbacks.figures import COLORS, INK, log_figure, new_figure, sty
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of, own_batch
 from fedmoe_pl.models.inputs import first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
@@ -100,10 +101,11 @@ class SampleMonitor(FederationCallback):
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the samples of each client, and the curve over all of them."""
-        is_shown = evaluation is not None and run.loggers.take_images and run.datamodule.num_classes
-        if not is_shown or not has_trained_gate(run.module(phase)):
+        if evaluation is None or not run.loggers.take_images:
             return
-        assert evaluation is not None
+        module = run.module(phase)
+        if not (has_trained_gate(module) and predicts_classes(module, run.datamodule)):
+            return
         of_clients = self.compute(run, phase.name)
         for client, gated in of_clients.items():
             order = gated.certainty.argsort(stable=True)

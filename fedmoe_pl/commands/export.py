@@ -21,11 +21,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import Tensor, nn
 
-from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing, replacing_files, write_file
 from fedmoe_pl.checks import InvalidArgumentError, check_choice, with_article
 from fedmoe_pl.data import FederatedDataModule, TimeSeriesDataModule
-from fedmoe_pl.evaluation.client_models import has_own_model
+from fedmoe_pl.evaluation.client_models import have_one_model
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights, own_batch
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
@@ -54,8 +53,8 @@ def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Pa
     ``load_from_checkpoint``.
     """
     phase, evaluation_point = run.phase_and_point(method)
-    kept = run.states[phase.name].clients.values()
-    if not (len(paths) == 1 or chooses_model(phase.algorithm) or any(has_own_model(t, evaluation_point) for t in kept)):
+    training, state, clients = run.training(phase), run.states[phase.name], [*paths]
+    if len(paths) > 1 and have_one_model(training, state.server, state.clients, clients, evaluation_point):
         client, path = next(iter(paths.items()))
         paths = {client: path.with_name("all_clients.ckpt")}
     for path, module in zip(paths.values(), run.client_modules(method, paths), strict=True):
@@ -122,9 +121,9 @@ def export_clients(
             f'format onnx needs {", ".join(missing)}: pip install ".[export]" in the repository.'
         )
     algorithm = run.phase_and_point(method)[0].algorithm
-    if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not run.datamodule.has_pairs):
+    if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not _has_tensors(run.datamodule)):
         allowed = "one whose model maps a tensor to scores"
-        because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
+        because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs of tensors"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
     folder = run.folder / "exported" / method if output is None else Path(output)
     paths = {each: folder / f"{names.file(each)}{SUFFIXES[format]}" for each in clients}
@@ -136,6 +135,12 @@ def export_clients(
         write = _write_adapters if format == "peft" else _write_merged
         return "\n".join(line for each, path in paths.items() for line in write(run, method, each, path))
     return "\n".join(_export(run, method, each, format, path) for each, path in paths.items())
+
+
+def _has_tensors(datamodule: FederatedDataModule) -> bool:
+    """Whether batches are pairs whose inputs are a tensor."""
+    (batch,) = datamodule.batches(datamodule.global_test[:1])
+    return datamodule.has_pairs and isinstance(batch[0], Tensor)
 
 
 def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:

@@ -87,7 +87,8 @@ class RunLoggers:
 
         ``SummaryWriter.add_histogram`` drops empty bins at the ends, which would give every client a different axis.
         """
-        counts, edges = np.histogram(weights, bins=HISTOGRAM_BINS, range=(0.0, 1.0))
+        # rounding lifts some sums of weights above 1, and `np.histogram` leaves out what is not in the range
+        counts, edges = np.histogram(np.clip(weights, 0.0, 1.0), bins=HISTOGRAM_BINS, range=(0.0, 1.0))
         writers = self.writers(method)
         if writers:
             buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count
