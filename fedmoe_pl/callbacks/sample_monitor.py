@@ -95,8 +95,9 @@ class SampleMonitor(FederationCallback):
     def on_fit_start(self, run: Run) -> None:
         """Refuses ids that no client has, and says if nothing can be shown."""
         check_clients(self, self.clients, run.datamodule)
-        if not run.loggers.take_images or not run.datamodule.num_classes:
-            why = "the data have no classes" if run.loggers.take_images else "no logger takes pictures"
+        is_shown = any(predicts_classes(model, run.datamodule) for model in run.models.values())
+        if not (run.loggers.take_images and is_shown):
+            why = "no model predicts classes" if run.loggers.take_images else "no logger takes pictures"
             rank_zero_warn(f"SampleMonitor: nothing is shown, because {why}.")
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:

@@ -150,7 +150,10 @@ def test_classes_that_a_mixture_predicts_as_labels_that_are_on_or_off_are_not_sh
     monitor, computed = SampleMonitor([0]), []
     monkeypatch.setattr(monitor, "compute", lambda *arguments: computed.append(arguments) or {})
     binary = PersonalizedMoE(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), gate=LinearGate(16), task="binary")
-    fed = SimpleNamespace(loggers=SimpleNamespace(take_images=True), datamodule=images(), module=lambda phase: binary)
+    loggers, models = SimpleNamespace(take_images=True), {"": binary}
+    fed = SimpleNamespace(loggers=loggers, datamodule=images(), models=models, module=lambda phase: binary)
+    with pytest.warns(UserWarning, match="nothing is shown, because no model predicts classes"):
+        monitor.on_fit_start(fed)
     monitor.on_phase_end(fed, Phase("A", PFLMoE()), SimpleNamespace(method="A"))
     assert not computed
 
