@@ -144,7 +144,8 @@ class SampleMonitor(FederationCallback):
 @styled
 def image_samples_figure(panels: dict[str, GatedSamples], title: str, classes: Sequence[str] | None = None) -> Figure:
     """Images, with the weights of the experts as a bar below each; the title of one that is wrong is coloured."""
-    rows = [(name, part) for name, gated in panels.items() for part in _pieces(gated)]
+    places = {name: torch.arange(len(gated.x)).split(_COLUMNS) for name, gated in panels.items()}
+    rows = [(name, gated.take(some)) for name, gated in panels.items() for some in places[name]]
     figure = new_figure(0.4 + 1.25 * len(rows))
     figure.suptitle(title)
     grid = figure.add_gridspec(2 * len(rows), _COLUMNS, height_ratios=[8, 1] * len(rows))
@@ -199,12 +200,6 @@ def certainty_figure(certainty: np.ndarray, right: np.ndarray, title: str) -> Fi
     below.stairs(counts, edges, fill=True, color=COLORS[5])
     below.set(xlabel="largest weight of the gate", ylabel="samples")
     return figure
-
-
-def _pieces(gated: GatedSamples) -> list[GatedSamples]:
-    """Samples in rows of the figure."""
-    places = torch.arange(len(gated.x)).split(_COLUMNS)
-    return [gated.take(some) for some in places]
 
 
 def _classes_of(gated: GatedSamples, place: int, classes: Sequence[str] | None) -> tuple[str, str]:

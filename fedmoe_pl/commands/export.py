@@ -41,6 +41,7 @@ ABOUT = "data.json"
 _OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
 _SAMPLES, _SAMPLES_OF_ADAPTERS = 256, 64  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of outputs
+_ANY_SIZE: Any = {"x": {0: torch.export.Dim("batch")}}
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -120,8 +121,11 @@ def export_clients(
         raise MisconfigurationException(
             f'format onnx needs {", ".join(missing)}: pip install ".[export]" in the repository.'
         )
-    algorithm = run.phase_and_point(method)[0].algorithm
-    if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not _has_tensors(run.datamodule)):
+    algorithm, data = run.phase_and_point(method)[0].algorithm, run.datamodule
+    if format in ("onnx", "torch_export") and (
+        algorithm.predictor is not None
+        or not (data.has_pairs and isinstance(own_batch(data, clients[0], 1)[1][0], Tensor))
+    ):
         allowed = "one whose model maps a tensor to scores"
         because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs of tensors"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
@@ -135,12 +139,6 @@ def export_clients(
         write = _write_adapters if format == "peft" else _write_merged
         return "\n".join(line for each, path in paths.items() for line in write(run, method, each, path))
     return "\n".join(_export(run, method, each, format, path) for each, path in paths.items())
-
-
-def _has_tensors(datamodule: FederatedDataModule) -> bool:
-    """Whether batches are pairs whose inputs are a tensor."""
-    (batch,) = datamodule.batches(datamodule.global_test[:1])
-    return datamodule.has_pairs and isinstance(batch[0], Tensor)
 
 
 def _export(run: Run, method: str, client: int, format: Format, path: Path) -> str:
@@ -206,7 +204,7 @@ def _silent() -> Iterator[None]:
 
 
 def _torch_export(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Function]:
-    program = torch.export.export(module, (x,), dynamic_shapes=_any_size(), strict=False)
+    program = torch.export.export(module, (x,), dynamic_shapes=_ANY_SIZE, strict=False)
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={ABOUT: about})
     content.seek(0)
@@ -220,7 +218,7 @@ def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Funct
         module,
         (x,),
         dynamo=True,
-        dynamic_shapes=_any_size(),
+        dynamic_shapes=_ANY_SIZE,
         input_names=["x"],
         output_names=[*module.names],
         verbose=False,
@@ -234,10 +232,6 @@ def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Funct
         return tuple(torch.from_numpy(array) for array in session.run(None, {"x": x.numpy()}))
 
     return content, run
-
-
-def _any_size() -> dict[str, dict[int, Any]]:
-    return {"x": {0: torch.export.Dim("batch")}}
 
 
 def _difference(module: ScoresAndWeights, exported: Function, x: Tensor) -> float:

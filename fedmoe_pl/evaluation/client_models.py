@@ -91,9 +91,8 @@ def have_one_model(
     evaluation_point: EvaluationPoint,
 ) -> bool:
     """Whether all of some clients have the same model, that is the same architecture and received tensors only."""
-    if _with_own_model(training, kept, clients, evaluation_point) or len(training.by_architecture(clients)) > 1:
-        return False
-    return len([*_models(training, server, kept, clients)]) == 1
+    own = _with_own_model(training, kept, clients, evaluation_point)
+    return not own and len(training.by_architecture(clients)) == 1 == len([*_models(training, server, kept, clients)])
 
 
 def _with_own_model(
