@@ -120,6 +120,12 @@ def pfl_moe() -> list:
     return [phase("F", FedAvg("global_expert.*")), phase("FB", expert), phase("last", PFLMoE(), evaluate=True)]
 
 
+def weighted() -> PersonalizedMoE:
+    torch.manual_seed(3)
+    loss = torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+    return PersonalizedMoE(Expert(), gate=LinearGate(5), optimizer=plain_sgd, loss=loss).double()
+
+
 def augmented() -> TensorData:
     return images(augmentation=[RandomCrop(2), RandomHorizontalFlip()])
 
@@ -133,6 +139,11 @@ CASES = {
     "batch norm": (lambda: [phase("last", FedAvg())], lambda: mixture(expert=WithBatchNorm()), points),
     "PFL-MoE": (pfl_moe, lambda: mixture(FeatureGate(6), optimizer=adam), points),
     "convolutions": (lambda: [phase("last", FedAvg(), rounds=2, evaluate=True)], lenet, images),
+    "a loss with tensors": (
+        lambda: [phase("last", FedAvg(), evaluate=True)],
+        weighted,
+        lambda: blobs(FEW, validation_fraction=0.2),
+    ),
     "augmentation": (pfl_moe, partial(lenet, adam), augmented),
     "clusters": (all_phases, clustered, points),
     "FedMoE-DA": (lambda: [phase("last", FedMoEDA(2, 1), rounds=3, evaluate=True)], sparse_mixture, points),
@@ -180,7 +191,7 @@ def assert_agree(federation, expected):
     assert federation.results.keys() == expected.results.keys()
     for method, evaluation in expected.results.items():
         for own, other in zip(federation.results[method].clients, evaluation.clients, strict=True):
-            for metric in ("reweighted_test", "global_test", "mean_gate_weight"):
+            for metric in ("reweighted_test", "global_test", "mean_gate_weight", "validation_loss"):
                 assert getattr(own, metric) == pytest.approx(getattr(other, metric), abs=1e-6, nan_ok=True)
 
 

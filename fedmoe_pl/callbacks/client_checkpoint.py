@@ -12,10 +12,9 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 class ClientCheckpoint(FederationCallback):
     """Writes the model of every client of every method as a Lightning checkpoint at the end of its phase.
 
-    ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one; the file of
-    a client with a name is called as the client. A method whose clients
-    all have the same model is written once, as ``all_clients.ckpt``. Each file holds a whole model; at any later time,
-    ``fedmoe export --format lightning`` writes the same for the clients that are asked for.
+    ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one; the file of a client
+    with a name is called as the client. A method whose clients all have the same model is written once, as
+    ``all_clients.ckpt``. At any later time, ``fedmoe export --format lightning`` writes the same whole models.
 
     Args:
         methods: names of the methods to write; None for all.

@@ -13,7 +13,7 @@ from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.logs.summary import value_text, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.setup.data import check_metric
+from fedmoe_pl.setup.data import check_direction, check_metric
 
 _ROUNDING = 1e-9  # of a mean over clients
 
@@ -33,7 +33,8 @@ class CostToTarget(FederationCallback):
             the federation, such as ``local_test_rmse``.
 
     Raises:
-        MisconfigurationException: if the target is out of range, or no client has the metric.
+        MisconfigurationException: if the target is out of range, or no client has the metric, or it does not say
+            whether a higher value is better (``higher_is_better``).
     """
 
     def __init__(self, target: float, metric: str = "local_test") -> None:
@@ -43,8 +44,9 @@ class CostToTarget(FederationCallback):
         self.metric = metric
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses a metric that no client has."""
+        """Refuses a metric that no client has, or that does not say whether a higher value is better."""
         check_metric(self, "metric", self.metric, run.datamodule, run.metrics, run.models.values())
+        check_direction(self, "metric", self.metric, run.metrics)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""

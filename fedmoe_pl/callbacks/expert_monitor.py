@@ -25,8 +25,8 @@ class ExpertMonitor(FederationCallback):
     The use of the experts is shown if a gate chooses among experts none of which is global. After every evaluated
     round, every logger gets the share of a client's own samples that its gate sends to each expert, as the mean over
     the clients, such as ``used_experts/expert_2`` (the first 20). At the end of a phase, loggers that take pictures get
-    the share of each client. The aggregation matrix is drawn after the first round and at the end of a phase, if the
-    server has one.
+    the share of each client. Clients of a deployed federation report mean weights, which do not tell it. The
+    aggregation matrix is drawn after the first round and at the end of a phase, if the server has one.
     """
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
@@ -56,8 +56,8 @@ class ExpertMonitor(FederationCallback):
 
 
 def _chooses(evaluation: Evaluation) -> bool:
-    """Whether a gate chooses among experts none of which is global."""
-    return any(client.gate_weights is not None and not client.has_global_expert for client in evaluation.clients)
+    """Whether a gate is known to choose among experts none of which is global, for single samples."""
+    return any(client.has_weights_of_samples and not client.has_global_expert for client in evaluation.clients)
 
 
 @styled

@@ -37,8 +37,8 @@ class GateMonitor(FederationCallback):
     ``mean_gate_weight/global`` or, where no expert is global, ``mean_gate_weight/expert_2`` (the first 20), and the
     standard deviation of the global weight over the clients. Loggers that take histograms get one of the clients' mean
     global weights. After the first evaluated round (or epoch) and at the end of a phase, they get one of the weights of
-    each client's own samples. At the end, loggers that take pictures get a heat map of the mean weight by client and
-    class.
+    each client's own samples, but not in a deployed federation, whose clients report means. At the end, loggers that
+    take pictures get a heat map of the mean weight by client and class.
 
     Args:
         max_clients: number of clients, lowest ids first, that get a histogram of their weights.
@@ -81,7 +81,7 @@ class GateMonitor(FederationCallback):
 
     def _log_samples(self, run: Run, evaluation: Evaluation) -> None:
         description = "Weight of the global expert on the client's own samples: one count per sample."
-        weighed = [client for client in evaluation.clients if client.global_weights is not None]
+        weighed = [client for client in evaluation.clients if client.has_weights_of_samples]
         if len(weighed) > self.max_clients:
             description += f" The first {self.max_clients} of {len(weighed)} clients; max_clients shows others."
         for client in weighed[: self.max_clients]:

@@ -18,6 +18,7 @@ from fedmoe_pl.callbacks.figures import COLORS, INK, log_figure, new_figure, sty
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of, own_batch
 from fedmoe_pl.models.inputs import first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
@@ -94,16 +95,18 @@ class SampleMonitor(FederationCallback):
     def on_fit_start(self, run: Run) -> None:
         """Refuses ids that no client has, and says if nothing can be shown."""
         check_clients(self, self.clients, run.datamodule)
-        if not run.loggers.take_images or not run.datamodule.num_classes:
-            why = "the data have no classes" if run.loggers.take_images else "no logger takes pictures"
+        is_shown = any(predicts_classes(model, run.datamodule) for model in run.models.values())
+        if not (run.loggers.take_images and is_shown):
+            why = "no model predicts classes" if run.loggers.take_images else "no logger takes pictures"
             rank_zero_warn(f"SampleMonitor: nothing is shown, because {why}.")
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the samples of each client, and the curve over all of them."""
-        is_shown = evaluation is not None and run.loggers.take_images and run.datamodule.num_classes
-        if not is_shown or not has_trained_gate(run.module(phase)):
+        if evaluation is None or not run.loggers.take_images:
             return
-        assert evaluation is not None
+        module = run.module(phase)
+        if not (has_trained_gate(module) and predicts_classes(module, run.datamodule)):
+            return
         of_clients = self.compute(run, phase.name)
         for client, gated in of_clients.items():
             order = gated.certainty.argsort(stable=True)
@@ -141,7 +144,8 @@ class SampleMonitor(FederationCallback):
 @styled
 def image_samples_figure(panels: dict[str, GatedSamples], title: str, classes: Sequence[str] | None = None) -> Figure:
     """Images, with the weights of the experts as a bar below each; the title of one that is wrong is coloured."""
-    rows = [(name, part) for name, gated in panels.items() for part in _pieces(gated)]
+    places = {name: torch.arange(len(gated.x)).split(_COLUMNS) for name, gated in panels.items()}
+    rows = [(name, gated.take(some)) for name, gated in panels.items() for some in places[name]]
     figure = new_figure(0.4 + 1.25 * len(rows))
     figure.suptitle(title)
     grid = figure.add_gridspec(2 * len(rows), _COLUMNS, height_ratios=[8, 1] * len(rows))
@@ -196,12 +200,6 @@ def certainty_figure(certainty: np.ndarray, right: np.ndarray, title: str) -> Fi
     below.stairs(counts, edges, fill=True, color=COLORS[5])
     below.set(xlabel="largest weight of the gate", ylabel="samples")
     return figure
-
-
-def _pieces(gated: GatedSamples) -> list[GatedSamples]:
-    """Samples in rows of the figure."""
-    places = torch.arange(len(gated.x)).split(_COLUMNS)
-    return [gated.take(some) for some in places]
 
 
 def _classes_of(gated: GatedSamples, place: int, classes: Sequence[str] | None) -> tuple[str, str]:

@@ -21,11 +21,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import Tensor, nn
 
-from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.checkpoints.files import replacing, replacing_files, write_file
 from fedmoe_pl.checks import InvalidArgumentError, check_choice, with_article
 from fedmoe_pl.data import FederatedDataModule, TimeSeriesDataModule
-from fedmoe_pl.evaluation.client_models import has_own_model
+from fedmoe_pl.evaluation.client_models import have_one_model
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights, own_batch
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
@@ -42,6 +41,7 @@ ABOUT = "data.json"
 _OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
 _SAMPLES, _SAMPLES_OF_ADAPTERS = 256, 64  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of outputs
+_ANY_SIZE: Any = {"x": {0: torch.export.Dim("batch")}}
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -54,8 +54,8 @@ def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Pa
     ``load_from_checkpoint``.
     """
     phase, evaluation_point = run.phase_and_point(method)
-    kept = run.states[phase.name].clients.values()
-    if not (len(paths) == 1 or chooses_model(phase.algorithm) or any(has_own_model(t, evaluation_point) for t in kept)):
+    training, state, clients = run.training(phase), run.states[phase.name], [*paths]
+    if len(paths) > 1 and have_one_model(training, state.server, state.clients, clients, evaluation_point):
         client, path = next(iter(paths.items()))
         paths = {client: path.with_name("all_clients.ckpt")}
     for path, module in zip(paths.values(), run.client_modules(method, paths), strict=True):
@@ -121,10 +121,13 @@ def export_clients(
         raise MisconfigurationException(
             f'format onnx needs {", ".join(missing)}: pip install ".[export]" in the repository.'
         )
-    algorithm = run.phase_and_point(method)[0].algorithm
-    if format in ("onnx", "torch_export") and (algorithm.predictor is not None or not run.datamodule.has_pairs):
+    algorithm, data = run.phase_and_point(method)[0].algorithm, run.datamodule
+    if format in ("onnx", "torch_export") and (
+        algorithm.predictor is not None
+        or not (data.has_pairs and isinstance(own_batch(data, clients[0], 1)[1][0], Tensor))
+    ):
         allowed = "one whose model maps a tensor to scores"
-        because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
+        because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs of tensors"
         raise InvalidArgumentError("Federation", "method", method, allowed, because)
     folder = run.folder / "exported" / method if output is None else Path(output)
     paths = {each: folder / f"{names.file(each)}{SUFFIXES[format]}" for each in clients}
@@ -201,7 +204,7 @@ def _silent() -> Iterator[None]:
 
 
 def _torch_export(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Function]:
-    program = torch.export.export(module, (x,), dynamic_shapes=_any_size(), strict=False)
+    program = torch.export.export(module, (x,), dynamic_shapes=_ANY_SIZE, strict=False)
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={ABOUT: about})
     content.seek(0)
@@ -215,7 +218,7 @@ def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Funct
         module,
         (x,),
         dynamo=True,
-        dynamic_shapes=_any_size(),
+        dynamic_shapes=_ANY_SIZE,
         input_names=["x"],
         output_names=[*module.names],
         verbose=False,
@@ -229,10 +232,6 @@ def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Funct
         return tuple(torch.from_numpy(array) for array in session.run(None, {"x": x.numpy()}))
 
     return content, run
-
-
-def _any_size() -> dict[str, dict[int, Any]]:
-    return {"x": {0: torch.export.Dim("batch")}}
 
 
 def _difference(module: ScoresAndWeights, exported: Function, x: Tensor) -> float:

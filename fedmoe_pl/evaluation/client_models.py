@@ -39,12 +39,8 @@ def evaluate_clients(
     all of them. Only validation samples that opt in count.
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
-    keeping = set(kept)  # a set, because every look-up on disk takes time
     with_predictor = training.algorithm.predictor is not None
-    differ = chooses_model(training.algorithm) or with_predictor
-    alone = [
-        client for client in clients if differ or (client in keeping and _has_own_model(kept, client, evaluation_point))
-    ]
+    alone = [*clients] if with_predictor else _with_own_model(training, kept, clients, evaluation_point)
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
     job = partial(_evaluate_groups, round=round, evaluation_point=evaluation_point)
@@ -87,13 +83,34 @@ def _evaluate_shared(
             del module  # a device may not have room for two
 
 
-def _has_own_model(kept: Mapping[int, Tree], client: int, evaluation_point: EvaluationPoint) -> bool:
-    """Whether a client has a model of its own; a file whose names say no is still read, to detect damage."""
-    names = kept.names(client) if isinstance(kept, StatesOnDisk) else ()
-    return has_own_model(names, evaluation_point) or has_own_model(kept[client], evaluation_point)
+def have_one_model(
+    training: LocalTraining,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    clients: Sequence[int],
+    evaluation_point: EvaluationPoint,
+) -> bool:
+    """Whether all of some clients have the same model, that is the same architecture and received tensors only."""
+    own = _with_own_model(training, kept, clients, evaluation_point)
+    return not own and len(training.by_architecture(clients)) == 1 == len([*_models(training, server, kept, clients)])
 
 
-def has_own_model(kept: Iterable[str], evaluation_point: EvaluationPoint) -> bool:
+def _with_own_model(
+    training: LocalTraining, kept: Mapping[int, Tree], clients: Sequence[int], evaluation_point: EvaluationPoint
+) -> list[int]:
+    """The clients with a model of their own; a file whose names say no is still read, to detect damage."""
+    if chooses_model(training.algorithm):
+        return [*clients]
+    keeping = set(kept)  # a set, because every look-up on disk takes time
+
+    def has_own(client: int) -> bool:
+        names = kept.names(client) if isinstance(kept, StatesOnDisk) else ()
+        return _are_of_model(names, evaluation_point) or _are_of_model(kept[client], evaluation_point)
+
+    return [client for client in clients if client in keeping and has_own(client)]
+
+
+def _are_of_model(kept: Iterable[str], evaluation_point: EvaluationPoint) -> bool:
     """Whether a client that keeps tensors of these names has a model of its own."""
     return any("/" not in name or (evaluation_point == "local_training" and name.startswith(TRAINED)) for name in kept)
 

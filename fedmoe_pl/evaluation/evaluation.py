@@ -107,6 +107,11 @@ class ClientEvaluation:
         return math.nan if weights is None else weights.double().mean().item()
 
     @property
+    def has_weights_of_samples(self) -> bool:
+        """Whether ``gate_weights`` are those of single samples; of a deployed federation's client, they are means."""
+        return self.gate_weights is not None and len(self.gate_weights) == (self.n_test or self.n_train)
+
+    @property
     def global_weights(self) -> Tensor | None:
         """Total weight of the global experts (all except the last one), shape (n,); None without such weights."""
         if self.gate_weights is None or not self.has_global_expert:

@@ -118,7 +118,9 @@ class Meter:
     def _update(self, outputs: Tensor, targets: Tensor) -> None:
         mixture = mixture_of(self.module)
         if mixture is not None and self.with_loss and (weight := loss_weight(mixture.task, mixture.criterion, targets)):
-            self._loss += mixture.loss_of(outputs, targets).item() * weight
+            # beside the tensors that a loss may have, such as weights of classes
+            device = outputs.device if mixture.criterion is None else self.module.device
+            self._loss += mixture.loss_of(outputs.to(device), targets.to(device)).item() * weight
             self._weight += weight
         preds, target = preds_of(self.module, outputs, targets)
         for metric in self._metrics.values():
@@ -334,11 +336,10 @@ def _measured(
     if not has_classes:
         nan = torch.full((len(parts),), math.nan)
         return nan, nan, weights
-    ends = parts.sizes.cumsum(0)
-    counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
-    accuracies = (counts[ends] - counts[ends - parts.sizes]).double() / parts.sizes
-    sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
-    return accuracies, (sums[ends] - sums[ends - parts.sizes]) / parts.sizes, weights
+    owners = torch.arange(len(parts)).repeat_interleave(parts.sizes)
+    zeros = torch.zeros(len(parts), dtype=torch.float64)
+    of_right, of_losses = (zeros.index_add(0, owners, torch.cat(each).double()) for each in (right, losses))
+    return of_right / parts.sizes, of_losses / parts.sizes, weights
 
 
 def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ class RunLoggers:
 
         ``SummaryWriter.add_histogram`` drops empty bins at the ends, which would give every client a different axis.
         """
-        counts, edges = np.histogram(weights, bins=HISTOGRAM_BINS, range=(0.0, 1.0))
+        # rounding lifts some sums of weights above 1, and `np.histogram` leaves out what is not in the range
+        counts, edges = np.histogram(np.clip(weights, 0.0, 1.0), bins=HISTOGRAM_BINS, range=(0.0, 1.0))
         writers = self.writers(method)
         if writers:
             buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count
@@ -305,15 +306,12 @@ def _of_wandb(logger: WandbLogger, method: str) -> WandbLogger:
     import wandb  # pyright: ignore[reportMissingImports]  optional
 
     of_all = logger.experiment
-    own = {"name": method, "id": f"{of_all.id}-{_of_plain_characters(method)}", "reinit": "create_new"}
+    # an id may have plain characters only, and is another one for every name
+    plain = re.sub(r"[^-.0-9A-Za-z]", lambda found: f"_{ord(found[0]):x}_", method)
+    own = {"name": method, "id": f"{of_all.id}-{plain}", "reinit": "create_new"}
     group = {"group": of_all.name or of_all.id, "job_type": "method"}
     chosen = {name: value for name, value in logger._wandb_init.items() if value is not None}
     run = wandb.init(**{**group, **chosen, **own})
     run.define_metric("trainer/global_step")
     run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     return WandbLogger(experiment=run, prefix=logger._prefix)
-
-
-def _of_plain_characters(name: str) -> str:
-    """A text without characters that an id may not have, another one for every name."""
-    return re.sub(r"[^-.0-9A-Za-z]", lambda found: f"_{ord(found[0]):x}_", name)

@@ -57,9 +57,7 @@ class Progress:
 def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
     """Samples that clients train on in all epochs of a round, estimated from the share that the first client uses."""
     samples = datamodule.train_samples
-    first = Client(
-        id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], state={}, datamodule=datamodule
-    )
+    first = Client(0, 0, seed, LightningModule(), samples[0], {}, datamodule)
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
     cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
     return epochs * cohort * share * len(samples.indices)

@@ -155,8 +155,9 @@ def present_metrics(evaluations: Iterable[Evaluation]) -> list[str]:
 
 
 def on_test_samples(metrics: Iterable[str]) -> list[str]:
-    """Those of the metrics that are on test samples; the loss is one of them only if there are no others."""
-    found = [metric for metric in metrics if metric.startswith(("local_test", "reweighted_test", "global_test"))]
+    """Those of the metrics that are on test samples, or all if none is; the loss only if there are no others."""
+    metrics = [*metrics]
+    found = [each for each in metrics if each.startswith(("local_test", "reweighted_test", "global_test"))] or metrics
     return [metric for metric in found if not metric.endswith(f"_{LOSS}")] or found
 
 

@@ -160,18 +160,9 @@ class Condition:
         return next((method for method in self.methods if name in (method.label, method.name)), None)
 
     def lower_is_better(self, metric: str) -> bool:
-        """Whether a lower value is better, as the rows name it.
-
-        Those of runs of older versions do not, but then the worst tenth has values above the mean, unless clients are
-        equal.
-        """
-        rows = [row for method in self.methods for run in method.runs for row in (*run.rounds, *run.summary)]
-        nan = math.nan
-        return any(
-            metric in row.get("lower_is_better", "").split()
-            or row.get(f"{metric}_worst_tenth", nan) > row.get(f"{metric}_mean", nan)
-            for row in rows
-        )
+        """Whether a lower value is better, as the rows name it."""
+        rows = (row for method in self.methods for run in method.runs for row in (*run.rounds, *run.summary))
+        return any(metric in row.get("lower_is_better", "").split() for row in rows)
 
     @property
     def data(self) -> str:

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from helpers import Expert, phase, run
-from helpers.runs import data
+from helpers import Expert, blobs, phase, run
+from helpers.architectures import pair
+from helpers.runs import assert_same, data
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import nn
@@ -19,7 +20,7 @@ from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.cli import main
 from fedmoe_pl.commands.export import lightning_checkpoint
-from fedmoe_pl.models import ConstantGate, Gate, NetworkGate, SmallMLP
+from fedmoe_pl.models import ConstantGate, Gate, GlobalOnly, NetworkGate, SmallMLP
 from fedmoe_pl.models.description import describe
 
 
@@ -79,6 +80,31 @@ def test_clients_models_are_those_that_the_checkpoints_have(tmp_path):
         loaded = Own.load_from_checkpoint(finished.run_dir / "clients" / method / file).eval()
         assert dict(loaded.hparams) == {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": None}
         assert torch.equal(loaded(data().x), finished.client_module(method, 1)(data().x))
+
+
+class ToEach(FedAvg):
+    """Sends each client a model of its own, which the clients do not keep."""
+
+    def server_send(self, server, client_id, request):
+        sent = super().server_send(server, client_id, request)
+        return {name: tensor + client_id for name, tensor in sent.items()}
+
+
+def test_clients_that_receive_different_models_have_files_of_their_own(tmp_path):
+    finished = run([phase("A", ToEach(), evaluate=True)], Own(), data(), tmp_path, callbacks=[ClientCheckpoint()])
+    for client in range(3):
+        loaded = Own.load_from_checkpoint(finished.run_dir / "clients" / "A" / f"client_00{client}.ckpt").eval()
+        assert torch.equal(loaded(data().x), finished.client_module("A", client)(data().x))
+
+
+def test_clients_of_different_architectures_have_files_of_their_own(tmp_path):
+    shared = phase("A", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate=True)
+    callbacks = [ClientCheckpoint()]
+    finished = run([shared], pair(), blobs(), tmp_path, max_epochs=1, callbacks=callbacks)
+    for client in range(3):
+        path = finished.run_dir / "clients" / "A" / f"client_00{client}.ckpt"
+        state = torch.load(path, weights_only=False)["state_dict"]
+        assert_same(dict(state), dict(finished.client_module("A", client).state_dict()))
 
 
 def test_hyperparameters_are_those_of_lightning_s_checkpoints(tmp_path):

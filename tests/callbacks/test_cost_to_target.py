@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from helpers import blobs, run
@@ -9,6 +10,7 @@ from helpers.data import refused_argument
 from helpers.pfedmoe import model
 from helpers.reports import cost_rows, csv_rows
 from helpers.runs import assert_same
+from torchmetrics.classification import MulticlassHammingDistance
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
@@ -61,3 +63,10 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
 
 def test_a_target_that_is_no_fraction_is_refused():
     assert refused_argument(lambda: CostToTarget(90)) == "target"
+
+
+def test_a_metric_that_does_not_say_which_values_are_better_is_refused():
+    """Such as a root that is written as a power, of which torchmetrics does not know it."""
+    metrics = {"error": MulticlassHammingDistance(3) ** 0.5}
+    of_run = SimpleNamespace(datamodule=blobs(SIZES), metrics=metrics, models={"": model()})
+    assert refused_argument(lambda: CostToTarget(0.1, "global_test_error").on_fit_start(of_run)) == "metric"

@@ -1,5 +1,7 @@
 """Pictures of what a gate does with single samples, and with single tokens."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,19 @@ def test_a_client_that_is_not_there_is_refused_and_data_that_cannot_be_shown_are
             fitted(tmp_path, callback)
     with pytest.warns(UserWarning, match="nothing is shown, because no logger takes pictures"):
         run([Phase("FedAvg", FedAvg("*"))], model(), images(), tmp_path, callbacks=[SampleMonitor()])
+
+
+def test_classes_that_a_mixture_predicts_as_labels_that_are_on_or_off_are_not_shown(monkeypatch):
+    """The largest of its outputs, of which there is one, is no prediction."""
+    monitor, computed = SampleMonitor([0]), []
+    monkeypatch.setattr(monitor, "compute", lambda *arguments: computed.append(arguments) or {})
+    binary = PersonalizedMoE(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), gate=LinearGate(16), task="binary")
+    loggers, models = SimpleNamespace(take_images=True), {"": binary}
+    fed = SimpleNamespace(loggers=loggers, datamodule=images(), models=models, module=lambda phase: binary)
+    with pytest.warns(UserWarning, match="nothing is shown, because no model predicts classes"):
+        monitor.on_fit_start(fed)
+    monitor.on_phase_end(fed, Phase("A", PFLMoE()), SimpleNamespace(method="A"))
+    assert not computed
 
 
 class Tokens(nn.Module):

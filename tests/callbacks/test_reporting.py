@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.evaluations import mixture
 from helpers.reports import csv_rows
 from helpers.runs import Notes, data, federation, model
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -19,8 +20,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, ProgressBar, ResultFiles
+from fedmoe_pl.callbacks import AccuracyMonitor, ExpertMonitor, GateMonitor, ProgressBar, ResultFiles
 from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.summary import format_table
 from fedmoe_pl.models import GlobalOnly, LinearGate
@@ -255,6 +257,42 @@ def test_gate_weights_in_tensorboard(shown):
     (image,) = log.Images("mean_gate_weight/by_client_and_class")
     assert image.width == 700
     assert not any("gate_weight" in tag for tag in scalars(shown, "FedAvg")), "it has no gate"
+
+
+def test_a_weight_that_rounding_has_lifted_above_1_is_in_the_histogram(tmp_path):
+    weights = torch.tensor([[3.0, 2.0, 1.0, -18.0]]).softmax(1)[:, :-1].sum(1)
+    loggers = RunLoggers([TensorBoardLogger(tmp_path)])
+    loggers.log_histogram("weights", np.array([0.5, np.nextafter(1.0, 2.0), *weights.numpy()]), "", 1, "A")
+    loggers.flush()
+    (event,) = EventAccumulator(f"{loggers.all[0].log_dir}/A").Reload().Tensors("weights")
+    assert make_ndarray(event.tensor_proto)[:, 2].nonzero()[0].tolist() == [15, 29]
+    assert make_ndarray(event.tensor_proto)[:, 2].sum() == 3
+
+
+@pytest.mark.parametrize("is_deployed", [False, True])
+def test_means_that_clients_report_do_not_stand_for_their_samples(is_deployed):
+    clients = [replace(each, n_test=len(each.gate_weights)) for each in mixture().clients]
+    if is_deployed:  # as `Reports.reported` makes them
+        clients = [replace(each, gate_weights=each.gate_weights.mean(0, keepdim=True), n_test=5) for each in clients]
+    found = []
+    loggers = SimpleNamespace(log_scalars=lambda method, values, step: found.extend(values), take_histograms=True)
+    loggers.log_histogram = lambda tag, *arguments: found.append(tag.partition("/")[0])
+    of_run = SimpleNamespace(loggers=loggers, rows=[], datamodule=SimpleNamespace(client_names=ClientNames.numbers(3)))
+    GateMonitor()._log_samples(of_run, replace(mixture(), clients=clients))
+    clients = [replace(each, has_global_expert=False) for each in clients]
+    ExpertMonitor().on_evaluation_end(of_run, None, replace(mixture(), clients=clients))
+    expected = [*["weight_of_samples"] * 3, "used_experts/expert_0", "used_experts/expert_1"]
+    assert found == ([] if is_deployed else expected)
+
+
+def test_the_mean_of_what_clients_log_does_not_depend_on_the_order_in_which_they_trained():
+    found = []
+    for order in ((0, 1, 2), (0, 2, 1), (2, 0, 1)):  # in a resumed round, those that had trained before come first
+        logged = {client: [{"train_loss": (1e16, 1.0, -1e16)[client]}] for client in order}
+        loggers = SimpleNamespace(log_scalars=lambda method, values, step: found.append((values, step)))
+        of_phase = SimpleNamespace(name="Local", epochs=lambda trainer: 1)
+        AccuracyMonitor().on_server_update(SimpleNamespace(logged=logged, loggers=loggers, trainer={}), of_phase, 0)
+    assert found[0] == found[1] == found[2]
 
 
 def test_partition_in_tensorboard(shown):

@@ -19,10 +19,10 @@ from torch.optim import SGD
 from torchmetrics import MeanSquaredError
 
 from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
-from fedmoe_pl.algorithms import Local
+from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
-from fedmoe_pl.data import IID, AGNews, ClientFolders, CsvFile, SyntheticTimeSeries
+from fedmoe_pl.data import IID, AGNews, ClientFolders, CsvFile, FromDatasets, SyntheticTimeSeries
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
@@ -168,6 +168,30 @@ def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):
     fed = run(phases, method.model(), data_of_methods(), tmp_path)
     with pytest.raises(InvalidArgumentError, match="KNNPer predicts with more than a model"):
         export.export_clients(fed.run, "kNN-Per", 0, "torch_export")
+
+
+class OfDicts(LightningModule):
+    """Its inputs are dicts, in batches that are pairs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x["values"])
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_of_dicts_is_refused(tmp_path):
+    samples = [({"values": x}, int(y)) for x, y in zip(torch.randn(12, 5), torch.arange(12) % 3, strict=True)]
+    fed = run([Phase("A", FedAvg())], OfDicts(), FromDatasets(samples, samples, num_clients=2), tmp_path)
+    with pytest.raises(InvalidArgumentError, match="one whose model maps a tensor"):
+        export.export_clients(fed.run, "A", 0, "torch_export")
 
 
 class Branching(LightningModule):

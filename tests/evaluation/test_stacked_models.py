@@ -1,5 +1,6 @@
 """Small clients' models, evaluated all together, against each of them alone."""
 
+import math
 import random
 from collections import OrderedDict
 
@@ -229,3 +230,15 @@ def test_finding_the_size_of_a_gate_leaves_nothing_else_in_the_module():
     datamodule.setup()
     module = sized(mixture(FeatureGate(), Caching()), datamodule, seed=0)
     assert module.gate.linear.in_features == 6 and module.local_expert.scale is module.global_expert.scale is None
+
+
+def test_a_model_that_has_diverged_leaves_the_losses_of_other_clients_as_they_are():
+    training = local_training(mixture(LinearGate(5), expert()), Local(), blobs(SIZES, validation_fraction=0.25))
+    kept = states(training.module, range(len(SIZES)))
+    expected = evaluate_clients(training, {}, kept, 1, "aggregation")
+    ((first, *others),) = evaluation_groups(training, range(len(SIZES)))
+    kept[first] = {name: tensor * torch.inf for name, tensor in kept[first].items()}
+    found = evaluate_clients(training, {}, kept, 1, "aggregation")
+    assert math.isnan(found[first].validation_loss) and not math.isnan(expected[first].validation_loss)
+    for client in others:
+        assert found[client].validation_loss == pytest.approx(expected[client].validation_loss, rel=1e-12, nan_ok=True)

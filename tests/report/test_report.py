@@ -349,6 +349,18 @@ def test_a_metric_on_validation_samples_is_shown_if_it_is_chosen(copied, written
     assert [line[first[0].index("validation")] for line in first[1:]] == ["25.00"] * 4
 
 
+def test_a_run_that_was_evaluated_on_validation_samples_alone_has_a_report(copied, written):
+    """As that of a deployed federation whose clients report nothing else."""
+    folder, others = copied("a"), ("local_test", "reweighted_test", "global_test")
+    accuracies = {"validation_mean": 0.25, "validation_std": 0.0, "validation_worst_tenth": 0.25, "validation": 0.25}
+    for name in ("summary", "rounds", "clients"):
+        rows = [{key: row[key] for key in row if not key.startswith(others)} for row in rows_of(folder, name)]
+        own = {key: value for key, value in accuracies.items() if key in rows[0]}
+        write_csv(folder / f"{name}.csv", [row | own for row in rows])
+    first, *_ = markdown_tables(written(folder)[1])
+    assert [line[first[0].index("validation")] for line in first[1:]] == ["25.00"] * 4
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x"), ("--rounds", "900"), ("--target", "90")],
