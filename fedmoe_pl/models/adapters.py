@@ -326,7 +326,7 @@ class AdaptedBase:
         try:
             yield
         finally:
-            outer.features, self._pass = self._pass.features, outer
+            self._pass = outer
 
     def _patch(self) -> None:
         """Lets layers and blocks of the base ask for the experts."""

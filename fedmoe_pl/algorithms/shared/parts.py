@@ -47,7 +47,7 @@ def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Mo
 
 def pair_of(module: LightningModule, batch: Any) -> tuple[Any, Tensor]:
     """The inputs and targets of a batch; a mixture knows the key of the targets in a dict."""
-    return inputs_and_targets(batch, module.target_key) if isinstance(module, MixtureOfExperts) else batch
+    return inputs_and_targets(batch, module.target_key, module.task) if isinstance(module, MixtureOfExperts) else batch
 
 
 def pairs_of(module: LightningModule, batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
@@ -55,7 +55,7 @@ def pairs_of(module: LightningModule, batches: Iterable[Any]) -> Iterator[tuple[
     return (pair_of(module, batch) for batch in batches)
 
 
-def counted(module: LightningModule, y: Tensor) -> int:
+def counted(module: LightningModule, y: Tensor) -> float:
     """What the mean loss of targets (B, ...) counts in a mean over batches, see ``MixtureOfExperts.counted``."""
     return module.counted(y) if isinstance(module, MixtureOfExperts) else len(y)
 

@@ -143,8 +143,8 @@ class AdapterMoE(MixtureOfExperts):
         return weights if weights.dim() == 2 else _mean_of_tokens(weights, self.mask_of(x, weights))
 
     def features_of(self, output: Output, x: Any) -> Tensor:
-        """Features (B, F) of samples, from what the base computed of them."""
-        if (features := self._features(output, x)).dim() == 2:
+        """Features (B, F) of samples, or (B, C, H, W) of images, from what the base computed of them."""
+        if (features := self._features(output, x)).dim() != 3:  # no sequence
             return features
         mask = self.mask_of(x, features)
         if self.pooling == "mean":
