@@ -66,6 +66,16 @@ def test_a_plain_trainer_logs_means_over_what_counts_in_batches_of_which_some_ha
     assert logged["validation_accuracy"] == pytest.approx(right.double().mean().item())
 
 
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2, 4)])
+@pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
+def test_targets_may_be_probabilities_of_classes_in_any_mixing(mixing, shape):
+    module, classes = PersonalizedMoE(nn.Identity(), mixing=mixing), torch.randint(3, (6, *shape[2:]))
+    scores, one_hot = module(torch.randn(shape)), F.one_hot(classes).movedim(-1, 1).double()
+    for reduction in ("mean", "none"):
+        expected = module.loss_of(scores, classes, reduction)
+        torch.testing.assert_close(module.loss_of(scores, one_hot, reduction), expected)
+
+
 def test_a_class_may_have_the_number_that_minus_100_has_in_bytes():
     assert loss_weight("multiclass", None, torch.tensor([156, 1], dtype=torch.uint8)) == 2
 

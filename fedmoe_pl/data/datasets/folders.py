@@ -33,13 +33,7 @@ class ImageFolder(ImageDataModule):
         **kwargs: arguments of ``ImageDataModule``.
     """
 
-    def __init__(
-        self,
-        train_dir: str,
-        test_dir: str,
-        classes: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, train_dir: str, test_dir: str, classes: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.train_dir = train_dir
         self.test_dir = test_dir

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedmoe_pl.checks import InvalidArgumentError, check_kind
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import join_by_name
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -72,6 +72,7 @@ class FromDatasets(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_at_least(self, "num_workers", num_workers, 0)
         given = {"train_dataset": train_dataset, "test_dataset": test_dataset, "eval_dataset": eval_dataset}
         for name, dataset in given.items():
             is_arrays = isinstance(dataset, tuple) and hasattr(next(iter(dataset), None), "shape")

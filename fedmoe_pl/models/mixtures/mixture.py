@@ -360,7 +360,11 @@ class MixtureOfExperts(LightningModule, ABC):
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
-        losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
+        if y.is_floating_point():  # probabilities of classes
+            losses = -(y.to(scores.dtype) * scores).sum(1)
+            losses = losses.mean() if reduction == "mean" else losses
+        else:
+            losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def counted(self, y: Tensor) -> float:
@@ -382,7 +386,7 @@ class MixtureOfExperts(LightningModule, ABC):
         y = inputs_and_targets(batch, self.target_key, self.task)[1]
         if weight := self.counted(y):
             self.log(f"{stage}_loss", loss, batch_size=weight)  # pyright: ignore[reportArgumentType]
-        if number := num_labelled(self.task, y, self.criterion):
+        if number := num_labelled(self.task, self.criterion, y):
             self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=number)
         return loss
 

@@ -91,7 +91,7 @@ def by_token(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return outputs.flatten(0, 1), targets.flatten()
 
 
-def num_labelled(task: Task, targets: Tensor, criterion: Loss | None = None) -> int:
+def num_labelled(task: Task, criterion: Loss | None, targets: Tensor) -> int:
     """The number of samples or, if targets are classes, of those that count."""
     is_of_classes = task == "multiclass" and not targets.is_floating_point()
     return int(_counts(targets, criterion).sum()) if is_of_classes else len(targets)
@@ -104,7 +104,7 @@ def loss_weight(task: Task, criterion: Loss | None, targets: Tensor) -> float:
     elif targets.dim() > 1 and not (criterion is None or isinstance(criterion, nn.CrossEntropyLoss)):
         return len(targets)  # a user's may be the mean over images
     if not isinstance(criterion, nn.CrossEntropyLoss) or criterion.weight is None or targets.is_floating_point():
-        return num_labelled(task, targets, criterion)
+        return num_labelled(task, criterion, targets)
     return criterion.weight.cpu()[targets[_counts(targets, criterion)].long().cpu()].sum().item()
 
 
