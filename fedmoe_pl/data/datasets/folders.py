@@ -78,11 +78,7 @@ class ClientFolders(ImageDataModule):
     """
 
     def __init__(
-        self,
-        root: str,
-        test_root: str | None = None,
-        classes: list[str] | None = None,
-        **kwargs: Any,
+        self, root: str, test_root: str | None = None, classes: list[str] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(pool=test_root is None, **kwargs)
         self.root = root

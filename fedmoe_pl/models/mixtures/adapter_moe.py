@@ -215,12 +215,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
     has_one_head = True
 
     def __init__(
-        self,
-        base: nn.Module,
-        lora: LoRA,
-        gate: Gate | None = None,
-        blocks: Sequence[str] = (),
-        **kwargs: Any,
+        self, base: nn.Module, lora: LoRA, gate: Gate | None = None, blocks: Sequence[str] = (), **kwargs: Any
     ) -> None:
         self.blocks = [*blocks]
         self._layout = Look()

@@ -362,9 +362,9 @@ class MixtureOfExperts(LightningModule, ABC):
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
         if y.is_floating_point():  # probabilities of classes
             losses = -(y.to(scores.dtype) * scores).sum(1)
-            losses = losses.mean() if reduction == "mean" else losses
         else:
             losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
+        losses = losses.mean() if reduction == "mean" else losses
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def counted(self, y: Tensor) -> float:
