@@ -73,8 +73,8 @@ def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
 def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     """The sum of the losses of a model's scores (B, C) in double precision, by which models are compared.
 
-    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts B times. In
-    ``causal_lm``, it is the sum over tokens.
+    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts as ``counted``
+    says. In ``causal_lm``, it is the sum over tokens.
     """
     if not isinstance(module, MixtureOfExperts):
         return F.cross_entropy(scores, y, reduction="none").double().sum()
