@@ -27,7 +27,7 @@ def inputs_and_targets(batch: Any, target_key: str = "labels", task: Task = "mul
         MisconfigurationException: if the batch is neither a pair nor a dict with the key.
     """
     if is_pair(batch):
-        return batch[0], _without_padding(*batch, task)
+        return batch[0], _without_padding(batch[0], batch[1], task)
     if not isinstance(batch, Mapping):
         raise MisconfigurationException(
             f"A batch is {with_article(type(batch).__name__)}, but mixtures need pairs of inputs and targets, or dicts."
