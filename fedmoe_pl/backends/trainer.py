@@ -278,7 +278,8 @@ class _Steps:
         loss, outputs = type(module).loss(module, batch)
         if loss is not None and module.trainer.loggers:
             stage = "train" if module.trainer.training else "validation"
-            self._log(module.metrics_of(batch, outputs, stage), num_labelled(module.task, pair_of(module, batch)[1]))
+            size = num_labelled(module.task, module.criterion, pair_of(module, batch)[1])
+            self._log(module.metrics_of(batch, outputs, stage), size)
         return loss, outputs
 
     def _log(self, values: dict[str, Tensor], size: int) -> None:
@@ -292,7 +293,7 @@ class _Steps:
         self.module.log_dict(values, on_step=False, on_epoch=True, batch_size=size)
 
 
-def _counted(module: LightningModule, batch: Any) -> int:
+def _counted(module: LightningModule, batch: Any) -> Any:
     """The weight of the batch's mean loss in a mean over batches."""
     return counted(module, pair_of(module, batch)[1]) if isinstance(module, MixtureOfExperts) else batch_length(batch)
 

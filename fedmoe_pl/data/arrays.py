@@ -83,6 +83,8 @@ class Arrays:
             for name, values in ((f"x_{part}", x), (f"y_{part}", y)):
                 if not isinstance(values, Tensor):
                     raise InvalidArgumentError(owner, name, values, "a tensor, as torch.as_tensor makes of an array")
+            if ids is not None and not hasattr(ids, "shape"):
+                raise InvalidArgumentError(owner, f"client_{part}", ids, "an array, as np.asarray makes of a list")
             is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
             kinds = "uint8 images of shape (n, channels, height, width), floating point, or int64 ids of words (n, k)"
             _require(is_image or is_text or x.is_floating_point(), owner, f"x_{part}", x, kinds)

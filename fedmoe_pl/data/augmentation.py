@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Generator, Tensor
 
+from fedmoe_pl.checks import check_at_least, check_number
+
 
 class Augmentation(ABC):
     """Changes a batch of normalized images at random; derive from it to write your own augmentation."""
@@ -35,6 +37,7 @@ class RandomCrop(Augmentation):
     """
 
     def __init__(self, padding: int = 4) -> None:
+        check_at_least(self, "padding", padding, 0)
         self.padding = padding
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
@@ -63,6 +66,7 @@ class RandomHorizontalFlip(Augmentation):
     """
 
     def __init__(self, p: float = 0.5) -> None:
+        check_number(self, "p", p, least=0, most=1)
         self.p = p
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:

@@ -148,7 +148,7 @@ def balanced_subset(owner: object, samples: Tensor, labels: Tensor, size: int, s
     classes, counts = labels.unique(return_counts=True)
     wanted = torch.full_like(counts, size // len(classes))
     wanted[: size % len(classes)] += 1
-    if size < 1 or (counts < wanted).any():
+    if (counts < wanted).any():
         allowed = f"from 1 to {int(counts.min()) * len(classes)}, with equally many samples of each class"
         raise InvalidArgumentError(owner, "global_test_size", size, allowed)
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=_GLOBAL_TEST))

@@ -134,6 +134,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     ) -> None:
         super().__init__()
         check_at_least(self, "batch_size", batch_size, 1)
+        check_at_least(self, "global_test_size", global_test_size, 1)
         check_at_least(self, "partition_seed", partition_seed, 0, highest=None)
         for name, value in (("batch_size", batch_size), ("partition_seed", partition_seed)):
             if value is None:  # NumPy would draw another partition in every run

@@ -80,7 +80,7 @@ def labelled_batches(
         if datamodule.reader is None:
             targets = batch[1]
         elif mixture is not None and not datamodule.num_classes:
-            targets = inputs_and_targets(batch, mixture.target_key)[1]
+            targets = inputs_and_targets(batch, mixture.target_key, mixture.task)[1]
         else:  # if there are classes, batches may hold them in another form, such as probabilities
             targets = None if datamodule.num_classes else datamodule.reader.targets_of(batch)
         found = targets if isinstance(targets, Tensor) else datamodule.y[indices]

@@ -318,16 +318,6 @@ class AdaptedBase:
             del vars(base.get_submodule(path))["forward"]
         return base
 
-    @contextmanager
-    def _only(self, expert: int) -> Iterator[None]:
-        """In this context, layers have one of the experts that take part."""
-        assert self._pass is not None
-        outer, self._pass = self._pass, _Pass([expert], None, self._pass.called)
-        try:
-            yield
-        finally:
-            outer.features, self._pass = self._pass.features, outer
-
     def _patch(self) -> None:
         """Lets layers and blocks of the base ask for the experts."""
         for path in self._paths:
@@ -391,9 +381,12 @@ class _MixedBlock:
         if current is None or len(current.experts) == 1:
             return compute(block, *inputs, **options)
         outputs = []
-        for expert in current.experts:
-            with self.adapted._only(expert):
+        try:
+            for expert in current.experts:
+                self.adapted._pass = _Pass([expert], None, current.called)
                 outputs.append(compute(block, *inputs, **options))
+        finally:
+            self.adapted._pass = current
         return mixed(current.weights_in(self.path, _first(inputs, options)), outputs, self.path).to(outputs[0].dtype)
 
 

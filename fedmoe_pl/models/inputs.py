@@ -11,22 +11,23 @@ from torch.func import functional_call
 
 from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.data import is_pair
+from fedmoe_pl.models.mixtures.tasks import OF_CLASSES, Task
 from fedmoe_pl.trees import Tree
 
 Inputs = Tensor | Mapping[str, Any]
 """A tensor (B, ...), or a dict of tensors (B, ...) by the names of the model's arguments."""
 
 
-def inputs_and_targets(batch: Any, target_key: str = "labels") -> tuple[Any, Any]:
+def inputs_and_targets(batch: Any, target_key: str = "labels", task: Task = "multiclass") -> tuple[Any, Any]:
     """The inputs and the targets of a batch: a pair as it is; of a dict, the values under all other keys and one key.
 
-    Targets of padding tokens, one for each token where ``attention_mask`` is 0, become -100, which does not count.
+    If targets are classes, those of padding tokens, where ``attention_mask`` is 0, become -100, which does not count.
 
     Raises:
         MisconfigurationException: if the batch is neither a pair nor a dict with the key.
     """
     if is_pair(batch):
-        return batch[0], _without_padding(*batch)
+        return batch[0], _without_padding(batch[0], batch[1], task)
     if not isinstance(batch, Mapping):
         raise MisconfigurationException(
             f"A batch is {with_article(type(batch).__name__)}, but mixtures need pairs of inputs and targets, or dicts."
@@ -35,11 +36,11 @@ def inputs_and_targets(batch: Any, target_key: str = "labels") -> tuple[Any, Any
         allowed = f"a key of the batches ({', '.join(map(str, batch))})"
         raise InvalidArgumentError("MixtureOfExperts", "target_key", target_key, allowed)
     x = inputs_of(batch, target_key)
-    return x, _without_padding(x, batch[target_key])
+    return x, _without_padding(x, batch[target_key], task)
 
 
-def _without_padding(x: Inputs, y: Any) -> Any:
-    mask = x.get("attention_mask") if isinstance(x, Mapping) else None
+def _without_padding(x: Inputs, y: Any, task: Task) -> Any:
+    mask = x.get("attention_mask") if isinstance(x, Mapping) and task in OF_CLASSES else None
     is_of_tokens = isinstance(mask, Tensor) and isinstance(y, Tensor) and mask.shape == y.shape
     return y.masked_fill(mask == 0, -100) if is_of_tokens and not y.is_floating_point() else y
 

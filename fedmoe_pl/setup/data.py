@@ -265,7 +265,7 @@ def _check_batches(module: MixtureOfExperts, datamodule: FederatedDataModule) ->
             raise InvalidArgumentError(module, "target_key", key, f"'{of_data}'", because)
         if source is reader.evaluation and datamodule.num_classes:
             continue  # the classes are known
-        x, y = inputs_and_targets(batch, key)
+        x, y = inputs_and_targets(batch, key, module.task)
         mask = x.get("attention_mask") if isinstance(x, Mapping) and is_text else None
         if isinstance(mask, Tensor) and bool((mask[:, 0] == 0).any()):
             raise MisconfigurationException(
@@ -299,7 +299,7 @@ def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedD
     """Refuses a language model whose scores for a token depend on this token or later ones."""
     samples = datamodule.train_samples.indices[: _MOST_TEXTS if module.task == "causal_lm" else 0]
     for batch in (batch for each in samples.split(1) for batch, _ in labelled_batches(datamodule, each, module)):
-        x, y = inputs_and_targets(move_data_to_device(batch, module.device), module.target_key)
+        x, y = inputs_and_targets(move_data_to_device(batch, module.device), module.target_key, module.task)
         ids = x.get("input_ids") if isinstance(x, Mapping) else x
         if not isinstance(ids, Tensor) or ids.shape != y.shape or not (y[0, 1:] != -100).any():
             continue

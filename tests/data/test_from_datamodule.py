@@ -31,12 +31,19 @@ class Split(DictData):
             self.training, self.rest = random_split(Dicts(22), [12, 10])
 
 
-def test_what_setup_draws_depends_on_the_partition_seed_alone():
+class SplitByLoader(DictData):
+    def train_dataloader(self):
+        self.training, _ = random_split(Dicts(22), [12, 10])
+        return super().train_dataloader()
+
+
+@pytest.mark.parametrize("kind", [Split, SplitByLoader])
+def test_what_a_data_module_draws_depends_on_the_partition_seed_alone(kind):
     drawn = []
     for seed, partition_seed in ((0, 0), (1, 0), (1, 1)):
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        module = Split()
+        module = kind()
         set_up(FromDataModule(module, targets="label", num_clients=2, partition_seed=partition_seed))
         assert torch.equal(torch.get_rng_state(), state)
         drawn.append([*module.training.indices])

@@ -37,6 +37,16 @@ def of_ten(partitioner, num_clients, labels=TEN):
         ("samples_per_client", of_ten(data.MajorityClasses(1.0, None, "product"), 2, np.array([0, 1, 1, 1]))),
         ("balance", lambda: data.TwoClasses(500, 1.0)),
         ("shards_per_client", of_ten(data.Shards(10**9), 50)),
+        ("shards_per_client", lambda: data.Shards(0)),
+        ("classes_per_client", lambda: data.Pathological(0)),
+        ("samples_per_client", lambda: data.MajorityClasses(0.5, 0)),
+        ("samples_per_client", lambda: data.TwoClasses(2.5)),  # pyright: ignore[reportArgumentType]
+        # it would draw for ever
+        ("samples_per_client", lambda: data.ClientDirichlet(1, 2.5)),  # pyright: ignore[reportArgumentType]
+        ("p", lambda: data.RandomHorizontalFlip(50)),
+        ("num_workers", lambda: data.FromDatasets(Noisy(2), Noisy(2), num_workers=-1)),
+        ("global_test_size", lambda: data.Digits(global_test_size=2.5)),  # pyright: ignore[reportArgumentType]
+        ("padding", lambda: data.RandomCrop(-1)),
         ("batch_size", lambda: data.Digits(batch_size=0)),
         *((name, partial(data.Digits, **{name: None})) for name in NOT_OPTIONAL),
         ("partitioner", lambda: data.Digits(partitioner=data.IID)),  # pyright: ignore[reportArgumentType]
@@ -62,6 +72,7 @@ IDS, TWICE = np.array([*"aab"]), numbered([0, 1, 2] * 2)
     ("argument", "arrays", "kwargs"),
     [
         ("num_clients", vectors(6), {"num_clients": 7}),
+        ("client_train", vectors(3, client_train=[*"aab"]), {}),
         ("minimum_samples", vectors(6), {"num_clients": 5, "partitioner": data.Dirichlet(1e-3)}),
         ("num_clients", vectors(3, client_train=IDS), {"num_clients": 3}),
         ("partitioner", vectors(6), {"partitioner": data.NaturalIds()}),

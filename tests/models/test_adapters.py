@@ -30,6 +30,7 @@ from fedmoe_pl.models import (
     LocalOnly,
     LoRA,
     NetworkGate,
+    SmallFCN,
     TokenGate,
 )
 from fedmoe_pl.models.inputs import call
@@ -249,6 +250,14 @@ def test_a_feature_gate_reads_what_the_head_does_without_padding():
     torch.testing.assert_close(weights, module.gate(features))
     module.pooling = "last"
     torch.testing.assert_close(module.mix(IDS)[1], module.gate(torch.stack((seen[0][0, 3], seen[0][1, 1]))))
+
+
+def test_a_feature_gate_reads_images_as_they_are():
+    base, x = SmallFCN(1, 3, channels=2), torch.randn(2, 1, 4, 5)
+    features = base.extractor(x)  # adapters change nothing at first
+    module = AdapterMoE(base, LoRA(["extractor.0"], r=1, modules_to_save=["classifier"]), FeatureGate())
+    weights = module.mix(x)[1]
+    assert torch.equal(weights, module.gate(features)) and module.gate.in_features == 40
 
 
 def test_inside_layers_a_feature_gate_reads_the_local_experts_features():

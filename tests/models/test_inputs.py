@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import models
+from fedmoe_pl.algorithms.shared.parts import pair_of
 from fedmoe_pl.models.inputs import batch_size_of, call
 
 
@@ -46,6 +47,19 @@ def test_a_mixture_computes_the_same_with_dicts(gate: models.FixedGate, output: 
         assert all(torch.equal(metrics[name], expected[name]) for name in expected)
         predicted = module.predict_step(batch, 0)
         assert torch.equal(predicted["logits"], module.predict_step(X, 0)["logits"])
+
+
+class Masked(nn.Linear):
+    def forward(self, values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(values * attention_mask)
+
+
+def test_labels_of_samples_are_no_targets_of_tokens_even_if_there_are_as_many() -> None:
+    x = {"values": X, "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])}
+    module, labels = models.PersonalizedMoE(Masked(4, 4), task="multilabel"), (X * 12).long() % 2
+    loss = nn.functional.binary_cross_entropy_with_logits(module(x), labels.float())
+    assert torch.equal(module.loss({**x, "labels": labels})[0], loss)
+    assert pair_of(module, (x, labels))[1] is labels
 
 
 def test_clusters_and_their_gate_read_dicts() -> None:

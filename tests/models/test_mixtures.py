@@ -225,10 +225,11 @@ def test_feature_gate_reads_the_global_experts_features():
     assert torch.equal(module.mix(x)[1], weights)
 
 
-def test_without_a_local_expert_it_is_a_copy_of_the_global_one():
+@pytest.mark.parametrize("is_given", [False, True])
+def test_without_a_local_expert_of_its_own_it_is_a_copy_of_the_global_one(is_given):
     expert = Expert()
     expert.extractor[1].weight._no_weight_decay = True
-    module = PersonalizedMoE(expert)
+    module = PersonalizedMoE(expert, expert if is_given else None)
     assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
     assert module.local_expert.extractor[1].weight._no_weight_decay
     nn.init.zeros_(module.local_expert.extractor[1].weight)

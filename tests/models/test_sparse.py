@@ -47,6 +47,14 @@ def test_each_expert_computes_its_own_samples_only():
     assert computed == [20, 20, 20]
 
 
+@pytest.mark.parametrize("gate", [ConstantGate([0.0, 0.5, 0.5]), MixtureWeights()])
+def test_a_fixed_gate_has_nothing_to_balance(gate):
+    module = SparseMoE(nn.Linear(5, 4), nn.Linear(4, 3), num_experts=3, load_balancing=0.5, gate=gate)
+    x, y = torch.randn(6, 5), torch.arange(6) % 3
+    loss, metrics = module.loss((x, y))
+    assert torch.equal(loss, F.cross_entropy(metrics["logits"], y))
+
+
 STEPPED = {
     "momentum and decay": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.01),

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedmoe_pl.models import ClusteredMoE, FeatureGate, LinearGate, LocalOnly, PersonalizedMoE, SmallFCN, SparseMoE
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.models.mixtures.tasks import fits, preds_and_target
+from fedmoe_pl.models.mixtures.tasks import fits, loss_weight, preds_and_target
 
 X, _ = samples(6)
 IMAGES = torch.randn(4, 1, 6, 5, generator=torch.Generator().manual_seed(0))
@@ -39,6 +39,54 @@ def test_samples_that_do_not_count_are_in_no_accuracy(monkeypatch):
     monkeypatch.setattr(module, "log_dict", lambda values, batch_size: logged.update(values))
     module.validation_step((X, y), 0)
     torch.testing.assert_close(logged["validation_accuracy"], torch.tensor(2 / 3))
+
+
+OF_PIXELS = torch.tensor([-100] * 11 + [0, 1, 2, -100, 1] + [2] * 8).view(6, 2, 2)
+
+
+@plain_trainer
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (None, OF_PIXELS),
+        (nn.CrossEntropyLoss(ignore_index=255), OF_PIXELS.masked_fill(OF_PIXELS == -100, 255).byte()),
+        (nn.CrossEntropyLoss(ignore_index=0), torch.tensor([0, 0, 1, 0, 1, 2])),
+        (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0])), torch.tensor([0, 0, 0, 2, 1, 2])),
+    ],
+    ids=["pixels", "pixels as bytes", "an ignored class", "weights of classes"],
+)
+def test_a_plain_trainer_logs_means_over_what_counts_in_batches_of_which_some_have_nothing(tmp_path, loss, targets):
+    outputs = torch.randn(6, 3, *targets.shape[1:], generator=torch.Generator().manual_seed(1))
+    module = PersonalizedMoE(nn.Identity(), nn.Identity(), loss=loss)
+    loader = DataLoader(TensorDataset(outputs, targets), 2)
+    (logged,) = trainer(tmp_path).validate(module, loader, verbose=False)
+    criterion = loss or nn.CrossEntropyLoss()
+    right = (outputs.argmax(1) == targets)[targets != criterion.ignore_index]
+    assert logged["validation_loss"] == pytest.approx(criterion(outputs, targets.long()).item())
+    assert logged["validation_accuracy"] == pytest.approx(right.double().mean().item())
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2, 4)])
+@pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
+def test_targets_may_be_probabilities_of_classes_in_any_mixing(mixing, shape):
+    module, classes = PersonalizedMoE(nn.Identity(), mixing=mixing), torch.randint(3, (6, *shape[2:]))
+    scores, one_hot = module(torch.randn(shape)), F.one_hot(classes).movedim(-1, 1).double()
+    for reduction in ("mean", "none"):
+        expected = module.loss_of(scores, classes, reduction)
+        torch.testing.assert_close(module.loss_of(scores, one_hot, reduction), expected)
+
+
+def test_a_class_may_have_the_number_that_minus_100_has_in_bytes():
+    assert loss_weight("multiclass", None, torch.tensor([156, 1], dtype=torch.uint8)) == 2
+
+
+def test_a_loss_of_tokens_may_have_a_padding_of_its_own():
+    ids = torch.tensor([[1, 2, 3, 0], [2, 1, 0, 0]])
+    module = PersonalizedMoE(nn.Embedding(4, 4), task="causal_lm", loss=nn.CrossEntropyLoss(ignore_index=0))
+    expected = F.cross_entropy(module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
+    for labels in (ids, ids.masked_fill(ids == 0, -100)):
+        torch.testing.assert_close(module.loss((ids, labels))[0], expected)
+        assert module.counted(labels) == 3
 
 
 def test_regression_mixes_values_and_takes_the_squared_error():

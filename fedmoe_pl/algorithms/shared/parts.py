@@ -47,7 +47,7 @@ def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Mo
 
 def pair_of(module: LightningModule, batch: Any) -> tuple[Any, Tensor]:
     """The inputs and targets of a batch; a mixture knows the key of the targets in a dict."""
-    return inputs_and_targets(batch, module.target_key) if isinstance(module, MixtureOfExperts) else batch
+    return inputs_and_targets(batch, module.target_key, module.task) if isinstance(module, MixtureOfExperts) else batch
 
 
 def pairs_of(module: LightningModule, batches: Iterable[Any]) -> Iterator[tuple[Any, Tensor]]:
@@ -55,7 +55,7 @@ def pairs_of(module: LightningModule, batches: Iterable[Any]) -> Iterator[tuple[
     return (pair_of(module, batch) for batch in batches)
 
 
-def counted(module: LightningModule, y: Tensor) -> int:
+def counted(module: LightningModule, y: Tensor) -> float:
     """What the mean loss of targets (B, ...) counts in a mean over batches, see ``MixtureOfExperts.counted``."""
     return module.counted(y) if isinstance(module, MixtureOfExperts) else len(y)
 
@@ -73,8 +73,8 @@ def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
 def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     """The sum of the losses of a model's scores (B, C) in double precision, by which models are compared.
 
-    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts B times. In
-    ``causal_lm``, it is the sum over tokens.
+    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts as ``counted``
+    says. In ``causal_lm``, it is the sum over tokens.
     """
     if not isinstance(module, MixtureOfExperts):
         return F.cross_entropy(scores, y, reduction="none").double().sum()

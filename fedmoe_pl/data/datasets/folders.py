@@ -33,13 +33,7 @@ class ImageFolder(ImageDataModule):
         **kwargs: arguments of ``ImageDataModule``.
     """
 
-    def __init__(
-        self,
-        train_dir: str,
-        test_dir: str,
-        classes: list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, train_dir: str, test_dir: str, classes: list[str] | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.train_dir = train_dir
         self.test_dir = test_dir
@@ -84,11 +78,7 @@ class ClientFolders(ImageDataModule):
     """
 
     def __init__(
-        self,
-        root: str,
-        test_root: str | None = None,
-        classes: list[str] | None = None,
-        **kwargs: Any,
+        self, root: str, test_root: str | None = None, classes: list[str] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(pool=test_root is None, **kwargs)
         self.root = root

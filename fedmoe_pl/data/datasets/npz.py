@@ -34,11 +34,7 @@ class NpzFile(ImageDataModule):
         **kwargs: arguments of ``ImageDataModule``.
     """
 
-    def __init__(
-        self,
-        path: str,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, path: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.path = path
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedmoe_pl.checks import InvalidArgumentError, check_kind
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.class_names import join_by_name
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -72,6 +72,7 @@ class FromDatasets(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_at_least(self, "num_workers", num_workers, 0)
         given = {"train_dataset": train_dataset, "test_dataset": test_dataset, "eval_dataset": eval_dataset}
         for name, dataset in given.items():
             is_arrays = isinstance(dataset, tuple) and hasattr(next(iter(dataset), None), "shape")
@@ -107,9 +108,9 @@ class FromDataModule(FederatedDataModule):
     ``val_dataloader`` is the global test set. The loaders' ``collate_fn`` makes the batches of training and of
     evaluation; batch size, number of workers and ``worker_init_fn`` are those of ``train_dataloader``. Clients shuffle
     their samples themselves and keep last batches that are smaller; samplers that leave samples out are refused, and a
-    ``Subset`` takes their place. They validate on the samples that ``validation_fraction`` holds out. What ``setup``
-    draws at random, such as ``random_split``, depends only on ``partition_seed``. See :class:`FromDatasets` for random
-    transforms and tensors in memory.
+    ``Subset`` takes their place. They validate on the samples that ``validation_fraction`` holds out. What it
+    draws at random to set up and to make loaders, such as ``random_split``, depends only on ``partition_seed``. See
+    :class:`FromDatasets` for random transforms and tensors in memory.
 
     Args:
         datamodule: the data module.
@@ -195,7 +196,8 @@ class FromDataModule(FederatedDataModule):
         return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
 
     def _loader(self, name: str) -> DataLoader:
-        loaders: Any = getattr(self.datamodule, name)()
+        with seeded(self.partition_seed):  # it may split a dataset, too
+            loaders: Any = getattr(self.datamodule, name)()
         given = loaders if isinstance(loaders, (list, tuple)) else [loaders]
         if len(given) != 1 or not isinstance(given[0], DataLoader):
             kinds = ", ".join("None" if each is None else type(each).__name__ for each in given)

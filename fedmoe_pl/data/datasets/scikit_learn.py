@@ -45,7 +45,6 @@ class Diabetes(FederatedDataModule):
     mean and standard deviation over the training samples. Every fifth sample is in the global test set. The decade of
     the patient's age is the client of a sample, up to 29 and from 70 on together, so that there are six clients; with
     the partitioner ``IID`` there may be others.
-
     """
 
     def load(self) -> Arrays:

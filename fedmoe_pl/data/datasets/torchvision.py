@@ -25,12 +25,7 @@ class TorchvisionDataModule(ImageDataModule):
         **kwargs: arguments of ``ImageDataModule``.
     """
 
-    def __init__(
-        self,
-        root: str = "data",
-        download: bool = True,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, root: str = "data", download: bool = True, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.root = root
         self.download = download

@@ -39,6 +39,7 @@ class MajorityClasses(LabelPartitioner):
 
     def __init__(self, majority_share: float, samples_per_client: int | None = None, pairs: Pairs = "random") -> None:
         check_number(self, "majority_share", majority_share, above=0, most=1)
+        check_at_least(self, "samples_per_client", samples_per_client, 1)
         check_choice(self, "pairs", pairs, get_args(Pairs))
         self.majority_share = majority_share
         self.samples_per_client = samples_per_client
@@ -98,6 +99,7 @@ class TwoClasses(LabelPartitioner):
     """
 
     def __init__(self, samples_per_client: int = 500, balance: float = 0.5) -> None:
+        check_at_least(self, "samples_per_client", samples_per_client, 2)
         if not (0 < balance < 1 and 0 < round(samples_per_client * balance) < samples_per_client):
             allowed = f"between 0 and 1, so that each class has at least one of {samples_per_client} samples"
             raise InvalidArgumentError(self, "balance", balance, allowed)
@@ -128,6 +130,7 @@ class Shards(LabelPartitioner):
     """
 
     def __init__(self, shards_per_client: int = 2) -> None:
+        check_at_least(self, "shards_per_client", shards_per_client, 1)
         self.shards_per_client = shards_per_client
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -167,6 +170,7 @@ class Pathological(LabelPartitioner):
         check_choice(self, "share", share, get_args(ShareKind))
         if concentration is not None and share != "dirichlet":
             raise InvalidArgumentError(self, "concentration", concentration, f"left out with the share '{share}'")
+        check_at_least(self, "classes_per_client", classes_per_client, 1)
         self.classes_per_client = classes_per_client
         self.share = share
         self.concentration = 1.0 if concentration is None else concentration

@@ -55,6 +55,7 @@ class ClientDirichlet(LabelPartitioner):
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
         check_number(self, "alpha", alpha, above=0)
+        check_at_least(self, "samples_per_client", samples_per_client, 1)
         self.alpha = alpha
         self.samples_per_client = samples_per_client
 

@@ -143,8 +143,8 @@ class AdapterMoE(MixtureOfExperts):
         return weights if weights.dim() == 2 else _mean_of_tokens(weights, self.mask_of(x, weights))
 
     def features_of(self, output: Output, x: Any) -> Tensor:
-        """Features (B, F) of samples, from what the base computed of them."""
-        if (features := self._features(output, x)).dim() == 2:
+        """Features (B, F) of samples, or (B, C, H, W) of images, from what the base computed of them."""
+        if (features := self._features(output, x)).dim() != 3:  # no sequence
             return features
         mask = self.mask_of(x, features)
         if self.pooling == "mean":
@@ -215,12 +215,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
     has_one_head = True
 
     def __init__(
-        self,
-        base: nn.Module,
-        lora: LoRA,
-        gate: Gate | None = None,
-        blocks: Sequence[str] = (),
-        **kwargs: Any,
+        self, base: nn.Module, lora: LoRA, gate: Gate | None = None, blocks: Sequence[str] = (), **kwargs: Any
     ) -> None:
         self.blocks = [*blocks]
         self._layout = Look()

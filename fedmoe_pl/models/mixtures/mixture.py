@@ -44,8 +44,8 @@ from fedmoe_pl.models.mixtures.tasks import (
     aligned,
     by_token,
     checked_task,
-    counted,
     ignored_class,
+    loss_weight,
     num_labelled,
     usual_loss,
 )
@@ -339,7 +339,7 @@ class MixtureOfExperts(LightningModule, ABC):
         Returns:
             The mean loss, and ``logits`` (B, C) and ``gate_weights`` (B, experts).
         """
-        x, y = inputs_and_targets(batch, self.target_key)
+        x, y = inputs_and_targets(batch, self.target_key, self.task)
         scores, weights = self.mix(x)
         return self.loss_of(scores, y), {"logits": scores, "gate_weights": weights}
 
@@ -355,17 +355,21 @@ class MixtureOfExperts(LightningModule, ABC):
         if self.criterion is not None:
             if reduction == "none":
                 return torch.stack([self.loss_of(*one) for one in zip(scores.split(1), y.split(1), strict=True)])
-            outputs, targets = aligned(self.task, scores, y)
+            outputs, targets = aligned(self.task, scores, y, ignored_class(self.criterion))
             return self.criterion(*(by_token(outputs, targets) if self.task == "causal_lm" else (outputs, targets)))
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
-        losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
+        if y.is_floating_point():  # probabilities of classes
+            losses = -(y.to(scores.dtype) * scores).sum(1)
+        else:
+            losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
+        losses = losses.mean() if reduction == "mean" else losses
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
-    def counted(self, y: Tensor) -> int:
-        """What the mean loss of targets (B, ...) counts in a mean over batches: B, labels (B,) or, in texts, tokens."""
-        return counted(self.task, y)
+    def counted(self, y: Tensor) -> float:
+        """What the mean loss of targets (B, ...) counts in a mean over batches, such as the number of labels."""
+        return loss_weight(self.task, self.criterion, y)
 
     def scores_of(self, logits: Tensor) -> Tensor:
         """The scores (B, C) of a single expert, from its logits (B, C)."""
@@ -379,9 +383,10 @@ class MixtureOfExperts(LightningModule, ABC):
         loss, metrics = self.loss(batch)
         if loss is None:  # an override's; Lightning then leaves the batch out
             return loss
-        y = inputs_and_targets(batch, self.target_key)[1]
-        if number := num_labelled(self.task, y):
-            self.log(f"{stage}_loss", loss, batch_size=self.counted(y))
+        y = inputs_and_targets(batch, self.target_key, self.task)[1]
+        if weight := self.counted(y):
+            self.log(f"{stage}_loss", loss, batch_size=weight)  # pyright: ignore[reportArgumentType]
+        if number := num_labelled(self.task, self.criterion, y):
             self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=number)
         return loss
 
@@ -393,11 +398,11 @@ class MixtureOfExperts(LightningModule, ABC):
             outputs: what :meth:`loss` returns beside the loss.
             stage: the prefix of the names.
         """
-        values, y = dict[str, Tensor](), inputs_and_targets(batch, self.target_key)[1]
+        values, y = dict[str, Tensor](), inputs_and_targets(batch, self.target_key, self.task)[1]
         if self.task == "multiclass":
-            scores, y = aligned(self.task, outputs["logits"], y)
-            y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
             ignored = ignored_class(self.criterion)
+            scores, y = aligned(self.task, outputs["logits"], y, ignored)
+            y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
             values["gate/global_expert"] = outputs["gate_weights"][:, :-1].sum(dim=1).mean()

@@ -24,9 +24,9 @@ class PersonalizedMoE(MixtureOfExperts):
     Args:
         global_expert: maps a batch of inputs to logits (B, C), or to other outputs (B, ...) of the task, or to an
             output with ``logits``, as a model of transformers does. The values of a dict are its keyword arguments.
-        local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert. In a list,
-            client k of a federation has the expert k modulo its length, so that clients differ in architecture; a plain
-            ``Trainer`` uses the first one.
+        local_expert: maps the same inputs to logits of the same shape; None, or the global expert itself, for a copy of
+            that. In a list, client k of a federation has the expert k modulo its length, so that clients differ in
+            architecture; a plain ``Trainer`` uses the first one.
         gate: weighs the experts; None for ``EqualWeights``.
         **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
@@ -60,7 +60,7 @@ class PersonalizedMoE(MixtureOfExperts):
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures(local_expert)
-        elif local_expert is None:
+        elif local_expert is None or local_expert is global_expert:
             check_copies(global_expert)
             local_expert = copy_module(global_expert)
         self.local_expert = local_expert

@@ -54,8 +54,8 @@ class SparseMoE(MixtureOfExperts):
             parameters, by the layers' ``reset_parameters``.
         num_experts: number of experts. In a list, client i of a federation has the i-th number; the list repeats if it
             is too short. A client with fewer experts has the first ones.
-        load_balancing: weight of the balancing loss of the Switch Transformer (Fedus et al. 2022, Eq. 4); FedMoE-DA has
-            no such loss.
+        load_balancing: weight of the balancing loss of the Switch Transformer (Fedus et al. 2022, Eq. 4), which a
+            fixed gate does without; FedMoE-DA has no such loss.
         gate: reads the embedded values and gives every sample a weight for each expert; None for a ``ProxyGate``.
         **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
@@ -152,9 +152,9 @@ class SparseMoE(MixtureOfExperts):
         return weight.reshape(-1, *[1] * (logits.dim() - 1)) * logits, weights
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of the weighted logits, plus the balancing loss if there is one; see the base."""
+        """The loss of the weighted logits, plus the balancing loss of a gate that chooses experts; see the base."""
         loss, metrics = super().loss(batch)
-        if not self.load_balancing:
+        if not self.load_balancing or isinstance(self.gate, FixedGate):
             return loss, metrics
         weights = metrics["gate_weights"]
         indices = torch.arange(weights.shape[1], device=weights.device)

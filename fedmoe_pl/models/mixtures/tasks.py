@@ -24,6 +24,8 @@ Loss = nn.Module | Callable[[Tensor, Tensor], Any]  # a function need not say th
 """A module or function from outputs and targets to the mean loss."""
 SIGMOIDS: tuple[Task, ...] = ("binary", "multilabel")
 """The tasks in which each output is the logit of a probability of its own."""
+OF_CLASSES: tuple[Task, ...] = ("multiclass", "causal_lm")
+"""The tasks whose targets are classes, of which -100 does not count."""
 IGNORED = -100
 """The target that does not count, unless a loss has another one."""
 
@@ -67,12 +69,18 @@ def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal[
     return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
-def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes."""
-    if task == "multiclass":
-        return outputs, targets if targets.is_floating_point() else targets.long()
-    if task == "causal_lm":
-        return outputs, F.pad(targets[:, 1:].long(), (0, 1), value=IGNORED)  # logits are large, and not copied
+def aligned(task: Task, outputs: Tensor, targets: Tensor, ignored: int = IGNORED) -> tuple[Tensor, Tensor]:
+    """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes.
+
+    Targets that are -100 become ``ignored``, the class that the loss leaves out.
+    """
+    if task == "multiclass" and targets.is_floating_point():
+        return outputs, targets
+    if task in OF_CLASSES:
+        targets = targets.long()
+        if task == "causal_lm":
+            targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)  # logits are large, and not copied
+        return outputs, targets if ignored == IGNORED else targets.masked_fill(targets == IGNORED, ignored)
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     return outputs, targets.to(outputs.dtype)
@@ -83,24 +91,27 @@ def by_token(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return outputs.flatten(0, 1), targets.flatten()
 
 
-def counted(task: Task, targets: Tensor) -> int:
-    """What the mean loss of some samples counts in a mean over batches: how many have a label, or tokens that count."""
-    return num_labelled(task, targets) if task != "causal_lm" else int((targets[:, 1:] != IGNORED).sum())
-
-
-def num_labelled(task: Task, targets: Tensor) -> int:
-    """The number of samples without those whose only target is -100, a class that does not count."""
-    return int((targets != IGNORED).sum()) if task == "multiclass" and targets.dim() == 1 else len(targets)
+def num_labelled(task: Task, criterion: Loss | None, targets: Tensor) -> int:
+    """The number of samples or, if targets are classes, of those that count."""
+    is_of_classes = task == "multiclass" and not targets.is_floating_point()
+    return int(_counts(targets, criterion).sum()) if is_of_classes else len(targets)
 
 
 def loss_weight(task: Task, criterion: Loss | None, targets: Tensor) -> float:
-    """What the mean loss of some samples counts in a mean over parts of them: also the weights of their classes."""
-    has_classes = task == "multiclass" and not targets.is_floating_point()
-    if not has_classes or not (criterion is None or isinstance(criterion, nn.CrossEntropyLoss)):
-        return counted(task, targets)
-    classes = targets[targets != ignored_class(criterion)].long()
-    weight = getattr(criterion, "weight", None)
-    return len(classes) if weight is None else weight.cpu()[classes.cpu()].sum().item()
+    """What the mean loss of some samples counts in a mean over parts of them: their labels, or the classes' weights."""
+    if task == "causal_lm":
+        task, targets = "multiclass", targets[:, 1:]
+    elif targets.dim() > 1 and not (criterion is None or isinstance(criterion, nn.CrossEntropyLoss)):
+        return len(targets)  # a user's may be the mean over images
+    if not isinstance(criterion, nn.CrossEntropyLoss) or criterion.weight is None or targets.is_floating_point():
+        return num_labelled(task, criterion, targets)
+    return criterion.weight.cpu()[targets[_counts(targets, criterion)].long().cpu()].sum().item()
+
+
+def _counts(targets: Tensor, criterion: Loss | None) -> Tensor:
+    """Which classes count in a loss and in metrics; in bytes, -100 would be 156."""
+    targets = targets.long()
+    return (targets != IGNORED) & (targets != ignored_class(criterion))
 
 
 def is_mean_over_samples(criterion: Loss | None) -> bool:
@@ -138,8 +149,8 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
 def range_problem(task: Task, criterion: Loss | None, outputs: Tensor, targets: Tensor) -> str | None:
     """What is wrong with the values of targets; None if nothing is, or only a loss of the user's could tell."""
     is_usual = criterion is None or type(criterion) in _OF_LOSSES
-    if task in ("multiclass", "causal_lm"):
-        counted = targets[targets != ignored_class(criterion)]
+    if task in OF_CLASSES:
+        counted = targets[_counts(targets, criterion)]
         most = outputs.shape[-1 if task == "causal_lm" else 1] - 1
         allowed = f"outputs of {most + 1} classes allow integers from 0 to {most}"
     elif task in SIGMOIDS and is_usual:
