@@ -201,6 +201,6 @@ def _mean_loss(client: Client, expert: str, batches: SampleBatches) -> float:
     module = evaluation_copy(client, batches)
     total = number = 0
     for x, y in pairs_of(module, batches):
-        size = counted(module, y)
-        total, number = total + expert_loss(module, expert, (x, y)).item() * size, number + size
+        if size := counted(module, y):  # the mean over nothing is nan
+            total, number = total + expert_loss(module, expert, (x, y)).item() * size, number + size
     return total / max(number, 1)

@@ -16,7 +16,7 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches, Share
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import loss_weight
+from fedmoe_pl.models.mixtures.tasks import OF_CLASSES, loss_weight
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 _DRAWS = 11  # seed key that separates the random numbers of a process's share from the client's
@@ -38,7 +38,7 @@ class Sharing(Callback):
             raise InvalidArgumentError("Trainer", "trainer.sync_batchnorm", True, "left out", because)
         self.share = batches.share = Share(self.rank, len(training.devices), at_least=2 if is_split else 1)
         self.batches = batches
-        self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task == "multiclass"
+        self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task in OF_CLASSES
         self.has_labels = self.has_labels and trains_by_loss(training)
         self.size = 0  # samples in the whole batch
         self.weight = 1.0

@@ -270,7 +270,8 @@ class _Steps:
             loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
         else:
             loss = self.algorithm.validation_loss(self.module, batch, self.constants)
-        self.module.log("validation_loss", loss, batch_size=_counted(self.module, batch))
+        size = _counted(self.module, batch)  # the mean over nothing is nan
+        self.module.log("validation_loss", loss if size else torch.zeros_like(loss), batch_size=size)
 
     def loss(self, batch: Any) -> Any:
         """A mixture's own loss, which most algorithms' losses call; also logs what the mixture's own steps would."""

@@ -80,7 +80,7 @@ def lightning_checkpoint(module: LightningModule) -> dict[str, Any]:
 def export_clients(
     run: Run,
     method: str,
-    client: int | str = 0,
+    client: str | int = 0,  # a text first: on the command line, 2 may be a name
     format: Format = "onnx",
     output: str | None = None,
 ) -> str:

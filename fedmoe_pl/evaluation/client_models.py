@@ -161,8 +161,8 @@ class _Evaluator:
         with torch.inference_mode():
             for batch, y in labelled_batches(training.datamodule, samples, mixture_of(module)):
                 pair = move_data_to_device((pair_of(module, batch)[0], y), module.device)
-                total += own_loss(module, pair, {}).item() * (size := counted(module, y))
-                number += size
+                if size := counted(module, y):  # the mean over nothing is nan
+                    total, number = total + own_loss(module, pair, {}).item() * size, number + size
         return total / number if number else math.nan
 
     def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:

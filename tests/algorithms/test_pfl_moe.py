@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.pfl_moe import _mean_loss
+from fedmoe_pl.algorithms.shared.parts import summed_loss
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.phases.phase import Train
 from fedmoe_pl.rounds.begin import phase_module
@@ -87,6 +90,22 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
         assert_same_bits(actual.local_expert.state_dict(), better.state_dict())
         assert_same_bits(actual.global_expert.state_dict(), tuned.global_expert.state_dict())
     assert set(kept_global) == {True, False}, "the test could not tell the option from its absence"
+
+
+class OnTheCPU(list):
+    device = torch.device("cpu")
+
+
+def test_a_batch_of_which_nothing_counts_leaves_mean_and_sum_as_they_are():
+    module = mixture(ConstantGate(0.5))
+    module.criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+    datamodule, y = blobs((6, 6)), torch.tensor([0, 0, 1, 2])
+    samples = OnTheCPU([(datamodule.x[:2], y[:2]), (datamodule.x[2:4], y[2:])])
+    expected = module.criterion(module.local_expert(datamodule.x[2:4]), y[2:])
+    client = SimpleNamespace(module=module, datamodule=datamodule)
+    torch.testing.assert_close(_mean_loss(client, "local_expert", samples), expected.item())  # pyright: ignore
+    sums = [summed_loss(module, module.local_expert(x), labels) for x, labels in samples]
+    torch.testing.assert_close(torch.stack(sums), torch.stack([torch.zeros_like(expected), 2 * expected]))
 
 
 @pytest.mark.few("0.7")

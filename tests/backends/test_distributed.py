@@ -32,7 +32,7 @@ from fedmoe_pl.backends import DistributedBackend, PoolBackend, StackedBackend, 
 from fedmoe_pl.backends.workers import distributed
 from fedmoe_pl.backends.workers.distributed import check_division
 from fedmoe_pl.data import Share
-from fedmoe_pl.models import FeatureGate, GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE
+from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE
 from fedmoe_pl.setup import start
 
 # in batches of 4: a last batch of one sample, which only one process has; whole ones; an odd last batch; one sample
@@ -233,6 +233,7 @@ def assert_divided(team, training, loss_is_mean=False):
 WEIGHTS = torch.tensor([1.0, 5.0, 0.2], dtype=torch.float64)
 FLAGS = (torch.arange(3 * sum(BATCHES)) % 5 < 2).double().view(-1, 3)
 PIXELS = torch.arange(4 * sum(BATCHES)).view(-1, 4) % 3
+TOKENS = PIXELS.where(torch.arange(4) <= torch.arange(len(PIXELS)).view(-1, 1) % 5, -100)  # of texts of other lengths
 DIVIDED = {
     "class weights": (lambda: model(loss=nn.CrossEntropyLoss(WEIGHTS)), data),
     "ignored labels": (model, lambda: data(ignored=-100)),
@@ -246,6 +247,10 @@ DIVIDED = {
     "pixels": (
         lambda: model(layers(12, nn.Unflatten(1, (3, 4))), loss=nn.CrossEntropyLoss(WEIGHTS, ignore_index=1)),
         lambda: data(PIXELS),
+    ),
+    "tokens": (
+        lambda: model(layers(12, nn.Unflatten(1, (4, 3))), EqualWeights(), task="causal_lm"),
+        lambda: data(TOKENS),
     ),
     "flags": (lambda: model(loss=nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)), lambda: data(FLAGS)),
     "values": (lambda: model(loss=nn.HuberLoss()), lambda: data(FLAGS * WEIGHTS)),

@@ -178,6 +178,22 @@ def test_the_learning_rate_follows_what_a_client_validates():
     assert rates == [0.1, 0.1, 0.05, 0.025]  # the first loss is the best; no later one is a tenth of it
 
 
+def test_validation_batches_of_which_nothing_counts_leave_the_mean_as_it_is(monkeypatch):
+    class Losses(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append([trainer.callback_metrics["validation_loss"], module.criterion(pl_module(x), y)])
+
+    seen, data, module = [], blobs((40,), validation_fraction=0.3), mixture(LinearGate(5))
+    module.criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+    samples = data.validation_samples[0]
+    x, y = data.x[samples], data.y[samples]
+    assert 0 < (y == 0).sum() < len(y)
+    monkeypatch.setattr(TensorData, "evaluated_at_once", 1)
+    arguments = {"limit_val_batches": 1.0, "max_epochs": 1, "callbacks": [Losses()]}
+    train(TrainerBackend(), local_training(module, FedAvg(), data, **arguments))
+    torch.testing.assert_close(*seen[0], check_dtype=False)
+
+
 def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
     class Hooked(PersonalizedMoE):
         called = 0

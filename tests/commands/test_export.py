@@ -11,6 +11,7 @@ from helpers import run
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.runs import WithDropout, assert_same, data, federation, model
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from PIL import Image
@@ -22,7 +23,7 @@ from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
-from fedmoe_pl.data import IID, AGNews, ClientFolders, CsvFile, FromDatasets, SyntheticTimeSeries
+from fedmoe_pl.data import IID, AGNews, ClientFolders, ClientNames, CsvFile, FromDatasets, SyntheticTimeSeries
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
@@ -46,6 +47,14 @@ def about_of(model, datamodule, tmp_path, client=0, **settings):
     finished.export(model, datamodule, method="A", client=client, format="torch_export", output=str(path))
     torch.export.load(path, extra_files=about)
     return json.loads(about[export.ABOUT])
+
+
+def test_a_number_on_the_command_line_is_a_name_first():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_function_arguments(export.export_clients, skip={"run"}, fail_untyped=False)
+    names = ClientNames(["1", "10", "11", "2"])
+    asked = [parser.parse_args(["--method", "M", "--client", client]).client for client in ("2", "3", "10")]
+    assert [names.number("Federation", client) for client in (*asked, 2)] == [3, 3, 1, 2]
 
 
 def test_torch_export_is_the_client_s_mixture_with_its_gate_for_batches_of_any_size(fed, capsys):

@@ -79,7 +79,8 @@ def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     if not isinstance(module, MixtureOfExperts):
         return F.cross_entropy(scores, y, reduction="none").double().sum()
     if module.criterion is not None or module.task == "causal_lm":
-        return module.loss_of(scores, y).double() * module.counted(y)
+        loss, number = module.loss_of(scores, y).double(), module.counted(y)
+        return loss * number if number else torch.zeros_like(loss)  # the mean over nothing is nan
     return module.loss_of(scores, y, reduction="none").double().sum()
 
 
