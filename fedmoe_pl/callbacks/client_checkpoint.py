@@ -20,6 +20,8 @@ class ClientCheckpoint(FederationCallback):
         methods: names of the methods to write; None for all.
     """
 
+    needs_clients = True
+
     def __init__(self, methods: list[str] | None = None) -> None:
         self.methods = methods
 

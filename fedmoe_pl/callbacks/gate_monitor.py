@@ -141,6 +141,8 @@ class TokenGateMonitor(FederationCallback):
         MisconfigurationException: if a number is below 1.
     """
 
+    needs_clients = True
+
     def __init__(self, max_clients: int = 50, samples_per_client: int = 100, sentences: int = 6) -> None:
         check_at_least(self, "max_clients", max_clients, 1)
         check_at_least(self, "samples_per_client", samples_per_client, 1)

@@ -54,6 +54,8 @@ class RepresentationMonitor(FederationCallback):
         MisconfigurationException: if ``samples_per_client`` is below 1, or an id is no client's.
     """
 
+    needs_clients = True
+
     def __init__(self, clients: list[int] | None = None, samples_per_client: int = 100) -> None:
         self.clients = [0, 1, 2] if clients is None else clients
         check_at_least(self, "samples_per_client", samples_per_client, 1)

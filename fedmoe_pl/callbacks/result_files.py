@@ -94,6 +94,8 @@ class ResultFiles(FederationCallback):
 class PartitionMonitor(FederationCallback):
     """Shows in the run's loggers, before the first round, how many samples of each class each client has."""
 
+    needs_clients = True
+
     def on_fit_start(self, run: Run) -> None:
         """Draws the partition and writes it as a table, unless the run is resumed."""
         if not run.step and run.loggers.take_images:

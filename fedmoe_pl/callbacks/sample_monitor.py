@@ -87,6 +87,8 @@ class SampleMonitor(FederationCallback):
         MisconfigurationException: if ``samples`` is below 1, or an id is no client's.
     """
 
+    needs_clients = True
+
     def __init__(self, clients: list[int] | None = None, samples: int = 4) -> None:
         check_at_least(self, "samples", samples, 1)
         self.clients = [0, 1, 2] if clients is None else clients

@@ -19,10 +19,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint, asks_clients
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.callbacks import (
-    ClientCheckpoint,
     ClusterMonitor,
-    PartitionMonitor,
-    RepresentationMonitor,
     ResultFiles,
 )
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
@@ -152,9 +149,6 @@ def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:
     return {**vars(evaluation), "clients": [vars(each) for each in own]}
 
 
-_NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
-
-
 def check_deployable(phases: Sequence[Phase]) -> None:
     """Refuses phases that need what no client sends."""
     for phase in phases:
@@ -218,10 +212,10 @@ def _zeros(n: int, shape: Sequence[int], dtype: str) -> Tensor:
 
 def callbacks_of_server(callbacks: Sequence[FederationCallback]) -> list[FederationCallback]:
     """The callbacks without those that need clients' data or models, which never come here; says which these are."""
-    left_out = [type(callback).__name__ for callback in callbacks if isinstance(callback, _NEED_DATA)]
+    left_out = [type(callback).__name__ for callback in callbacks if callback.needs_clients]
     if left_out:
         rank_zero_info(f"{', '.join(left_out)}: left out, because clients' data and models stay with them.")
-    return [_of_server(callback) for callback in callbacks if not isinstance(callback, _NEED_DATA)]
+    return [_of_server(callback) for callback in callbacks if not callback.needs_clients]
 
 
 def _of_server(callback: FederationCallback) -> FederationCallback:

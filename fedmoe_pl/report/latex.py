@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.logs.summary import change_text, value_text
 from fedmoe_pl.report.statistics import SIGNIFICANCE, OverSeeds
-from fedmoe_pl.report.tables import Condition, Method, difference, meaning, one_line, words
+from fedmoe_pl.report.tables import Condition, Method, difference, failures, meaning, one_line, words
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "Δ": r"$\Delta$"}
@@ -116,6 +116,7 @@ def _caption(condition: Condition) -> str:
                 f"; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the clients of all seeds, and the same "
                 "sign in every seed"
             )
+    facts += failures(condition)
     names = condition.name, condition.data  # begin with keys or names of files, which stay as they are
     sentences = ". ".join(fact if fact in names else fact[0].upper() + fact[1:] for fact in facts)
     return in_latex(f"{sentences}.")

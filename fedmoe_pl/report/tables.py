@@ -104,6 +104,12 @@ class Method:
         return [value for value in values if not math.isnan(value)]
 
     @property
+    def failed(self) -> int:
+        """How often clients failed or dropped out, in all rounds of all runs."""
+        numbers = [run.rounds[-1].get("failed", math.nan) for run in self.runs if run.rounds]
+        return int(sum(number for number in numbers if not math.isnan(number)))
+
+    @property
     def rounds_text(self) -> str:
         """The rounds of the results, such as ``20``, ``11 to 14`` or ``12 so far``."""
         rounds = sorted({int(row["round"]) for row in self.results})
@@ -332,9 +338,17 @@ def explanation(condition: Condition) -> list[str]:
             "the clients of all seeds, and the same sign in every seed of at least two"
         )
         lines.append(_INDEPENDENCE)
+    lines += failures(condition)
     if len({run.seeds for run in condition.runs}) > len({run.seeds[1] for run in condition.runs}) == 1:
         lines.append("All seeds have the same partition (data.init_args.partition_seed)")
     return lines
+
+
+def failures(condition: Condition) -> list[str]:
+    """How often clients failed, and what their numbers are then, in a phrase without a final full stop; none if not."""
+    failed = [f"{method.label} {method.failed}" for method in condition.methods if method.failed]
+    text = f"Clients that failed or dropped out, counted over all rounds: {', '.join(failed)}"
+    return [f"{text}; one that never trained is evaluated with the model that it began with"] if failed else []
 
 
 def _having(condition: Condition, metric: str) -> str:

@@ -38,7 +38,13 @@ class FederationCallback:
 
     A Lightning ``Callback`` in the ``trainer:`` section sees one client's training; a ``FederationCallback`` sees
     what happens between the rounds. It may read the attributes of :class:`Run`.
+
+    Attributes:
+        needs_clients: whether it uses samples or models of clients, such as ``Run.client_modules``. A deployed
+            federation, whose server has neither, leaves it out.
     """
+
+    needs_clients: bool = False
 
     def on_fit_start(self, run: Run) -> None:
         """Called once, after every check and before the first round."""

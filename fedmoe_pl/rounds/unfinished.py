@@ -41,8 +41,9 @@ class UnfinishedRound:
 
         A group is trained as a whole, because the bits of a stack may depend on all of its clients.
         """
-        left = [group for group in groups if not all(map(self._is_done, group))]
-        done = [client for group in groups if group not in left for client in group]
+        are_done = [bool(self.trained) and all(map(self._is_done, group)) for group in groups]
+        left = [group for group, is_done in zip(groups, are_done, strict=True) if not is_done]
+        done = [client for group, is_done in zip(groups, are_done, strict=True) if is_done for client in group]
         self.run.logged |= {client: self.trained[str(client)][2] for client in done if self.logs}
         return left, {client: self.trained[str(client)][0] for client in done}
 

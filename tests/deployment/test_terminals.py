@@ -14,7 +14,15 @@ from helpers.deployed import Deployment, federation, participant
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.callbacks import ClusterMonitor, GateMonitor, PartitionMonitor, ResultFiles
+from fedmoe_pl.callbacks import (
+    ClusterMonitor,
+    FederationCallback,
+    GateMonitor,
+    PartitionMonitor,
+    ResultFiles,
+    SampleMonitor,
+    TokenGateMonitor,
+)
 from fedmoe_pl.deployment import Message, serve_and_join
 from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
 from fedmoe_pl.deployment.serve_and_join import own_folder, plain_warnings, private
@@ -116,8 +124,12 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
 
 def test_the_server_draws_nothing_that_it_would_compute_from_clients_data():
     """Its stand-in for the data is zeros, with which it would choose a cluster for each client."""
-    gates = GateMonitor()
-    files, clusters, other = callbacks_of_server([PartitionMonitor(), ResultFiles(), ClusterMonitor(), gates])
+
+    class Own(FederationCallback):
+        needs_clients = True
+
+    gates, of_clients = GateMonitor(), [PartitionMonitor(), SampleMonitor(), TokenGateMonitor(), Own()]
+    files, clusters, other = callbacks_of_server([*of_clients, ResultFiles(), ClusterMonitor(), gates])
     assert (files.partition, files.gate_weights) == (False, True)
     assert isinstance(clusters, ClusterMonitor) and not clusters.by_client
     assert other is gates

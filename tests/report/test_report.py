@@ -79,6 +79,17 @@ def test_the_markdown_has_the_numbers_of_the_summary(page, finished):
     assert "* FedAvg: global expert, after aggregation, best round by global_test (round 4), all 3 clients." in markdown
 
 
+def test_clients_that_failed_are_named_below_every_table(finished, tmp_path):
+    run = tmp_path / "tiny" / "version_0"
+    shutil.copytree(finished, run)
+    rows = rows_of(run, "rounds")
+    write_csv(run / "rounds.csv", [{**row, "failed": 4} if row["method"] == "Local" else row for row in rows])
+    report([str(run), "--output", str(tmp_path / "report.html"), "--latex", str(tmp_path / "table.tex")])
+    for name in ("report.html", "report.md", "table.tex"):
+        text = " ".join((tmp_path / name).read_text().split())
+        assert "lients that failed or dropped out, counted over all rounds: Local 4; one that never" in text
+
+
 def test_pictures_are_as_wide_as_a_column(page):
     *_, folder, text = page
     pdfs = sorted((folder / "report_pictures").iterdir())
