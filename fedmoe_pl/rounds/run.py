@@ -140,8 +140,7 @@ class Run(Settings, Saved):
         record: these settings for reports, which compare them between runs (``configuration.recorded``).
         loggers: the run's loggers, as callbacks use them.
         store: holds the tensors that clients keep between rounds.
-        given_results: results from checkpoints, by phase name; each is removed when its phase begins.
-        progress: the progress of the run.
+        given_results: results from checkpoints, by phase name.
         plans: how the clients of each phase are trained, by phase name; each is removed when its phase begins.
         noise_multipliers: by phase and client, if noise follows from a target (``privacy.set_noise``).
         logged: with ``trainer.logger``, the means that each client of the last round logged, one dict per epoch.
@@ -158,7 +157,6 @@ class Run(Settings, Saved):
     loggers: RunLoggers = field(default_factory=RunLoggers)
     store: Store = field(default_factory=MemoryStore)
     given_results: dict[str, PhaseState] = field(default_factory=dict)
-    progress: Progress = field(init=False)
     plans: dict[str, Plan] = field(default_factory=dict)
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
     logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
@@ -188,6 +186,11 @@ class Run(Settings, Saved):
             key: {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
             for key, model in self.models.items()
         }
+
+    @cached_property
+    def progress(self) -> Progress:
+        """The progress of the run."""
+        return Progress(self.phases, self.trainer, self.datamodule, self.seed, self.given_results)
 
     @cached_property
     def records_transfers(self) -> bool:
@@ -282,7 +285,7 @@ class Run(Settings, Saved):
         """The phase's state; begins the phase with this module if it has not begun."""
         if phase.name not in self.states:
             before = [(part, self.states[name]) for part, name in sources(self.starts[phase.name])]
-            state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))
+            state = begin_phase(phase, module, before, self.given_results.get(phase.name))
             state.clients = self.store.adopt(phase.name, state.round, state.clients)
             self.states[phase.name] = state
         return self.states[phase.name]

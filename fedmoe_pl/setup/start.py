@@ -37,7 +37,6 @@ from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
-from fedmoe_pl.logs.progress import Progress
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.phases.starts import Start, sources
@@ -84,7 +83,6 @@ def make_run(
         record=record,
     )
     check_run(run, read_result)
-    run.progress = Progress(run.phases, run.trainer, run.datamodule, run.seed, run.given_results)
     set_noise(run)
     return run
 

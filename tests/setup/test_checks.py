@@ -228,8 +228,9 @@ def having(**parts):
 
 
 def of_one_expert():
-    expert = WithDropout()
-    return PersonalizedMoE(expert, expert)
+    mixture = PersonalizedMoE(WithDropout())
+    mixture.local_expert = mixture.global_expert
+    return mixture
 
 
 class TooFew(WithDropout):
@@ -293,7 +294,8 @@ def test_setup_that_changes_nothing_is_allowed(tmp_path):
 @pytest.mark.parametrize("trainable", ["local_expert.*", ["*gate*", "global_expert.extractor.0.*"]])
 def test_a_tensor_is_trained_under_all_of_its_names_or_none(trainable, tmp_path):
     expert = WithDropout()
-    phase, tied = Phase("p", FedAvg(trainable=trainable)), PersonalizedMoE(expert, expert, LinearGate(5))
+    phase, tied = Phase("p", FedAvg(trainable=trainable)), PersonalizedMoE(expert, gate=LinearGate(5))
+    tied.local_expert = expert
     with pytest.raises(
         MisconfigurationException, match=r"trains '.*_expert\.extractor\.0\.weight', but not '.*_expert"
     ):
