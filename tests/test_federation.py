@@ -80,6 +80,7 @@ def test_a_callback_of_the_user_takes_the_default_s_place(tmp_path):
     assert monitors == [mine]
 
 
+@pytest.mark.slow
 def test_only_the_named_methods_clients_are_written(tmp_path):
     run = federation(tmp_path, callbacks=[ClientCheckpoint(["PFL-FB"])])
     run.fit(model(), data())

@@ -82,6 +82,7 @@ def test_the_python_examples_run(tmp_path, monkeypatch, capsys):
     names["test_half_a_step_per_round"](tmp_path)
 
 
+@pytest.mark.slow
 def test_the_algorithm_runs_from_yaml_by_its_import_path(tmp_path, monkeypatch, capsys):
     (algorithm,) = (block for block in blocks("python", page("guide/algorithms.md")) if "class ServerStep" in block)
     (phase,) = (block for block in blocks("yaml", page("guide/algorithms.md")) if "ServerStep" in block)
@@ -151,8 +152,8 @@ LAST_LINES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-@pytest.mark.few(1)
 def test_a_script_runs(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(script), run_name="__main__")

@@ -129,6 +129,7 @@ def test_first_passes_end_once_the_last_ten_of_more_losses_deviate_by_less_than_
     assert not _have_settled([1.0, 1.19] * 5)
 
 
+@pytest.mark.slow
 def test_the_module_itself_may_be_the_expert(tmp_path):
     of_user = Own(model().global_expert, partial(torch.optim.SGD, lr=RATE))
     part = ala(phase={"rounds": 2, "clients_per_round": None})

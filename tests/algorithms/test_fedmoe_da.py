@@ -209,6 +209,7 @@ def test_clients_may_draw_their_own_gate_and_experts(tmp_path):
         assert torch.equal(first[name], second[name]) == name.startswith("embedding.")
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_first_and_the_last_matrix_and_a_curve_of_each_expert_s_use(tmp_path):
     """The share of the clients' own samples that their gates send to it: of those that have it, the mean."""
     it = Phase("DA", FedMoEDA(2, interval=2), rounds=4, train=Train(max_epochs=1))

@@ -142,6 +142,7 @@ def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
     assert len({*chosen}) == 3, "the test shows nothing if all take the same"
 
 
+@pytest.mark.slow
 def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_path):
     data = blobs((23, 12))
     mixtures = [
@@ -174,6 +175,7 @@ def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_
     assert torch.equal(after.global_expert(x), before.global_expert(x))
 
 
+@pytest.mark.slow
 def test_of_clusters_it_corrects_all_or_the_chosen_one(tmp_path):
     data = blobs((23, 12))
     phases = [
@@ -277,6 +279,7 @@ def test_each_client_sends_its_classifier_and_receives_all_of_them_and_nothing_i
     assert [evaluation.evaluation_point for evaluation in state.evaluations] == ["after local training"]
 
 
+@pytest.mark.slow
 def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):
     later = federation(tmp_path, [fedper(), pm_moe()])
     later.personalize(mixture(), blobs((9, 6, 7, 5)), str(whole.run_dir / "checkpoints/last.ckpt"), rounds=1)

@@ -359,6 +359,7 @@ def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step
     assert batches == 2 * 2 * 16 / 4, "two rounds of two epochs of the larger client"
 
 
+@pytest.mark.slow
 def test_a_newcomer_estimates_its_weights_and_leaves_the_learners_as_they_are(tmp_path):
     data, (first, later) = blobs((9, 6)), [federation(tmp_path, [Phase("FedEM", FedEM(), rounds=3)]) for _ in range(2)]
     first.fit(learners(), blobs())

@@ -78,6 +78,7 @@ def test_the_shares_of_a_batch_have_every_sample_once(size, processes, at_least)
     assert all(len(range(size)[share.part(size)]) >= min(at_least, size) for share in shares)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("runs_use_the_team")
 def test_a_run_is_that_of_one_process_and_goes_on_with_the_same_bits(datamodule, tmp_path):
     def run(folder, callbacks=(), ckpt_path=None, **trainer):

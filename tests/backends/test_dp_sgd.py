@@ -226,6 +226,7 @@ def test_a_step_takes_one_noisy_gradient_or_is_refused(optimizer, backend):
         train(backend, training)
 
 
+@pytest.mark.slow
 def test_two_workers_give_the_same_bits():
     training = private(local_training(mixture(LinearGate(5)), FedAvg(), blobs(FEW)))
     alone = trained(TrainerBackend(), training)

@@ -88,7 +88,7 @@ def whole(tmp_path_factory):
     return run.run.states
 
 
-@pytest.mark.few("contiguous")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["contiguous", "workers", "killed"])
 def test_a_run_has_the_results_of_contiguous_format_and_in_workers_and_after_a_kill_the_same_bits(whole, way, tmp_path):
     if way == "killed":
@@ -182,6 +182,7 @@ class OwnModule(Own):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_user_s_own_module_keeps_the_format_that_it_chose(tmp_path):
     federated = []
     for memory_format in (torch.channels_last, torch.contiguous_format):

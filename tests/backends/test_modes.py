@@ -108,7 +108,7 @@ def test_sizing_lazy_layers_keeps_the_modes():
     assert [part.training for part in module.global_expert] == [False, False, True]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every_batch", [False, True])
 def test_parts_in_eval_mode_are_named_once_in_a_run(every_batch, tmp_path):
     with warnings.catch_warnings(record=True) as found:

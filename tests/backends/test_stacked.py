@@ -197,6 +197,7 @@ class Late(FedRep):
         return super().client_loss(module, batch, constants) * (2 if constants["late"] else 1)
 
 
+@pytest.mark.slow
 def test_a_stack_trains_what_the_one_before_has_frozen_last():
     algorithm = Late(head_epochs=1)
     training = local_training(mixture(), algorithm, blobs(FEW), max_epochs=2)

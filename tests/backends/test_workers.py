@@ -53,6 +53,7 @@ def test_what_is_sent_is_what_a_worker_lacks_largest_groups_first():
     assert_same(other, trained(TrainerBackend(), replace(phase, seed=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clients_alone")
 def test_no_update_runs_far_ahead_of_the_first_one_that_is_missing():
     backend = TwoInThisProcess()
@@ -60,6 +61,7 @@ def test_no_update_runs_far_ahead_of_the_first_one_that_is_missing():
     assert [entry[2] for entry in backend.log[:2]] == [[15], [14]], "the largest of the first sixteen"
 
 
+@pytest.mark.slow
 def test_stacked_clients_are_handed_out_in_the_stacks_of_one_process():
     phase = training(mixture(LinearGate(5)), blobs(sizes=SIZES))
     backend = TwoInThisProcess(StackedBackend(clients_per_stack=2))
@@ -190,7 +192,7 @@ def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path,
     assert optimizer.defaults["momentum"] == 0.5
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
 def test_a_plan_travels_without_the_features_that_it_has_computed(backend):
     algorithm = FineTuning("local_expert.classifier.*")

@@ -199,6 +199,7 @@ class Deeper(Tokens):
         return self.last(self.second(self.layer(self.embedding(input_ids)).relu()).mean(1))
 
 
+@pytest.mark.slow
 def test_pictures_are_of_means_over_tokens_and_over_the_layers_that_see_every_token(drawn, tmp_path):
     y = torch.arange(30) % 3
     data = TensorData(ids(30), y, torch.arange(24).split([8, 16]), (ids(6), y[:6]), torch.int64, batch_size=4)

@@ -95,6 +95,7 @@ class WordExtractor(WordModel):
         return self.head(self.extractor(batch["words"]))
 
 
+@pytest.mark.slow
 def test_batches_may_be_dicts(tmp_path):
     """They were taken for pairs, which failed at the end of the phase."""
     data = FromDatasets(Dicts(30), Dicts(6), targets="label", groups="user", collate_fn=padded)

@@ -107,6 +107,7 @@ def test_what_the_user_can_fix_is_one_line_that_names_the_key(sentence, tmp_path
     assert not list(tmp_path.rglob("version_*")), "nothing was started"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_also_where_a_logger_notices(tmp_path, capsys, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")

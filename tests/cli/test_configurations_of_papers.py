@@ -55,7 +55,7 @@ def data_of(config, size, classes, monkeypatch):
     return kind(partitioner=make(**partitioner["init_args"]), **arguments)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stem", "classes", "size", "for_training", "columns"),
     [

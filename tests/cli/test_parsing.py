@@ -36,6 +36,7 @@ def test_arguments_change_the_phase_that_they_name_and_no_other():
     assert after == before
 
 
+@pytest.mark.slow
 def test_another_class_keeps_the_arguments_that_fit():
     of_phase = "--federation.phases.FedAvg.algorithm"
     prox = phases_of("--config", QUICKSTART, of_phase, "FedProx", f"{of_phase}.init_args.mu=0.5")["FedAvg"]["algorithm"]
@@ -43,6 +44,7 @@ def test_another_class_keeps_the_arguments_that_fit():
     assert (prox["init_args"]["shared"], prox["init_args"]["mu"]) == ("global_expert.*", 0.5)
 
 
+@pytest.mark.slow
 def test_phases_are_found_in_files_of_files_and_in_what_was_appended(tmp_path, monkeypatch):
     config = yaml.safe_load(Path(QUICKSTART).read_text())
     config["federation"]["phases"][1]["name"] = "a.b=0.5 rounds"
@@ -76,6 +78,7 @@ def test_an_argument_of_an_unknown_phase_is_refused(arguments, end):
 FEDAVG = {"class_path": "FedAvg", "init_args": {"shared": "global_expert.*", "weighting": "uniform"}}
 
 
+@pytest.mark.slow
 def test_a_phase_does_not_inherit_from_the_one_in_its_place(tmp_path):
     before = {"name": "A", "algorithm": FEDAVG, "gate": "GlobalOnly", "rounds": 7}
     after = {"name": "B", "algorithm": {"class_path": "FedAvg", "init_args": {"trainable": "global_expert.*"}}}
@@ -89,6 +92,7 @@ def test_a_phase_does_not_inherit_from_the_one_in_its_place(tmp_path):
         assert phase["algorithm"]["init_args"] == expected
 
 
+@pytest.mark.slow
 def test_a_list_in_an_object_replaces_the_whole_list():
     """Also one of the same length."""
     crop = {"class_path": "RandomCrop", "init_args": {"padding": 7}}
@@ -98,7 +102,7 @@ def test_a_list_in_an_object_replaces_the_whole_list():
     assert data["data"]["init_args"]["augmentation"][0]["init_args"]["padding"] != 7
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

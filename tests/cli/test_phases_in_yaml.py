@@ -52,6 +52,7 @@ ATTACKED = of_class("UnderAttack", attack="ALittleIsEnough", attackers=[0, 2], a
 PRIVATE = of_class("DifferentialPrivacy", noise_multiplier=0, max_norm=0.5, delta=1e-4)
 
 
+@pytest.mark.slow
 def test_phases_have_the_aggregations_and_server_optimizers_of_the_configuration(tmp_path):
     arguments = {
         "attacked": {"aggregation": ATTACKED},
@@ -99,8 +100,8 @@ def test_an_argument_out_of_range_is_named_by_its_key(changed, sentence, tmp_pat
     assert f"federation.phases.FedAvg.{sentence}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["my_losses.half", "HuberLoss"])
-@pytest.mark.few(1)
 def test_a_loss_is_a_class_or_a_function_and_metrics_have_names(loss, tmp_path, monkeypatch):
     (tmp_path / "my_losses.py").write_text("def half(outputs, targets):\n    return (outputs - targets).abs().mean()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -193,6 +194,7 @@ def files_of_models(folder, *models: dict) -> dict[str, Path]:
     return {path.parent.name: path for path in folder.rglob("all_clients.ckpt")}
 
 
+@pytest.mark.slow
 def test_each_module_has_its_own_hyperparameters_and_trains_with_its_own_rate(tmp_path):
     rates = {"0": (8, 0.0), "1": (4, 0.5), "2": (4, 0.25)}
     models = [of_class(f"{__name__}.Net", width=width, lr=lr) for width, lr in rates.values()]
@@ -249,6 +251,7 @@ def test_adding_removing_and_reordering_phases_leaves_the_others_their_bits(whol
             assert_same_bits(now, before)
 
 
+@pytest.mark.slow
 def test_gates_that_take_their_width_from_a_sample_have_random_numbers_of_their_own_too(tmp_path):
     phases = [{**JOINT, "name": name, "gate": "LinearGate", "train": {"max_epochs": 0}} for name in ("one", "other")]
     run = fitted(tmp_path, phases)

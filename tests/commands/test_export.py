@@ -120,6 +120,7 @@ def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
     assert about == {"mean": mean.tolist(), "std": std.tolist()}
 
 
+@pytest.mark.slow
 def test_a_file_has_the_columns_of_its_table_and_the_vocabulary_of_its_texts(tmp_path):
     (tmp_path / "a.csv").write_text("who,weight,age,y\n" + "a,1,2,no\na,3,4,yes\n" * 3)
     table = CsvFile(str(tmp_path / "a.csv"), target="y", client="who", test_fraction=0.5)
@@ -163,6 +164,7 @@ def test_lightning_loads_the_models_of_one_client_or_of_all(fed, tmp_path, capsy
         assert_same(dict(loaded.state_dict()), dict(fed.client_module(method, client).state_dict()))
 
 
+@pytest.mark.slow
 def test_a_gate_whose_width_the_data_set_is_exported(tmp_path):
     fed = federation(tmp_path, [Phase("mixed", Local(), gate=LinearGate())])
     fed.fit(model(), data())

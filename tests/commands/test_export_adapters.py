@@ -72,6 +72,7 @@ def test_the_experts_of_all_clients_are_folders_of_peft(fed, capsys):
     assert lines[1].startswith(f"Client 0 of gate: {folder}/client_000/local_expert (outputs differ by at most ")
 
 
+@pytest.mark.slow
 def test_a_constant_mixture_is_an_adapter_too_or_the_weights_of_a_base(fed, tmp_path):
     fed.export(mixture(), data(), method="equal", client=1, format="peft", output=str(tmp_path / "adapters"))
     fed.export(mixture(), data(), method="equal", client=1, format="merged", output=str(tmp_path / "merged"))

@@ -247,6 +247,7 @@ def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embe
     assert traffic["bytes_down"] == 2 * embedding, "a newcomer is sent no rows of the matrix, which are of others"
 
 
+@pytest.mark.slow
 def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
     model, data = partial(of_three_architectures, optimizer=sgd), new_data()
     run, later = personalized(tmp_path, model(), [Phase("pFedMoE", PFedMoE(), rounds=2)], blobs(), data, 3)
@@ -258,6 +259,7 @@ def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
         torch.testing.assert_close(tensors(later.client_module("pFedMoE", client)), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expert(tmp_path):
     """Two kinds of clients, whose labels contradict each other; the newcomers are one of each."""
 
@@ -328,6 +330,7 @@ def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
     assert set(later.run.states["FedAvg"].clients) == {0, 1}
 
 
+@pytest.mark.slow
 def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
     local = Phase("Local", Local(), clients_per_round=1)
     _, checkpoint = trained(tmp_path, fedavg(rounds=1), local)
@@ -367,6 +370,7 @@ def test_newcomers_have_the_federation_s_shared_model_and_train_a_private_one(jo
     assert not {key for key in later.run.states[name].server if key.startswith("update/")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joined", ["FedAPEN"], indirect=True)
 def test_newcomers_of_fedapen_learn_their_weight(joined):
     name, _, later = joined

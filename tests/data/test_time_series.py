@@ -51,7 +51,7 @@ SHAPES = {
 
 
 @given(st.fixed_dictionaries(SHAPES))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_window_that_fits_is_there_once_and_none_has_a_step_of_a_later_period(arguments):
     try:
         data = set_up(Given({"a": counted(steps := arguments.pop("steps"))}, **arguments))

@@ -138,6 +138,7 @@ def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
     assert [*dict.fromkeys(rounds)] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_client_that_fails_ahead_has_failed_in_that_round(tmp_path):
     failed = []
 
@@ -200,7 +201,7 @@ def test_no_other_message_is_a_part(kind):
         Message.from_bytes(whole.to_bytes())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "evaluation_points"),
     [("unprepared", None), ("not begun", None), ("begun", None), ("begun", "both")],

@@ -136,7 +136,7 @@ def test_the_worst_tenth_has_the_highest_errors():
     assert evaluation.spread("local_test_rmse").worst_tenth == 1.0
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [StackedBackend, TwoInThisProcess])
 def test_all_backends_give_the_same_metrics(backend, tmp_path):
     run = federation(tmp_path, phases(), errors(), backend=backend())
@@ -477,6 +477,7 @@ def test_a_partition_without_classes_is_a_table_and_a_figure_of_sizes():
     assert [row["train"] for row in partition_rows(data)] == sizes
 
 
+@pytest.mark.slow
 def test_methods_of_a_run_may_differ_in_their_metrics(tmp_path, capsys):
     methods = [Phase("plain", FedAvg(), model=Plain()), phases()[0]]
     run = federation(tmp_path, methods, {"rmse": MeanSquaredError(squared=False)})

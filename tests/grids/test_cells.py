@@ -79,6 +79,7 @@ def test_a_class_of_a_phase_is_as_a_run_writes_it_so_that_the_run_is_found(tmp_p
     assert local["gate"] == {"class_path": "fedmoe_pl.models.GlobalOnly"}
 
 
+@pytest.mark.slow
 def test_methods_keep_the_phases_that_they_start_from(tmp_path):
     cell, _ = cells_of(tmp_path, methods=["PFL-FT"])
     assert names_of(cell.configuration) == ["FedAvg", "PFL-FT"]

@@ -322,9 +322,9 @@ class Child(PersonalizedMoE):
     """A subclass that takes what its parent takes."""
 
 
+@pytest.mark.slow
 @plain_trainer
 @pytest.mark.parametrize("is_parent", [False, True])
-@pytest.mark.few(1)
 def test_a_class_without_a_path_is_the_one_that_loads(is_parent, tmp_path):
     module, kind = mine(7, mixing="probabilities", gate=EqualWeights())
     if is_parent:

@@ -101,7 +101,7 @@ def rows_of_clients(values, **columns):
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "classes"), [(3, 2), (100, 62)])
 def test_maps_of_many_clients_and_classes_are_legible(clients, classes):
     counts = np.random.default_rng(0).integers(0, 9, (clients, classes)).astype(float)

@@ -48,7 +48,7 @@ def whole(tmp_path_factory) -> Federation:
     return run
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoints/last.ckpt", "clients/FedAvg/all_clients.ckpt"])
 def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(whole, file, tmp_path):
     given = phases()

@@ -167,7 +167,7 @@ def validated_losses(module, datamodule, client, seed, round, names, optimizer, 
     return checks
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["Fine-tuned", "Mixture"])
 def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samples_trains_to_the_end(tmp_path, stage):
     """However small the lead of the best one: ``min_delta`` only says when training ends."""

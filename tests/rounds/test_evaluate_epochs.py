@@ -58,6 +58,7 @@ def test_every_point_is_the_result_of_a_phase_of_so_many_epochs(curve, tmp_path)
     assert [row["round"] for row in curve.run.rows if row["method"] == "PFL-FB"] == [1]
 
 
+@pytest.mark.slow
 def test_the_weights_of_samples_are_shown_before_and_after_training(curve):
     """TensorBoard's page Distributions is blank for a histogram of one step."""
     log = EventAccumulator(str(curve.run_dir / "PFL-MF")).Reload()

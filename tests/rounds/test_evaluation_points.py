@@ -65,6 +65,7 @@ def test_both_moments_of_a_round_are_those_of_a_bare_loop(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_every_file_and_table_names_the_moment(tmp_path, capsys):
     both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate=Evaluate(after="both"))
     run = federation(tmp_path, [Phase("Local", Local()), both], callbacks=[ClientCheckpoint()])
@@ -170,6 +171,7 @@ def test_what_a_client_trained_last_may_be_its_initial_tensors(tmp_path, backend
     assert [run.client_module(f"it {LOCAL}", client).weight.item() for client in range(2)] == [0, -4]
 
 
+@pytest.mark.slow
 def test_an_ensemble_after_local_training_has_the_weight_that_it_was_trained_with(tmp_path):
     results = []
     for weight_lr in (0.0, 100.0):

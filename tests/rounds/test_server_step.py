@@ -130,6 +130,7 @@ def whole(tmp_path_factory):
     return it
 
 
+@pytest.mark.slow
 def test_a_killed_run_draws_the_same_numbers_again(whole, tmp_path):
     resumed = resumed_after(
         Kill("on_round_end", 2), lambda **kwargs: federation(tmp_path, random_phases(), **kwargs), mixture, blobs
@@ -137,6 +138,7 @@ def test_a_killed_run_draws_the_same_numbers_again(whole, tmp_path):
     assert_same(content(resumed), content(whole))
 
 
+@pytest.mark.slow
 def test_workers_and_stores_have_the_same_bits_and_backends_agree(whole, tmp_path):
     workers = federation(tmp_path / "workers", random_phases(), backend=TwoInThisProcess())
     workers.fit(mixture(), blobs())
@@ -328,6 +330,7 @@ def test_a_killed_run_goes_on_with_the_optimizer_s_state(tmp_path):
     assert_same(content(resumed), content(whole))
 
 
+@pytest.mark.slow
 def test_a_phase_ends_at_its_best_round_and_the_next_one_begins_without_momentum(tmp_path):
     it = optimized(tmp_path)
     it.fit(mixture(), blobs())

@@ -50,7 +50,7 @@ def assert_same_runs(resumed, whole):
     assert files[0] == files[1]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few("Trainer-7")
 @pytest.mark.parametrize("n", [3, 7, 12, 17, 20])
 @pytest.mark.parametrize(
     ("backend", "size"), [(TrainerBackend(), 1), (StackedBackend(2), 2)], ids=["Trainer", "stacked"]
@@ -120,6 +120,7 @@ def test_files_that_a_run_with_another_configuration_has_written_anew_are_not_us
     assert_same_runs(resumed, whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("before", "now"),
     [

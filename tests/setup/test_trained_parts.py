@@ -90,12 +90,13 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("phases", ACCEPTED.values(), ids=ACCEPTED)
 def test_what_is_trained_is_not_refused(phases, tmp_path):
     assert fitted(tmp_path, *phases()).run.states["it"].finished
 
 
+@pytest.mark.slow
 def test_clusters_are_trained_one_at_a_time(tmp_path):
     ifca = [
         Phase("Local", Local("local_expert.*"), gate=only(3)),
@@ -107,6 +108,7 @@ def test_clusters_are_trained_one_at_a_time(tmp_path):
         fitted(tmp_path, *ifca, Phase("it", ClusterMixture(), gate=EqualWeights()), model=clustered(3))
 
 
+@pytest.mark.slow
 def test_a_gate_that_leaves_out_all_that_a_phase_trains_is_pointed_out(tmp_path):
     with pytest.warns(UserWarning, match="'it': gate is GlobalOnly, which gives no weight to local_expert, and this"):
         fitted(tmp_path, fedavg(), Phase("it", FineTuning(), gate=GlobalOnly()))
