@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.inputs import Inputs, batch_size_of, call, first_tensor
-from fedmoe_pl.models.layers import SmallBiasLinear, SwitchNorm1d, XavierConv2d, draw_anew, keep_arguments, pooled_size
+from fedmoe_pl.models.layers import (
+    SmallBiasLinear,
+    SwitchNorm1d,
+    XavierConv2d,
+    draw_anew,
+    keep_arguments,
+    layer_without_reset,
+    pooled_size,
+)
 
 
 class Gate(nn.Module, ABC):
@@ -37,9 +45,19 @@ class Gate(nn.Module, ABC):
         """
 
     def reset_parameters(self) -> None:
-        """Draws new initial parameters for all layers, as PFL-MoE does for every client."""
+        """Draws new initial parameters for all layers, as PFL-MoE does for every client.
+
+        Override it in a gate that has parameters beside those of its layers.
+        """
         for part in self.children():
             draw_anew(part)
+
+    def part_without_reset(self) -> nn.Module | None:
+        """The first part that has parameters which :meth:`reset_parameters` does not draw; None if there is none."""
+        if type(self).reset_parameters is not Gate.reset_parameters:
+            return None
+        parts = [self] if [*self.parameters(recurse=False)] else map(layer_without_reset, self.children())
+        return next(filter(None, parts), None)
 
 
 class FixedGate(Gate):

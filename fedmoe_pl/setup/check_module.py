@@ -28,7 +28,7 @@ from fedmoe_pl.backends.optimizers import (
 from fedmoe_pl.checkpoints.client_state import RemoteStates
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried, with_article
-from fedmoe_pl.models import MixtureOfExperts, PooledMoE
+from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.fit import server_parameters, server_step
 from fedmoe_pl.seeds import seeded
@@ -95,6 +95,10 @@ def check_parts(phase: Phase, module: LightningModule) -> None:
         allowed = "one with expert '', the module itself" if of_whole else "Local with a start, which trains it further"
         because = f"{with_article(type(module).__name__)} has no {lacking[0]}, as a PersonalizedMoE has"
         raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, because)
+    gate = getattr(module, "gate", None)
+    if algorithm.parts.new_gate and isinstance(gate, Gate) and (part := gate.part_without_reset()) is not None:
+        because = f"each client draws a new gate, and parameters of {type(part).__name__} would stay the same for all"
+        raise InvalidArgumentError(str(phase), "gate", gate, "one with a reset_parameters of its own", because)
     try:
         with naming(phase):
             algorithm.server_init(module)

@@ -12,8 +12,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import ClusteredMoE, PersonalizedMoE, models
-from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.algorithms import FedAvg, PFLMoE
 from fedmoe_pl.models.layers import trying
+from fedmoe_pl.setup.check_module import check_parts
 
 
 class Own(models.Gate):
@@ -98,6 +99,31 @@ def test_every_mixture_tries_its_gate(name):
     for kind in ("sigmoid", "of the batch", "one value"):
         wrong = partial(make, partial(Own, WRONG[kind][0]))
         assert refused_argument(wrong) == "gate"
+
+
+class Learned(models.Gate):
+    """Weights that are learned, whatever the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return self.logits.softmax(0).expand(len(x), 2)
+
+
+class Drawn(Learned):
+    def reset_parameters(self):
+        nn.init.normal_(self.logits)
+
+
+def test_a_gate_that_clients_could_not_draw_anew_is_refused_where_they_do():
+    def check(gate, algorithm):
+        check_parts(phase("own", algorithm, gate=gate), PersonalizedMoE(Expert(), gate=gate))
+
+    assert refused_argument(lambda: check(Learned(), PFLMoE())) == "gate"
+    check(Drawn(), PFLMoE())
+    check(Learned(), FedAvg())
 
 
 def test_fixed_weights_of_ones_own_are_shares_too():
