@@ -23,7 +23,15 @@ class AutoBackend(Backend):
     """
 
     def plan(self, training: LocalTraining) -> Plan:
-        """Chooses after a trial step of two stacked clients."""
+        """Chooses a stack if, in this order, all of this holds.
+
+        * On a CPU, nothing that is trained convolves (``LocalTraining.convolves``).
+        * Outside experts and gates, no code of a user runs in the steps (``code_of_user``).
+        * Nothing must see a client's batches (``loop.needs_every_batch``), and the module, the algorithm and the
+          Trainer have nothing that a stack lacks (``trial.check_without_trial``).
+        * In a trial, two stacked clients take the step that each takes alone; on a CPU, it has at most 5e8 operations
+          (``trial.try_to_stack``).
+        """
         on_cpu = training.device.type == "cpu"
         try:
             if on_cpu and training.convolves:

@@ -130,7 +130,7 @@ class LocalTraining:
 
     @property
     def private_seed(self) -> int:
-        """The seed of batches, noise and dropout: the secret one, if the server must not be able to compute these."""
+        """The seed of dropout and, with DP-SGD, of noise and batches: the secret one, if servers must not know them."""
         return self.seed if self.secret_seed is None else self.secret_seed
 
     @property

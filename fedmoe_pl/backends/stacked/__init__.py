@@ -1,6 +1,6 @@
 """Trains many clients in one Trainer by stacking their parameters and mapping the loss over them."""
 
-from fedmoe_pl.backends.stacked.rule import code_of_user
+from fedmoe_pl.backends.stacked.code_of_user import code_of_user
 from fedmoe_pl.backends.stacked.stacked_backend import StackedBackend, StackedPlan
 from fedmoe_pl.backends.stacked.trial import NotStackable, Trial, try_to_stack
 

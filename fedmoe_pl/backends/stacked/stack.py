@@ -23,8 +23,8 @@ from fedmoe_pl.backends.loop import Learner, Loop, Loss, OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.backends.rounding import equal_to_rounding
+from fedmoe_pl.backends.stacked.code_of_user import code_of_user
 from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, StackedData, StackedShare
-from fedmoe_pl.backends.stacked.rule import code_of_user
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.models.layers import treats_samples_apart, trying

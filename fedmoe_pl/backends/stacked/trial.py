@@ -25,8 +25,8 @@ from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.private_client import check_private
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
+from fedmoe_pl.backends.stacked.code_of_user import changes_steps
 from fedmoe_pl.backends.stacked.members import Member, StackedShare, begin_member, stackable_groups
-from fedmoe_pl.backends.stacked.rule import changes_steps
 from fedmoe_pl.backends.stacked.stack import Stack, make_stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data.arrays import NO_LABEL
@@ -65,7 +65,7 @@ def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> 
     trial = Trial(_MOST_ON_CPU if training.device.type == "cpu" else _MOST_ON_GPU)
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         of_clients = training.of(clients[0])
-        _check_without_trial(of_clients)
+        check_without_trial(of_clients)
         try:
             _try_architecture(trial, of_clients, clients, most_operations)
         except NotStackable:
@@ -80,7 +80,7 @@ def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> 
     return trial
 
 
-def _check_without_trial(training: LocalTraining) -> None:
+def check_without_trial(training: LocalTraining) -> None:
     """Refuses what is known to be unstackable without a trial."""
     if training.datamodule.reader is not None:
         raise NotStackable("samples are read one by one and not from a tensor in memory")

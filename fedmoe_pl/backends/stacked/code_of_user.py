@@ -1,4 +1,4 @@
-"""The rule by which clients are stacked: whose code runs in their steps."""
+"""Whose code runs in the steps of clients: only with that of PyTorch and this package does ``auto`` stack them."""
 
 from __future__ import annotations
 
