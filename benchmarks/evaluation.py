@@ -21,7 +21,7 @@ from workload import RandomImages, make_model, restart_with_environment
 from fedmoe_pl.algorithms import Local
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run

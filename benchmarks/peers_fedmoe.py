@@ -5,7 +5,7 @@ from __future__ import annotations
 from peers_harness import Turns
 
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 

@@ -40,7 +40,7 @@ from fedmoe_pl.aggregation import (
 )
 from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, SmallMLP
 
 LABELS = "labels"

@@ -29,7 +29,7 @@ from workload import stacked_federation
 from fedmoe_pl import DPSGD, PersonalizedMoE, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FineTuning, LabelPrior, PFLMoE
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly, SmallMLP
 
 METRICS = ("reweighted_test", "global_test")

@@ -27,9 +27,9 @@ from fedmoe_pl.data.partition_report import log_partition
 from fedmoe_pl.deployment.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.deployment.reports import Reports
 from fedmoe_pl.deployment.serve_and_join import DEFAULT_ADDRESS, run_client, run_server
-from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
 from fedmoe_pl.evaluation.outputs import ClientModule
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.logs.summary import format_table, format_validation
 from fedmoe_pl.phases.client_failures import ClientFailures
 from fedmoe_pl.phases.phase import Phase

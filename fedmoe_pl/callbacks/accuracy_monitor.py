@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from fedmoe_pl.callbacks.figures import log_figure, new_figure, styled, styles
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
 from fedmoe_pl.callbacks.sample_monitor import check_clients
-from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
+from fedmoe_pl.evaluation.results import METRICS, Evaluation
 from fedmoe_pl.logs.summary import format_table, present_metrics, scale
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

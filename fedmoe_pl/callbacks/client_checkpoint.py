@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands.export import write_lightning
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

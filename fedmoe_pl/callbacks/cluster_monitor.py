@@ -13,7 +13,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.algorithms.shared.clusters import cluster_in_use
 from fedmoe_pl.callbacks.figures import beside_samples, draw_map, log_figure, new_figure, styled
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
 from fedmoe_pl.evaluation.metrics import lower_is_better
+from fedmoe_pl.evaluation.results import METRICS, Evaluation
 from fedmoe_pl.logs.summary import value_text, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
 from fedmoe_pl.callbacks.figures import add_colorbar, beside_samples, draw_map, log_figure, styled
-from fedmoe_pl.evaluation.evaluation import Evaluation, expert_usage
+from fedmoe_pl.evaluation.results import Evaluation, expert_usage
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

@@ -20,8 +20,8 @@ from fedmoe_pl.callbacks.figures import (
 )
 from fedmoe_pl.callbacks.sample_monitor import words_of
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, gate_rows
 from fedmoe_pl.evaluation.outputs import own_batch
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation, gate_rows
 from fedmoe_pl.models import LayerwiseAdapterMoE, TokenGate
 from fedmoe_pl.models.inputs import Inputs, first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase

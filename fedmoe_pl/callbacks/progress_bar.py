@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
+from fedmoe_pl.evaluation.results import METRICS, Evaluation
 from fedmoe_pl.logs.summary import present_metrics, value_text
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from fedmoe_pl.callbacks.figures import MARKERS, log_figure, new_figure, styled
 from fedmoe_pl.callbacks.sample_monitor import check_clients
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of, own_batch
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.models.inputs import inputs_of
 from fedmoe_pl.models.mixtures.mixture import Architectures

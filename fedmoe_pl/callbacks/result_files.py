@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from fedmoe_pl.callbacks.figures import log_figure, partition_figure
 from fedmoe_pl.data import FederatedDataModule, partition_rows, partition_table
-from fedmoe_pl.evaluation.evaluation import Evaluation, gate_rows
+from fedmoe_pl.evaluation.results import Evaluation, gate_rows
 from fedmoe_pl.logs.summary import append_csv, format_table, summary_row, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

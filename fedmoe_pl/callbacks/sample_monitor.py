@@ -17,9 +17,9 @@ from torch import Tensor
 from fedmoe_pl.callbacks.figures import COLORS, INK, log_figure, new_figure, styled
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of, own_batch
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.models.inputs import first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

@@ -31,7 +31,7 @@ from fedmoe_pl.checkpoints.files import (
     write_json,
 )
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
 from fedmoe_pl.trees import Tree
 
 LAST = "last"

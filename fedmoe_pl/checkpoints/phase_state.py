@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedmoe_pl.backends.traffic import Traffic
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.evaluation.metrics import predict, predicts_classes, preds_of
+from fedmoe_pl.evaluation.measure import predict
+from fedmoe_pl.evaluation.metrics import predicts_classes, preds_of
 from fedmoe_pl.evaluation.outputs import has_task, labelled_batches, mixture_of
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.evaluate import evaluate_phase

@@ -18,8 +18,8 @@ from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.remote_clients import AtClient
-from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation
 from fedmoe_pl.evaluation.metrics import measures_loss, names_of
+from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree
 

@@ -43,7 +43,7 @@ from fedmoe_pl.deployment.private_rounds import PrivateRounds, with_checksum, wi
 from fedmoe_pl.deployment.remote_clients import files_of
 from fedmoe_pl.deployment.reports import Reported, digest_of
 from fedmoe_pl.evaluation.client_models import evaluate_clients
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import sources

@@ -15,8 +15,8 @@ from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.checkpoints.files import read_json, replacing, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.deployment.messages import BadMessageError
-from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation
 from fedmoe_pl.evaluation.metrics import names_of
+from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import Tree, bits_of
 

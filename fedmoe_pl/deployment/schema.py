@@ -16,7 +16,7 @@ import torch
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
-from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.evaluation.results import METRICS
 
 Check = Callable[[Any], bool]
 # isprintable() refuses other spaces than ' ', and the joiners of Persian and Indian scripts

@@ -21,7 +21,7 @@ from fedmoe_pl.deployment.connection import Security, check_is_free, module_of_f
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_deployable, serve
-from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.phases.client_failures import RETRIES, ClientError
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase

@@ -34,7 +34,7 @@ from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsBackend, ClientsPlan
 from fedmoe_pl.deployment.remote_clients import Clients, ClientsStore, files_of
 from fedmoe_pl.deployment.transport import Transport
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.setup.data import TooManyClassesError

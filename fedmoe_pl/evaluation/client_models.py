@@ -16,9 +16,9 @@ from fedmoe_pl.algorithms.shared.parts import counted, pair_of
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.data.client_samples import ClientSamples
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation
-from fedmoe_pl.evaluation.metrics import evaluate
+from fedmoe_pl.evaluation.measure import evaluate
 from fedmoe_pl.evaluation.outputs import Predictor, labelled_batches, load_to_evaluate, mixture_of
+from fedmoe_pl.evaluation.results import ClientEvaluation
 from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module, of_module, subtree

@@ -21,8 +21,8 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.evaluation.metrics import lower_is_better
+from fedmoe_pl.evaluation.results import METRICS
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import locked, say_how_to_continue
 from fedmoe_pl.grids.cells import Configured, make_cells

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from fedmoe_pl.checkpoints.files import replacing, unwritable
-from fedmoe_pl.evaluation.evaluation import LOSS, METRICS, Evaluation, Spread
+from fedmoe_pl.evaluation.results import LOSS, METRICS, Evaluation, Spread
 
 DESCRIPTIONS = {
     "local_test": "accuracy on the client's held-out samples",

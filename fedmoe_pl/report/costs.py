@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedmoe_pl.callbacks.cost_to_target import between, target_rows
-from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.evaluation.results import METRICS
 from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.tables import Condition, Method, Table, words
 

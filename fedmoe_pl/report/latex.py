@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.evaluation.results import METRICS
 from fedmoe_pl.logs.summary import change_text, value_text
 from fedmoe_pl.report.statistics import SIGNIFICANCE, OverSeeds
 from fedmoe_pl.report.tables import Condition, Method, difference, failures, meaning, one_line, words

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from fedmoe_pl.callbacks.figures import INK, Style, by_class, gate_figure, partition_figure
-from fedmoe_pl.evaluation.evaluation import METRICS, Spread
+from fedmoe_pl.evaluation.results import METRICS, Spread
 from fedmoe_pl.logs.summary import axis_label, value_text
 from fedmoe_pl.report.costs import cost_table, cost_text, target_of
 from fedmoe_pl.report.pictures import AMOUNTS, Picture, cost_figure, curves_figure, distribution_figure, picture

@@ -15,7 +15,7 @@ from fedmoe_pl.callbacks.figures import styles
 from fedmoe_pl.catalogue import parser_of
 from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.evaluation.results import METRICS
 from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of

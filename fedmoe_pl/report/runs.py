@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.configuration import RECORD
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
-from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.evaluation.results import METRICS
 
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""

@@ -10,8 +10,8 @@ from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
 from fedmoe_pl.evaluation.client_models import evaluated_model
-from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import lower_is_better
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.logs.summary import round_row
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase

@@ -30,8 +30,8 @@ from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state,
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
+from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.phases.client_failures import RETRIES, ClientError, client_error
 from fedmoe_pl.phases.participation import cohort_of, phase_cohort
 from fedmoe_pl.phases.phase import Phase

@@ -20,8 +20,8 @@ from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.client_models import client_predictor, evaluate_points, personal_tensors
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.outputs import load_to_evaluate
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
 from fedmoe_pl.phases.client_failures import ClientFailures

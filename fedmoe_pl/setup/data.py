@@ -24,9 +24,10 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.map_style import leaves_of
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
-from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
-from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predict, predicts_classes
+from fedmoe_pl.evaluation.measure import predict
+from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predicts_classes
 from fedmoe_pl.evaluation.outputs import described_batches, has_task, labelled_batches, mixture_of
+from fedmoe_pl.evaluation.results import METRICS, SPLITS
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import evaluating

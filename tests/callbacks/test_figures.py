@@ -14,7 +14,7 @@ from fedmoe_pl.callbacks.figures import gate_figure, partition_figure, styled
 from fedmoe_pl.callbacks.gate_monitor import layer_figure, token_figure
 from fedmoe_pl.callbacks.representation_monitor import representation_figure
 from fedmoe_pl.callbacks.sample_monitor import GatedSamples, certainty_figure, image_samples_figure, text_samples_figure
-from fedmoe_pl.evaluation.evaluation import gate_rows
+from fedmoe_pl.evaluation.results import gate_rows
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
 

@@ -10,7 +10,7 @@ from helpers.methods import METHODS, data, ledger
 from fedmoe_pl import Reports
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment.secure.masked_round import CODES, KEYS, SHARES
-from fedmoe_pl.evaluation.evaluation import METRICS as METRICS_OF_CLIENTS
+from fedmoe_pl.evaluation.results import METRICS as METRICS_OF_CLIENTS
 
 REFUSED = ("PMMoE",)
 OF_ROUNDS = ("request", "train", "exchange", "train masked", "mask")

@@ -25,8 +25,8 @@ from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Digits
 from fedmoe_pl.evaluation.client_models import evaluate_clients
-from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluation
-from fedmoe_pl.evaluation.metrics import predict
+from fedmoe_pl.evaluation.measure import predict
+from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, PersonalizedMoE, SmallMLP
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import load_tree

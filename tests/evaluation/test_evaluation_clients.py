@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PFedMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.backends.workers import workers_backend as workers
 from fedmoe_pl.evaluation import stacked_models
-from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.evaluation.results import METRICS
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
 from fedmoe_pl.phases.participation import evaluated_clients, sample_cohort
 

@@ -31,8 +31,8 @@ from fedmoe_pl.data import (
     partition_rows,
     partition_table,
 )
-from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.evaluation.metrics import Meter
+from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.report.costs import costs, default_target
 from fedmoe_pl.report.latex import latex

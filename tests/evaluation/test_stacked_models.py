@@ -15,7 +15,7 @@ from fedmoe_pl.algorithms import Local
 from fedmoe_pl.evaluation import client_models as evaluating
 from fedmoe_pl.evaluation import stacked_models
 from fedmoe_pl.evaluation.client_models import evaluate_clients
-from fedmoe_pl.evaluation.evaluation import MONITORS
+from fedmoe_pl.evaluation.results import MONITORS
 from fedmoe_pl.evaluation.stacked_models import evaluation_groups
 from fedmoe_pl.models import (
     ConstantGate,

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
 
 nan = math.nan
 

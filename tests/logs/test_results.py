@@ -8,7 +8,7 @@ import torch
 from helpers.evaluations import evaluation, mixture, nan
 from helpers.reports import csv_rows
 
-from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation, expert_usage, gate_rows
+from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation, expert_usage, gate_rows
 from fedmoe_pl.logs.summary import format_table, round_row, summary_row, write_csv
 
 

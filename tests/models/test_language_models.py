@@ -19,7 +19,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.algorithms.shared.parts import expert_loss, summed_loss, training_gradient
 from fedmoe_pl.backends.local_client import client_of
 from fedmoe_pl.data import FromDatasets
-from fedmoe_pl.evaluation import metrics
+from fedmoe_pl.evaluation import measure
 from fedmoe_pl.models import EqualWeights
 
 V = 5
@@ -107,7 +107,7 @@ def collated(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("at_once", [2**26, 5 * V])
 def test_perplexity_and_losses_of_clients_are_over_their_tokens(tmp_path, monkeypatch, at_once) -> None:
-    monkeypatch.setattr(metrics, "_MOST_VALUES", at_once)  # the outputs of a few samples, or of one
+    monkeypatch.setattr(measure, "_MOST_VALUES", at_once)  # the outputs of a few samples, or of one
     phases, trainer = [Phase("p", FedAvg(), gate=EqualWeights())], {"accelerator": "cpu", "devices": 1}
     data_of_clients = data(test_fraction=0.3, validation_fraction=0.3)
     run = federation(tmp_path, phases, trainer=trainer, metrics={"perplexity": Perplexity(ignore_index=IGNORED)})
@@ -130,12 +130,12 @@ def test_perplexity_and_losses_of_clients_are_over_their_tokens(tmp_path, monkey
 
 
 def test_outputs_in_evaluation_are_few_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(metrics, "_MOST_VALUES", 3 * 7 * V)
+    monkeypatch.setattr(measure, "_MOST_VALUES", 3 * 7 * V)
     module, given = mixture().eval(), data()
     given.setup()
     sizes = []
     module.global_expert.register_forward_hook(lambda part, inputs, output: sizes.append(output.numel()))
-    logits = [scores for scores, _, _ in metrics._outputs(module, given, given.global_test)]
+    logits = [scores for scores, _, _ in measure._outputs(module, given, given.global_test)]
     assert sum(map(len, logits)) == 9 and max(sizes) <= 3 * 7 * V and len(logits) == 3
 
 
