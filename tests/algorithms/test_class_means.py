@@ -363,7 +363,7 @@ def test_what_leaves_and_reaches_a_client_is_what_the_paper_says(tmp_path):
     assert state.traffic["bytes_down"] == 3 * (8 * (2 * size + CLASSES * FEATURES) + CLASSES)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_later_phase_starts_from_the_combined_classifiers(in_files, tmp_path):
     phases = [it(rounds=3, clients_per_round=2), phase("later", Local(), train=Train(max_epochs=0), start="it")]

@@ -396,6 +396,7 @@ def test_the_ensemble_s_accuracy_is_that_of_the_sum_of_logits(finished):
         assert finished.results["Ensemble"].clients[client].global_test == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_a_client_is_evaluated_with_and_fine_tunes_the_cluster_of_its_lowest_training_loss(tmp_path):
     data = blobs((13, 8, 11, 30, 25))
     phases = all_phases()

@@ -342,6 +342,7 @@ def test_fedbn_finds_layers_by_type_and_shares_those_that_are_not_batch_normaliz
     assert private == {f"{EXPERT}downsample.1.{name}" for name in names}
 
 
+@pytest.mark.slow
 def test_one_fedbn_finds_the_layers_of_phases_with_different_models_also_when_one_is_resumed(tmp_path):
     def fitted(path, ckpt_path=None, **kwargs):
         other, fedbn = WithBatchNorm(), FedBN(EXPERT + "*")
@@ -384,7 +385,7 @@ def test_second_order_through_batch_normalization_is_not_stacked():
         StackedBackend().plan(training)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, tmp_path):
     algorithm, gate = CASES[name]

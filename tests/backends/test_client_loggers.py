@@ -81,6 +81,7 @@ def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_the
     wandb.finish()
 
 
+@pytest.mark.slow
 def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
     trainer = {"logger": CSVLogger(tmp_path / "clients"), "limit_val_batches": 1.0, "log_every_n_steps": 1}
     phases = [

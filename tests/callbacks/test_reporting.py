@@ -96,6 +96,7 @@ def accuracies(evaluation, *metrics):
     return f"{', '.join(shares)} (round {evaluation.round})"
 
 
+@pytest.mark.slow
 def test_progress_bar_counts_work(shown):
     bar, notes, *_ = (each for each in shown.callbacks if isinstance(each, ProgressBar | Notes))
     assert notes.noted == [(pytest.approx(32 * n / 3), 96) for n in range(1, 10)], "a client is a third of its round"

@@ -106,6 +106,7 @@ def test_batches_may_be_dicts(tmp_path):
     assert [*fed.run_dir.glob("words/00001/extractor")]
 
 
+@pytest.mark.slow
 def test_models_without_an_extractor_are_named_and_unknown_clients_refused(tmp_path):
     phases = [Phase("p", Local(), evaluate=False), Phase("q", Local())]
     with pytest.warns(match=r"Phase 'q' is not shown, because its PersonalizedMoE has no extractor\.") as warned:

@@ -129,6 +129,7 @@ def test_the_damaged_one_of_several_files_of_tensors_is_named(copy):
     assert named > 1
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_small_file_is_noticed(tmp_path):
     write_tensors(tmp_path / "a", {"x": torch.arange(3.0), '"crc32":"00000000"': torch.tensor(1)})
     content = (tmp_path / "a").read_bytes()

@@ -87,6 +87,7 @@ def test_each_tensor_of_a_run_is_in_one_file(whole):
     assert len(set(contents)) == len(contents) > 30
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_a_round_goes_on_to_the_same_bits(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, callbacks=[Kill("on_client_end", 6)])

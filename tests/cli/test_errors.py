@@ -238,7 +238,7 @@ def test_an_argument_that_cannot_be_parsed_is_named(sentence):
     assert refusal("--config", QUICKSTART, *REFUSED[sentence]).startswith(sentence)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("1 +", "invalid syntax"), ("raise RuntimeError('of mine')", "of mine."), ("assert False", "AssertionError.")],

@@ -82,6 +82,7 @@ def test_a_constant_mixture_is_an_adapter_too_or_the_weights_of_a_base(fed, tmp_
     assert not torch.allclose(base()(X), expected)
 
 
+@pytest.mark.slow
 def test_an_export_that_is_cut_short_leaves_no_folder_and_a_repeated_one_leaves_other_files(fed, tmp_path, monkeypatch):
     folder = tmp_path / "adapters" / "global_expert"
     choices = {"method": "gate", "format": "peft", "output": str(folder.parent)}

@@ -132,6 +132,7 @@ def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
     assert not state_of(deployed).failed
 
 
+@pytest.mark.slow
 def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tmp_path):
     deployed = killed(tmp_path)
     (path,) = tmp_path.glob("server/**/descriptions.json")
@@ -171,6 +172,7 @@ def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_t
     assert not [*tmp_path.glob("client*/**/*.safetensors")]
 
 
+@pytest.mark.slow
 def test_one_client_alone_cannot_end_the_server(tmp_path):
     deployed = Deployment(method_of("FedPer", rounds=4, clients_per_round=1.0), tmp_path)
     deployed.change(CLIENT, "train", lambda _: Message("failed", {"failure": "configuration"}))
@@ -215,6 +217,7 @@ def served(folder, clients):
     return server
 
 
+@pytest.mark.slow
 def test_samples_that_are_read_one_by_one(tmp_path):
     parts = data().partitioner.parts
     simulation = simulated(METHOD, tmp_path, lazy(GivenParts(parts)))

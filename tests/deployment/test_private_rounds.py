@@ -171,6 +171,7 @@ def test_a_client_trains_no_round_again_with_other_data(sample, what, tmp_path, 
     assert "it has trained this round with other tensors" in reason
 
 
+@pytest.mark.slow
 def test_a_client_goes_on_with_no_more_rounds_than_its_noise_was_chosen_for(tmp_path):
     deployed = run(tmp_path)
     own = replace(deployed.participants[1]._plan.training, secret_seed=None)

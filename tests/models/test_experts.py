@@ -235,6 +235,7 @@ def test_images_that_would_be_pooled_to_nothing_are_refused(network, least):
         network(image_size=least - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", [models.LeNet5, models.VGG16, models.CNN, models.IFCACNN])
 def test_a_network_for_images_of_another_size_is_refused_by_both_sizes(network, tmp_path):
     federation = Federation(

@@ -129,6 +129,7 @@ def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_pa
             assert_same_bits(tensors(module, "local_expert."), tensors(run.client_module("Local", client), "local_exp"))
 
 
+@pytest.mark.slow
 def test_two_phases_whose_clients_both_keep_tensors_meet_in_memory_and_in_files(tmp_path):
     def both(in_files):
         return fitted(

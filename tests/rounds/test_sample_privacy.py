@@ -399,7 +399,7 @@ def test_epsilon_covers_every_step_of_a_history_and_of_the_phase_that_starts_fro
     assert run.run.states["after"].sample_epsilon == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.few("Local")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["FedAvg", "Local"])
 def test_more_rounds_cost_more(kind, tmp_path):
     fit(tmp_path, KINDS[kind](rounds=3, sample_privacy=private()), rounds=2)

@@ -151,6 +151,7 @@ def test_workers_and_stores_have_the_same_bits_and_backends_agree(whole, tmp_pat
         torch.testing.assert_close(actual, expected.server, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 @needs_opacus
 def test_newcomers_leave_model_and_epsilon_as_they_are(tmp_path):
     whole = federation(tmp_path, [private(DifferentialPrivacy(**ADAPTIVE)), tuned()])

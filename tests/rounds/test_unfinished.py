@@ -120,7 +120,7 @@ def test_files_that_a_run_with_another_configuration_has_written_anew_are_not_us
     assert_same_runs(resumed, whole)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "now"),
     [
