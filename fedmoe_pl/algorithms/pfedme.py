@@ -115,4 +115,5 @@ class PFedMe(PersonalModel):
         """Line 10: ``(1 - server_lr) w + server_lr mean(w_i)``, also the ``theta`` of clients that never took part."""
         old = {name: server[name] for name in combined.sent}
         w = mean_of_two(old, 1 - self.server_lr, combined.sent, self.server_lr)
+        w |= {name: tensor for name, tensor in combined.sent.items() if not tensor.is_floating_point()}
         return {**server, **w, **with_prefix(subtree(w, "global_expert."), "local_expert.")}

@@ -203,4 +203,4 @@ def _mean_loss(client: Client, expert: str, batches: SampleBatches) -> float:
     for x, y in pairs_of(module, batches):
         if size := counted(module, y):  # the mean over nothing is nan
             total, number = total + expert_loss(module, expert, (x, y)).item() * size, number + size
-    return total / max(number, 1)
+    return total / number if number else 0.0

@@ -40,7 +40,7 @@ class Sharing(Callback):
         self.batches = batches
         self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task in OF_CLASSES
         self.has_labels = self.has_labels and trains_by_loss(training)
-        self.size = 0  # samples in the whole batch
+        self.size: float = 0  # samples in the whole batch, or what its labels count
         self.weight = 1.0
         keys = client.id, client.rounds_before + client.round, self.rank
         self.seed = derive_seed(training.seed, _DRAWS, *keys)
@@ -55,13 +55,13 @@ class Sharing(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Computes the weight of this share's loss."""
-        self.size = self.batches.size(batch_idx)
-        self.weight = self.share.weight(self.size)
+        self.size = size = self.batches.size(batch_idx)
+        self.weight = self.share.weight(size)
         if self.has_labels:
             module: Any = pl_module
             counts = loss_weight(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
             mean = trainer.strategy.reduce(torch.tensor(counts, dtype=torch.float64, device=pl_module.device)).item()
-            self.weight = counts / mean if mean else 0.0
+            self.weight, self.size = counts / mean if mean else 0.0, mean * trainer.world_size
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Scales the gradients; the logged loss stays unscaled."""

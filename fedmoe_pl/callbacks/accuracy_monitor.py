@@ -54,7 +54,7 @@ class AccuracyMonitor(FederationCallback):
         """Logs the means of what clients logged in each local epoch of the round."""
         epochs = phase.epochs(run.trainer)
         for epoch in range(max(map(len, run.logged.values()), default=0)):
-            # in an order of their own: in a resumed round, those that had trained before come first
+            # sorted, because a sum depends on the order
             of_clients = {client: means[epoch] for client, means in sorted(run.logged.items()) if epoch < len(means)}
             values = dict[str, float]()
             for name in dict.fromkeys(name for means in of_clients.values() for name in means):

@@ -57,9 +57,14 @@ def cost_text(condition: Condition, target: float) -> str:
 
 
 def costs(condition: Condition, metric: str, target: float) -> list[Cost]:
-    """The costs of the methods of whose runs each has rows of evaluated rounds."""
-    lower, methods = condition.lower_is_better(metric), condition.methods
-    return [_cost(each, metric, target, lower) for each in methods if all(run.rounds for run in each.runs)]
+    """The costs of the methods whose runs counted what was sent and computed."""
+    lower_is_better = condition.lower_is_better(metric)
+    return [_cost(method, metric, target, lower_is_better) for method in condition.methods if _has_costs(method)]
+
+
+def _has_costs(method: Method) -> bool:
+    rows = [row for run in method.runs for row in run.rounds[:1]]
+    return len(rows) == len(method.runs) and all({"flops", "bytes_before"} <= row.keys() for row in rows)
 
 
 def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:

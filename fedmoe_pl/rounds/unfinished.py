@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends.backend import GroupUpdate
 from fedmoe_pl.checkpoints.client_state import FileStore
 from fedmoe_pl.phases.phase import Phase
@@ -30,7 +31,8 @@ class UnfinishedRound:
         state, store = run.states[phase.name], run.store
         self.run, self.phase = run, phase
         self.before = replace(state, traffic={**state.traffic})
-        trains_alone = not (phase.algorithm.federated and state.server_learns)
+        begins = overrides(phase.algorithm, "server_begin")  # which would be called again
+        trains_alone = not (state.server_learns and (phase.algorithm.federated or begins))
         self.store = store if trains_alone and isinstance(store, FileStore) else None
         self.logs = bool(phase.client_trainer(run.trainer).get("logger"))
         self.trained = {**state.trained}

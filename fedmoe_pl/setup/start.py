@@ -306,7 +306,8 @@ def _completed(run: Run) -> dict[str | None, int]:
         state = run.states.get(phase.name, PhaseState({}, {}))
         has_epochs = phase.evaluation.every_n_epochs is not None or phase.client_trainer(run.trainer).get("logger")
         epochs = max(phase.epochs(run.trainer), 1) if has_epochs else 1
-        step = state.round * epochs + (epochs - 1 if state.curve else 0)  # what was evaluated before the only round
+        evaluated_before = epochs - 1 if state.curve and not state.round else 0
+        step = state.round * epochs + evaluated_before
         steps |= dict.fromkeys(map(phase.method, phase.evaluation_points), step)
     return steps
 

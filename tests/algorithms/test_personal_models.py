@@ -16,6 +16,7 @@ from torch import nn
 
 from fedmoe_pl import Algorithm, Phase, Train
 from fedmoe_pl.algorithms import APFL, FML, Ditto, FedAvg, FedBN, FedKD, FedRep, Local, PerFedAvg, PFedMe
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.shared.parts import warn_of_mixture
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import ConstantGate, EqualWeights, GlobalOnly, LocalOnly
@@ -316,6 +317,16 @@ def test_the_whole_module_can_be_the_expert_of_per_fedavg(tmp_path):
     phases = [phase("all", PerFedAvg(INNER, expert=""), rounds=2), phase("one", PerFedAvg(INNER), rounds=2)]
     states = run(phases, two_experts(), blobs(), tmp_path).run.states
     assert_near(of_tree(states["all"].server), of_tree(states["one"].server), 1e-14)
+
+
+def test_pfedme_takes_counts_and_masks_from_its_clients():
+    names = ("global_expert.count", "global_expert.mask")
+    server, sent = (
+        dict(zip(names, (torch.tensor(count), torch.tensor(allowed)), strict=True))
+        for count, allowed in ((5, [True, True]), (3, [True, False]))
+    )
+    new = PFedMe(server_lr=0.5).server_update(server, Update(sent, 1.0))
+    assert_same({name: new[name] for name in names}, sent)
 
 
 def test_a_round_of_pfedme_with_a_learning_rate_of_0_changes_nothing_of_w(tmp_path):

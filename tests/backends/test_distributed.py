@@ -104,7 +104,11 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_the_same_bits(datamodule,
     assert_same(run("stopped", ckpt_path="last", **DDP).run.states, together.run.states)
 
 
-def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, tmp_path):
+@pytest.mark.parametrize("ignored", [None, -100])
+def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, ignored, tmp_path):
+    if ignored is not None:
+        team.close()  # other tests have other data
+        datamodule = data(ignored=ignored, sizes=SIZES)
     loggers = {name: CSVLogger(tmp_path / name, version="") for name in ("two", "one")}
     rows = []
     for backend, name in ((team, "two"), (TrainerBackend(), "one")):

@@ -79,6 +79,17 @@ def test_the_markdown_has_the_numbers_of_the_summary(page, finished):
     assert "* FedAvg: global expert, after aggregation, best round by global_test (round 4), all 3 clients." in markdown
 
 
+def test_methods_whose_rounds_have_no_costs_are_left_out_of_those_of_a_target(finished, tmp_path):
+    run = tmp_path / "tiny" / "version_0"
+    shutil.copytree(finished, run)
+    of_costs = ("flops", "bytes_", "parameters_")
+    rows = [{key: each for key, each in row.items() if not key.startswith(of_costs)} for row in rows_of(run, "rounds")]
+    write_csv(run / "rounds.csv", rows)
+    report([str(run), "--markdown", str(tmp_path / "report.md"), "--target", "0.5"])
+    methods, costs = markdown_tables((tmp_path / "report.md").read_text())
+    assert len(methods) == 5 and len(costs) == 1
+
+
 def test_clients_that_failed_are_named_below_every_table(finished, tmp_path):
     run = tmp_path / "tiny" / "version_0"
     shutil.copytree(finished, run)

@@ -145,7 +145,7 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
             gradient = expert_gradient(module, expert, parameters, batch)
             for name, tensor in gradient.items():
                 total[name] = total.get(name, 0) + tensor.detach().cpu() * (sizes[-1] / number)
-    if sum(sizes) not in (0, number):  # tokens
+    if sum(sizes) not in (0, number):  # such as tokens
         total = {name: tensor * (number / sum(sizes)) for name, tensor in total.items()}
     return total
 

@@ -108,9 +108,9 @@ class FromDataModule(FederatedDataModule):
     ``val_dataloader`` is the global test set. The loaders' ``collate_fn`` makes the batches of training and of
     evaluation; batch size, number of workers and ``worker_init_fn`` are those of ``train_dataloader``. Clients shuffle
     their samples themselves and keep last batches that are smaller; samplers that leave samples out are refused, and a
-    ``Subset`` takes their place. They validate on the samples that ``validation_fraction`` holds out. What it
-    draws at random to set up and to make loaders, such as ``random_split``, depends only on ``partition_seed``. See
-    :class:`FromDatasets` for random transforms and tensors in memory.
+    ``Subset`` takes their place. They validate on the samples that ``validation_fraction`` holds out. What the
+    data module draws at random to set up and to make loaders, such as ``random_split``, depends only on
+    ``partition_seed``. See :class:`FromDatasets` for random transforms and tensors in memory.
 
     Args:
         datamodule: the data module.
