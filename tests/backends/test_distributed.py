@@ -106,9 +106,8 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_the_same_bits(datamodule,
 
 @pytest.mark.parametrize("ignored", [None, -100])
 def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, ignored, tmp_path):
-    if ignored is not None:
-        team.close()  # other tests have other data
-        datamodule = data(ignored=ignored, sizes=SIZES)
+    datamodule = datamodule if ignored is None else data(ignored=ignored, sizes=SIZES)
+    team.close()  # other tests have other data
     loggers = {name: CSVLogger(tmp_path / name, version="") for name in ("two", "one")}
     rows = []
     for backend, name in ((team, "two"), (TrainerBackend(), "one")):
@@ -116,6 +115,7 @@ def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, 
         phase = local_training(mixture(GlobalOnly()), FedAvg(), datamodule, **trainer)
         phase = replace(phase, phase_name="p", run_name="run")
         train_clients(backend.plan(phase).begin(phase))
+        backend.close()
         (file,) = (tmp_path / name).rglob("client_000/**/metrics.csv")
         header, *lines = file.read_text().split()
         rows.append((header, [[float(value or 0) for value in line.split(",")] for line in lines]))
