@@ -31,7 +31,7 @@ class UnfinishedRound:
         state, store = run.states[phase.name], run.store
         self.run, self.phase = run, phase
         self.before = replace(state, traffic={**state.traffic})
-        begins = overrides(phase.algorithm, "server_begin")  # which would be called again
+        begins = overrides(phase.algorithm, "server_begin")  # a resumed first round would call it again
         trains_alone = not (state.server_learns and (phase.algorithm.federated or begins))
         self.store = store if trains_alone and isinstance(store, FileStore) else None
         self.logs = bool(phase.client_trainer(run.trainer).get("logger"))

@@ -284,7 +284,7 @@ def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[L
     if is_resumed:
         rounds = [
             f"after round {state.round} of phase '{name}'"
-            + f" and the training of {len(state.trained)} in the next" * bool(state.trained)
+            + f"; clients that have trained in its next round: {len(state.trained)}" * bool(state.trained)
             for name, state in run.states.items()
         ]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
