@@ -283,8 +283,8 @@ class _Steps:
             self._log(module.metrics_of(batch, outputs, stage), size)
         return loss, outputs
 
-    def _log(self, values: dict[str, Tensor], size: int) -> None:
-        """Logs the means over an epoch, under the names that a mixture's own steps use."""
+    def _log(self, values: dict[str, Tensor], size: Any) -> None:
+        """Logs the means over an epoch, under a mixture's own names; a size may be a fraction, unlike Lightning's type."""
         trainer = self.module.trainer
         if not trainer.loggers or not (size or self.sharing):
             return
