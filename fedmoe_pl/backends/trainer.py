@@ -284,7 +284,7 @@ class _Steps:
         return loss, outputs
 
     def _log(self, values: dict[str, Tensor], size: Any) -> None:
-        """Logs the means over an epoch, under a mixture's own names; a size may be a fraction, unlike Lightning's type."""
+        """Logs the means over an epoch, under a mixture's own names. A size may be a fraction, unlike in Lightning."""
         trainer = self.module.trainer
         if not trainer.loggers or not (size or self.sharing):
             return
