@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,14 +41,17 @@ class Sharing(Callback):
         self.batches = batches
         self.has_labels = isinstance(module := client.module, MixtureOfExperts) and module.task in OF_CLASSES
         self.has_labels = self.has_labels and trains_by_loss(training)
-        self.size: float = 0  # samples in the whole batch, or what its labels count
         self.weight = 1.0
+        self.is_spare = False  # whether the share counts for nothing, because other processes have the whole batch
         keys = client.id, client.rounds_before + client.round, self.rank
         self.seed = derive_seed(training.seed, _DRAWS, *keys)
 
-    def mean(self, trainer: Trainer, loss: Tensor) -> Tensor:
-        """The mean loss over the whole batch, given the mean over this process's share."""
-        return trainer.strategy.reduce(loss.detach() * self.weight)
+    def of_batch(self, trainer: Trainer, means: Mapping[str, tuple[Tensor, float]]) -> dict[str, tuple[Tensor, float]]:
+        """The means over a whole batch, each with what it counts, from those over this process's share."""
+        values = torch.stack([mean.detach().double() for mean, _ in means.values()]).nan_to_num()
+        counts = values.new_tensor([0.0 if self.is_spare else count for _, count in means.values()])
+        sums, counts = trainer.strategy.reduce(torch.stack([values * counts, counts]), reduce_op="sum")
+        return {name: (mean, count.item()) for name, mean, count in zip(means, sums / counts, counts, strict=True)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reseeds, because DDP has set the global seed, and each share needs dropout masks of its own."""
@@ -55,13 +59,13 @@ class Sharing(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Computes the weight of this share's loss."""
-        self.size = size = self.batches.size(batch_idx)
-        self.weight = self.share.weight(size)
+        self.weight = self.share.weight(self.batches.size(batch_idx))
+        self.is_spare = not self.weight
         if self.has_labels:
             module: Any = pl_module
             counts = loss_weight(module.task, module.criterion, pair_of(module, batch)[1]) if self.weight else 0.0
             mean = trainer.strategy.reduce(torch.tensor(counts, dtype=torch.float64, device=pl_module.device)).item()
-            self.weight, self.size = counts / mean if mean else 0.0, mean * trainer.world_size
+            self.weight = counts / mean if mean else 0.0
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Scales the gradients; the logged loss stays unscaled."""

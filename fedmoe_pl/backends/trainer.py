@@ -38,7 +38,6 @@ from fedmoe_pl.backends.private_client import PrivateClient, check_private
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import num_labelled
 from fedmoe_pl.trees import Tree
 
 _MOST_GROUPS = 64  # enough that workers do not wait long for the last group
@@ -262,7 +261,7 @@ class _Steps:
         if loss is not None and self.sharing is not None and not self.sharing.weight:
             loss = loss.nan_to_num()  # a mean over no labels is NaN
         if loss is not None:
-            self._log({"train_loss": loss}, _counted(self.module, batch))
+            self._log({"train_loss": (loss, _counted(self.module, batch))})
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -278,20 +277,17 @@ class _Steps:
         module: Any = self.module
         loss, outputs = type(module).loss(module, batch)
         if loss is not None and module.trainer.loggers:
-            stage = "train" if module.trainer.training else "validation"
-            size = num_labelled(module.task, module.criterion, pair_of(module, batch)[1])
-            self._log(module.metrics_of(batch, outputs, stage), size)
+            self._log(module.metrics_of(batch, outputs, "train" if module.trainer.training else "validation"))
         return loss, outputs
 
-    def _log(self, values: dict[str, Tensor], size: Any) -> None:
-        """Logs the means over an epoch, under a mixture's own names. A size may be a fraction, unlike in Lightning."""
+    def _log(self, means: dict[str, tuple[Tensor, Any]]) -> None:
+        """Logs the means over an epoch, under a mixture's own names. A count may be a fraction, unlike in Lightning."""
         trainer = self.module.trainer
-        if not trainer.loggers or not (size or self.sharing):
-            return
-        if self.sharing is not None and trainer.training:
-            size, mean = self.sharing.size, self.sharing.mean
-            values = {name: mean(trainer, value.nan_to_num()) for name, value in values.items()}
-        self.module.log_dict(values, on_step=False, on_epoch=True, batch_size=size)
+        if trainer.loggers and self.sharing is not None and trainer.training:
+            means = self.sharing.of_batch(trainer, means)
+        for name, (mean, count) in means.items() if trainer.loggers else ():
+            if count:
+                self.module.log(name, mean, on_step=False, on_epoch=True, batch_size=count)
 
 
 def _counted(module: LightningModule, batch: Any) -> Any:

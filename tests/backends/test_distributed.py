@@ -104,15 +104,16 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_the_same_bits(datamodule,
     assert_same(run("stopped", ckpt_path="last", **DDP).run.states, together.run.states)
 
 
-@pytest.mark.parametrize("ignored", [None, -100])
-def test_the_loss_is_logged_once_and_is_that_of_whole_batches(team, datamodule, ignored, tmp_path):
+@pytest.mark.parametrize(("ignored", "weights"), [(None, False), (-100, False), (-100, True)])
+def test_means_are_logged_once_and_are_those_of_whole_batches(team, datamodule, ignored, weights, tmp_path):
     datamodule = datamodule if ignored is None else data(ignored=ignored, sizes=SIZES)
+    module = model(loss=nn.CrossEntropyLoss(WEIGHTS)) if weights else mixture(GlobalOnly())
     team.close()  # other tests have other data
     loggers = {name: CSVLogger(tmp_path / name, version="") for name in ("two", "one")}
     rows = []
     for backend, name in ((team, "two"), (TrainerBackend(), "one")):
         trainer = {"logger": loggers[name], "log_every_n_steps": 1, **({"strategy": "ddp"} if name == "two" else {})}
-        phase = local_training(mixture(GlobalOnly()), FedAvg(), datamodule, **trainer)
+        phase = local_training(module, FedAvg(), datamodule, **trainer)
         phase = replace(phase, phase_name="p", run_name="run")
         train_clients(backend.plan(phase).begin(phase))
         backend.close()

@@ -30,17 +30,6 @@ def experts(module, x):
     return module.global_expert(x), module.local_expert(x), module.gate(x)
 
 
-def test_samples_that_do_not_count_are_in_no_accuracy(monkeypatch):
-    module, logged = mixture(3).float(), {}
-    y = torch.tensor([-100, -100, -100, 0, 1, 2])
-    y[3:5] = module(X).argmax(1)[3:5]
-    y[5] = (module(X).argmax(1)[5] + 1) % 3
-    monkeypatch.setattr(module, "log", lambda *arguments, **others: None)
-    monkeypatch.setattr(module, "log_dict", lambda values, batch_size: logged.update(values))
-    module.validation_step((X, y), 0)
-    torch.testing.assert_close(logged["validation_accuracy"], torch.tensor(2 / 3))
-
-
 OF_PIXELS = torch.tensor([-100] * 11 + [0, 1, 2, -100, 1] + [2] * 8).view(6, 2, 2)
 
 
@@ -57,13 +46,15 @@ OF_PIXELS = torch.tensor([-100] * 11 + [0, 1, 2, -100, 1] + [2] * 8).view(6, 2, 
 )
 def test_a_plain_trainer_logs_means_over_what_counts_in_batches_of_which_some_have_nothing(tmp_path, loss, targets):
     outputs = torch.randn(6, 3, *targets.shape[1:], generator=torch.Generator().manual_seed(1))
-    module = PersonalizedMoE(nn.Identity(), nn.Identity(), loss=loss)
+    module = PersonalizedMoE(nn.Identity(), nn.Identity(), LinearGate(outputs[0].numel()), loss=loss)
+    module.gate.reset_parameters()
     loader = DataLoader(TensorDataset(outputs, targets), 2)
     (logged,) = trainer(tmp_path).validate(module, loader, verbose=False)
     criterion = loss or nn.CrossEntropyLoss()
     right = (outputs.argmax(1) == targets)[targets != criterion.ignore_index]
     assert logged["validation_loss"] == pytest.approx(criterion(outputs, targets.long()).item())
     assert logged["validation_accuracy"] == pytest.approx(right.double().mean().item())
+    assert logged["validation_gate/global_expert"] == pytest.approx(module.gate(outputs)[:, 0].mean().item())
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2, 4)])

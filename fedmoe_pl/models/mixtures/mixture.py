@@ -380,33 +380,34 @@ class MixtureOfExperts(LightningModule, ABC):
         return mix_outputs(outputs, weights, self.mixing, self.task)
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
-        loss, metrics = self.loss(batch)
+        loss, outputs = self.loss(batch)
         if loss is None:  # an override's; Lightning then leaves the batch out
             return loss
-        y = inputs_and_targets(batch, self.target_key, self.task)[1]
-        if weight := self.counted(y):
-            self.log(f"{stage}_loss", loss, batch_size=weight)  # pyright: ignore[reportArgumentType]
-        if number := num_labelled(self.task, self.criterion, y):
-            self.log_dict(self.metrics_of(batch, metrics, stage), batch_size=number)
+        weight: Any = self.counted(inputs_and_targets(batch, self.target_key, self.task)[1])
+        for name, (mean, count) in {f"{stage}_loss": (loss, weight), **self.metrics_of(batch, outputs, stage)}.items():
+            if count:
+                self.log(name, mean, batch_size=count)
         return loss
 
-    def metrics_of(self, batch: Batch, outputs: Mapping[str, Tensor], stage: str) -> dict[str, Tensor]:
-        """What steps log of a batch beside its loss, such as ``train_accuracy``.
+    def metrics_of(self, batch: Batch, outputs: Mapping[str, Tensor], stage: str) -> dict[str, tuple[Tensor, int]]:
+        """What steps log of a batch beside its loss: means, such as ``train_accuracy``, and what each is a mean over.
 
         Args:
             batch: the batch.
             outputs: what :meth:`loss` returns beside the loss.
             stage: the prefix of the names.
         """
-        values, y = dict[str, Tensor](), inputs_and_targets(batch, self.target_key, self.task)[1]
+        means, y = dict[str, tuple[Tensor, int]](), inputs_and_targets(batch, self.target_key, self.task)[1]
+        samples, labels = len(y), num_labelled(self.task, self.criterion, y)
         if self.task == "multiclass":
             ignored = ignored_class(self.criterion)
             scores, y = aligned(self.task, outputs["logits"], y, ignored)
             y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
-            values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
+            accuracy = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
+            means[f"{stage}_accuracy"] = accuracy, labels
         if self.has_global_expert:
-            values["gate/global_expert"] = outputs["gate_weights"][:, :-1].sum(dim=1).mean()
-        return {f"{stage}_{name}": value for name, value in values.items()}
+            means[f"{stage}_gate/global_expert"] = outputs["gate_weights"][:, :-1].sum(dim=1).mean(), samples
+        return means
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Returns the loss; logs ``train_loss``, ``train_accuracy`` of classes, and ``train_gate/global_expert``."""
