@@ -142,6 +142,7 @@ def test_the_module_itself_may_be_the_expert(tmp_path):
         assert_same_bits(tensors(itself), tensors(expert))
 
 
+@pytest.mark.slow
 def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):
     """With the slice of its own round, not of the last one."""
     it = ala(eta=20.0, phase={"select": Select("global_test"), "clients_per_round": None})

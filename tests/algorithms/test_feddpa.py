@@ -207,6 +207,7 @@ def test_a_language_model_without_a_trained_head_gives_the_features_of_its_outpu
     assert not module.plain_base().lm_head._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_newcomers_train_the_local_adapter_beside_the_federation_s_global_one(tmp_path):
     data, module, its_phase = blobs((5, 4)), adapters(), phase("FedDPA", FedDPA(local_weight=0.3))
     federation = run([its_phase], module, data, tmp_path, 1, enable_checkpointing=True, seed=3)

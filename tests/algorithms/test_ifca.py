@@ -82,6 +82,7 @@ def losses_of_first_cluster(module, data) -> set[bool]:
     return {first < second for first, second in (losses_by_hand(module, data, client) for client in range(6))}
 
 
+@pytest.mark.slow
 def test_initial_models_are_drawn_until_enough_clients_choose_each(tmp_path):
     """The choices are counted by hand; the first draw leaves a cluster without clients."""
     data, watch = conflicting(), servers()
@@ -246,6 +247,7 @@ def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_sta
 # Separation
 
 
+@pytest.mark.slow
 def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_path):
     data = conflicting(test_fraction=0.25)
     federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=5, gate=ConstantGate(FIRST[2]))

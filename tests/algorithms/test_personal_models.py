@@ -312,6 +312,7 @@ def test_in_per_fedavg_batch_normalization_needs_two_samples_in_both_halves(tmp_
     assert all(tensor.isfinite().all() for tensor in state.server.values())
 
 
+@pytest.mark.slow
 def test_the_whole_module_can_be_the_expert_of_per_fedavg(tmp_path):
     """With one expert at work, the mixture's step is the expert's."""
     phases = [phase("all", PerFedAvg(INNER, expert=""), rounds=2), phase("one", PerFedAvg(INNER), rounds=2)]
@@ -384,7 +385,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name != "FedBN"])
 def test_stacks_have_the_statistics_of_batch_normalization_of_clients_alone(name):
     assert_agree(local_training(batch_normalized(), CASES[name][0](), blobs(UNEQUAL, batch_size=10)), 1e-10)

@@ -72,6 +72,7 @@ def validation_loss(expert, datamodule, client) -> float:
     return F.cross_entropy(expert(datamodule.x[samples]), datamodule.y[samples]).item()
 
 
+@pytest.mark.slow
 def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_for(tmp_path):
     datamodule, model = blobs((10, 12, 30, 25), validation_fraction=0.4), mixture(ConstantGate(0.5))
     phases = [

@@ -180,6 +180,7 @@ def test_responsibilities_are_computed_without_dropout():
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_each_sample(tmp_path):
     first, later = (federation(tmp_path, [Phase("FedMix", FedMix(), rounds=2)]) for _ in range(2))
     first.fit(choosy(), blobs(FOUR))
@@ -195,6 +196,7 @@ def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_eac
         assert one.results["FedMix"].clients[client].global_test == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(tmp_path):
     data, seen = blobs((20, 13, 16, 15), validation_fraction=0.3), []
 

@@ -54,6 +54,7 @@ def test_runs_of_mlflow_are_named(tmp_path, monkeypatch):
     assert (logger._run_name, given._run_name) == (str(NAME), None)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_runs_of_weights_and_biases_are_named_and_none_is_opened(tmp_path):
     wandb = pytest.importorskip("wandb")

@@ -98,6 +98,7 @@ def test_a_client_keeps_the_numbers_of_parameter_groups_that_are_not_a_schedule_
     torch.testing.assert_close(dict(federation.run.states["it"].clients[0]), kept, check_dtype=False)
 
 
+@pytest.mark.slow
 def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_the_other(tmp_path):
     """Interleaved PFL-MoE in rounds of one epoch is then plain Adam over the epochs of each part, also after a kill."""
     adam = partial(torch.optim.Adam, lr=0.01)

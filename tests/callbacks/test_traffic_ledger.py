@@ -54,7 +54,7 @@ def test_the_file_of_a_killed_run_goes_on_where_it_was(hook, n, half_a_row, whol
     assert path.read_bytes() == (whole.run_dir / "traffic.csv").read_bytes()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True])
 def test_a_ledger_that_missed_rounds_says_how_much(before, tmp_path):
     """It is there from the first round on or not, and not in the middle."""

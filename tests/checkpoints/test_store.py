@@ -142,6 +142,7 @@ def test_a_phase_that_starts_from_another_uses_its_files_for_what_it_leaves_as_i
         assert {*load_file(own)} == {"gate.linear.weight", "gate.linear.bias"} == {*mixed[client]} - {*tuned[client]}
 
 
+@pytest.mark.slow
 def test_a_round_writes_what_changed_whatever_other_clients_keep_and_other_phases_were(tmp_path):
     class Sizes(Kill):
         def count(self, run, phase, round):

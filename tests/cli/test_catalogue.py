@@ -126,6 +126,7 @@ def test_they_are_those_of_the_repository_which_the_build_puts_into_the_package(
     assert re.search(r'force-include\]\n"configs" = "fedmoe_pl/configs"', build)
 
 
+@pytest.mark.slow
 def test_one_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:

@@ -28,7 +28,7 @@ def test_every_configuration_of_a_paper_runs_one_round(path, tmp_path, capfd):
     run_short(path, tmp_path, capfd)
 
 
-@pytest.mark.few("opt_out_cifar10")
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
 def test_every_configuration_of_a_paper_passes_all_checks(path, tmp_path):
     configured(["--config", str(short_file(path, tmp_path))], check=True)

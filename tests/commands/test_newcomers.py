@@ -231,6 +231,7 @@ def personalized(tmp_path, model, phases, data, later_data, rounds):
     return run, later
 
 
+@pytest.mark.slow
 def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embedding(tmp_path):
     phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3, evaluate=Evaluate(after="aggregation"))]
     model, data = sparse_mixture(2, optimizer=sgd), new_data()
@@ -321,6 +322,7 @@ def test_a_result_with_more_than_the_phase_shares_is_refused(tmp_path):
         later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
 
 
+@pytest.mark.slow
 def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
     run = federation(tmp_path, [fedavg(FEDPER, rounds=2)])
     run.fit(mixture(optimizer=sgd), blobs())
@@ -497,6 +499,7 @@ class BodyFirst(FedAvg):
         return self.is_shared(name) == (epoch < 1)
 
 
+@pytest.mark.slow
 def test_newcomers_wait_for_the_round_in_which_what_they_keep_is_trained(tmp_path):
     run = with_backend(tmp_path, lambda: HeadLater(FEDPER), rounds=2)
     run.fit(of_global_expert(), blobs())

@@ -98,6 +98,7 @@ def test_a_client_with_other_settings_is_told_so_and_waited_for(tmp_path):
     assert not state_of(deployed).failed
 
 
+@pytest.mark.slow
 def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_path):
     deployed = killed(tmp_path)
     del deployed.participants[CLIENT]
@@ -118,6 +119,7 @@ def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none_and_need
     assert {message.kind for _, message in deployed.passed[before:]} == {"describe", "finish"}
 
 
+@pytest.mark.slow
 def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
     deployed, looks = killed(tmp_path), []
     everybody, deployed.participants = deployed.participants, {}

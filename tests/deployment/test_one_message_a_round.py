@@ -104,6 +104,7 @@ def test_a_part_gets_its_own_tensors(tmp_path):
     assert all(name.startswith("global_expert.") for each in names for name in each["train"])
 
 
+@pytest.mark.slow
 def test_clients_that_are_not_evaluated_train_in_the_same_round_trip(tmp_path):
     deployed = run(method_of("FedAvg"), tmp_path, evaluation_cohort_size=2)
     of_each = [[message.kind for client, message in deployed.passed if client == each] for each in CLIENTS]
@@ -124,11 +125,13 @@ class Halved(FederationCallback):
             state.server = {name: tensor / 2 for name, tensor in state.server.items()}
 
 
+@pytest.mark.slow
 def test_training_with_what_was_changed_since_is_done_again(tmp_path):
     deployed = run(method_of("FedAvg"), tmp_path, callbacks=[Halved()])
     assert kinds(deployed) == Counter(["train", "train", *[SEVERAL] * (ROUNDS - 1), "evaluate", "finish"])
 
 
+@pytest.mark.slow
 def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
     """With a learning rate of 0 the first round stays the best."""
     still = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)

@@ -187,6 +187,7 @@ def test_a_client_goes_on_with_no_more_rounds_than_its_noise_was_chosen_for(tmp_
     assert "target_epsilon is 4.0, but must be higher, or rounds" in reason and "client 1 has spent" in reason
 
 
+@pytest.mark.slow
 def test_a_client_counts_rounds_without_noise_in_a_run_that_has_rounds_with_noise(tmp_path):
     server = run(tmp_path).server
     own = PrivateRounds(tmp_path / "client 1", name_of(server), 1)

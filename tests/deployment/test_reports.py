@@ -221,7 +221,7 @@ def rows_of(text):
     return rows
 
 
-@pytest.mark.few("SecureAggregation")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SecureAggregation", "PFLMoE", "FedMoEDA", "FedMix"])
 def test_the_audit_names_all_that_is_on_the_wire_also_of_evaluations(name, tmp_path, capsys):
     of_method = method(name)

@@ -77,6 +77,7 @@ def test_a_run_whose_name_among_clients_is_damaged_does_not_go_on(tmp_path):
         deployed.run("last")
 
 
+@pytest.mark.slow
 def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp_path):
     away = {}
 
@@ -152,6 +153,7 @@ def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model
     assert notes == [(2, text)]
 
 
+@pytest.mark.slow
 def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
     kept = Deployment(method_of("FedPer", rounds=8), tmp_path).run().run.states["FedPer"].clients.files
     for client in range(5):

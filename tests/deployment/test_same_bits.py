@@ -64,6 +64,7 @@ def test_every_method(name, tmp_path):
         assert not different or (name == "FedKD" and [*different] == ["flops"])  # it counts with what clients keep
 
 
+@pytest.mark.slow
 def test_a_client_sends_its_request_once_per_round(tmp_path):
     deployed = Deployment(method_of("FedMix", clients_per_round=1.0), tmp_path)
     deployed.run()

@@ -267,6 +267,7 @@ def test_the_server_s_memory_messages_and_files_have_no_update(masks, tmp_path, 
     assert held([total], halves), "what it holds is looked through"
 
 
+@pytest.mark.slow
 def test_training_goes_with_the_evaluation_before_it_and_four_messages_follow(tmp_path):
     deployed = Deployment(method(rounds=3, evaluate=True), tmp_path, evaluate_every_n_rounds=1)
     deployed.run()
@@ -351,6 +352,7 @@ def test_a_client_that_was_asked_for_its_tensors_no_longer_has_them_whatever_it_
     assert not held(content, update)
 
 
+@pytest.mark.slow
 def test_odd_messages_end_no_client_and_get_no_update_out_of_it(tmp_path, trained):
     first = Deployment(method(), tmp_path / "run")
     first.run()

@@ -179,6 +179,7 @@ def test_texts_that_opt_out_change_neither_the_vocabulary_nor_a_bit_of_what_the_
 # Refusals
 
 
+@pytest.mark.slow
 def test_statistics_of_samples_that_opt_out_are_refused(tmp_path):
     algorithm = OptInFedAvg("global_expert.*", opt_out_data=0.4)
     data = image_data(images())

@@ -71,6 +71,7 @@ def read(made, name="a"):
     return RunFiles(pathlib.Path(name, "version_0"), rows, [], rows, [], [], config, {})
 
 
+@pytest.mark.slow
 def test_the_records_of_both_ways_are_equal():
     """Also where an integer stands for a float, but not where both have a meaning: 1 client, and 1.0 for all."""
     ours, theirs = read(in_python(3)).config, read(from_yaml(3)).config

@@ -137,6 +137,7 @@ def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
         assert not torch.equal(after[names[0]], trained[client][names[0]])
 
 
+@pytest.mark.slow
 def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     def phases():
         return [

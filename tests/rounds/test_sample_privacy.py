@@ -73,6 +73,7 @@ def by_opacus(*steps):
     return accountant.get_epsilon(DELTA, alphas=[*_ORDERS]) if has_noise else math.inf
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_opacus_over_rounds_and_phases(tmp_path, caplog):
     """Batches of 4 in two epochs of two rounds, then of 2 in three epochs of one, for 13, 8 and 11 samples."""
     with caplog.at_level("INFO"):
@@ -463,7 +464,7 @@ def two_of_three_rounds(tmp_path_factory):
     return path / "federation"
 
 
-@pytest.mark.few("a higher target")
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_change_of_a_resumed_run_exceeds_a_target(change, two_of_three_rounds, tmp_path):
     phases, refusal = CHANGES[change]

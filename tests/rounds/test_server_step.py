@@ -317,6 +317,7 @@ def optimized(path, **kwargs):
     return runs.federation(path, selected, trainer={"max_epochs": 2, "accelerator": "cpu"}, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_optimizer_s_state(tmp_path):
     whole = optimized(tmp_path / "whole")
     whole.fit(mixture(), blobs())

@@ -73,6 +73,7 @@ def test_clients_that_trained_alone_before_a_kill_do_not_train_again(backend, si
     assert second == order[saved:], "of FedAvg, whose clients train for the server, nothing is saved in a round"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the round is tried again")
 def test_a_round_that_must_be_tried_again_counts_the_same(tmp_path):
     def make(path=tmp_path / "killed", callbacks=()):

@@ -153,6 +153,7 @@ def test_what_waits_for_a_metric_that_nobody_validates_is_told_how_clients_valid
     assert fit(1.0, 0.3)
 
 
+@pytest.mark.slow
 def test_a_pattern_without_the_name_of_a_compiled_layer_is_told_how_to_compile():
     module = Linear()
     module.net = torch.compile(module.net)

@@ -120,6 +120,7 @@ def test_a_classifier_is_personalized_and_two_workers_give_the_same_bits(tmp_pat
     assert logits.shape == (1, CLASSES)
 
 
+@pytest.mark.slow
 def test_a_language_model_is_personalized_and_has_the_perplexity_of_its_own_loss(tmp_path) -> None:
     given, metrics = data(of_tokens), {"perplexity": Perplexity(ignore_index=-100)}
     of_both = [phases()[0], Phase("Ditto", Ditto(), gate=LocalOnly())]
