@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from fedmoe_pl.backends.backend import Backend, Plan
-from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, code_of_user, try_to_stack
+from fedmoe_pl.backends.code_of_user import code_of_user
+from fedmoe_pl.backends.stacked import NotStackable, StackedPlan, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
 

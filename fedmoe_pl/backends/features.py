@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends.code_of_user import branches, code_in_losses
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import on_device
 from fedmoe_pl.backends.rounding import in_full_precision, is_close
@@ -49,11 +50,16 @@ class Features:
 
 
 class FeatureCache:
-    """Computes the features of one phase's clients, and keeps them for later rounds."""
+    """Computes the features of one phase's clients, and keeps them for later rounds.
+
+    A client has features if PyTorch or this package wrote what computes losses, apart from experts and gates
+    (``code_in_losses``), if these compute all batches in the same way (``branches``), if a trial with some samples
+    finds frozen parts that read nothing but samples and each other's outputs, and if these outputs are not too large.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
-        self._too_large: set[int] = set()  # architectures whose frozen parts have outputs too large to keep
+        self._looks_up: dict[int, bool] = {}  # whether the clients of an architecture may have features
 
     def __reduce__(self) -> tuple[type[FeatureCache], tuple[()]]:
         """Pickles without the features, which each process computes for its own clients."""
@@ -71,8 +77,13 @@ class FeatureCache:
             return None
         architecture = training.architecture(client.id)
         labelled = datamodule.labelled(samples)
-        if architecture in self._too_large or not len(labelled):
+        if not len(labelled):
             return None  # the loss of samples without a label depends on nothing
+        is_first = architecture not in self._looks_up
+        if is_first:
+            self._looks_up[architecture] = not code_in_losses(training)
+        if not self._looks_up[architecture]:
+            return None
         lent = {name for name, each in client.module.named_parameters() if is_borrowed(each)}
         module = copy_module(client.module, lent)  # a step may change more than tensor values
         tracing = _Tracing(training, training.copies.move(module, device), on_device(constants, device))
@@ -81,9 +92,8 @@ class FeatureCache:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.autocast(device.type, torch.bfloat16, enabled=training.in_half_precision),
         ):
-            parts = tracing.find(torch.cat((labelled, samples))[: len(samples)])
-            if tracing.are_too_large:
-                self._too_large.add(architecture)
+            parts = tracing.find(torch.cat((labelled, samples))[: len(samples)], is_first)
+            self._looks_up[architecture] = not (tracing.branches or tracing.are_too_large)
             return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
 
     def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Rows:
@@ -128,6 +138,7 @@ class _Tracing:
         calls: each call, in order, of a frozen part that reads nothing but samples and outputs of such parts: its name
             and its arguments, 0 for the samples and 1, 2, ... for the outputs of earlier calls.
         names: the parts that are called exactly once, so that their outputs can be looked up.
+        branches: whether layers of a user's may not compute all batches in the same way; the same for all clients.
         are_too_large: whether these outputs have many more bytes than the samples; the same for all clients.
     """
 
@@ -135,16 +146,19 @@ class _Tracing:
         self.training, self.module, self.constants = training, module, constants
         self.calls: list[tuple[str, list[int]]] = []
         self.names: tuple[str, ...] = ()
-        self.are_too_large = False
+        self.branches = self.are_too_large = False
 
     @in_full_precision()
-    def find(self, samples: Tensor) -> FrozenParts | None:
+    def find(self, samples: Tensor, is_first: bool) -> FrozenParts | None:
         """Finds the frozen parts whose outputs depend only on the sample, whichever parameters an epoch trains."""
         (x, y), found = self._batch(samples[:_TRACED_SAMPLES]), set[FrozenParts | None]()
         trainer = NoTrainer(self.module)
         for round, epoch in self.training.trainable.values():
             freezing = Freezing(self.training, self.module, round)
             freezing.freeze(epoch)
+            if is_first and branches(self.module):
+                self.branches = True
+                return None
             try:
                 found.add(self._find(x, y))
             except Exception:  # of the user's code

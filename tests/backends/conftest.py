@@ -1,8 +1,8 @@
 """Data and finished runs that several test modules share."""
 
 import pytest
-from helpers.runs import data, federation, model
-from helpers.workers import SIZES
+from helpers.runs import data, federation
+from helpers.workers import SIZES, killing_model
 
 from fedmoe_pl.backends import TrainerBackend, trainer
 
@@ -16,8 +16,7 @@ def clients_alone(monkeypatch):
 @pytest.fixture(scope="session")
 def alone(tmp_path_factory):
     """A run in one process that runs with workers are compared with."""
-    run = federation(
-        tmp_path_factory.mktemp("alone"), trainer={"accelerator": "cpu", "devices": 1}, backend=TrainerBackend()
-    )
-    run.fit(model(), data(sizes=SIZES))
+    folder = tmp_path_factory.mktemp("alone")
+    run = federation(folder, trainer={"accelerator": "cpu", "devices": 1}, backend=TrainerBackend())
+    run.fit(killing_model(folder / "kill"), data(sizes=SIZES))  # which kills workers only
     return run

@@ -17,49 +17,45 @@ from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, Netw
 FROZEN = FineTuning("local_expert.classifier.*")
 
 
-class Counting(Expert):
-    """Counts how many samples its extractor has seen."""
+@pytest.fixture
+def seen(monkeypatch):
+    """How many samples each extractor has seen, in a list to which its layer adds; it stays PyTorch's own."""
+    numbers, forward = [], nn.Linear.forward
 
-    seen = 0
+    def count(layer, x):
+        if layer.out_features == 6:
+            numbers.append(len(x))
+        return forward(layer, x)
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.extractor[1].__class__ = CountingLinear
-
-
-class CountingLinear(nn.Linear):
-    def forward(self, x):
-        Counting.seen += len(x)
-        return super().forward(x)
+    monkeypatch.setattr(nn.Linear, "forward", count)
+    return numbers
 
 
-def test_outputs_that_are_too_large_are_not_looked_for_in_the_next_client(monkeypatch):
+def test_outputs_that_are_too_large_are_not_looked_for_in_the_next_client(monkeypatch, seen):
     monkeypatch.setattr(features, "_MOST_TIMES_SAMPLES", 0)
-    Counting.seen = 0
-    train(TrainerBackend(), local_training(mixture(ConstantGate(0), expert=Counting()), FROZEN, blobs((4,) * 8), 2))
-    assert Counting.seen == 8 * 4 * 2 + 3, "three samples of the first client were traced"
+    train(TrainerBackend(), local_training(mixture(ConstantGate(0)), FROZEN, blobs((4,) * 8), 2))
+    assert sum(seen) == 8 * 4 * 2 + 3, "three samples of the first client were traced"
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(8)])
 @pytest.mark.few(1)
-def test_a_frozen_extractor_sees_every_sample_once(backend):
-    def seen(max_epochs):
-        Counting.seen = 0
-        train(backend, local_training(mixture(ConstantGate(0), expert=Counting()), FROZEN, blobs(FEW), max_epochs))
-        return Counting.seen
+def test_a_frozen_extractor_sees_every_sample_once(backend, seen):
+    def seen_in(max_epochs):
+        seen.clear()
+        train(backend, local_training(mixture(ConstantGate(0)), FROZEN, blobs(FEW), max_epochs))
+        return sum(seen)
 
-    assert seen(8) == seen(4) < 4 * sum(FEW)
+    assert seen_in(8) == seen_in(4) < 4 * sum(FEW)
 
 
 class Careful(nn.Linear):
-    """Refuses inputs of another width, and perhaps a single one, with an exception of its own."""
+    """Refuses inputs of another width with an exception of its own."""
 
-    def __init__(self, fewest=1):
+    def __init__(self):
         super().__init__(5, 1)
-        self.fewest = fewest
 
     def forward(self, x):
-        assert x.shape[1] == self.in_features and len(x) >= self.fewest
+        assert x.shape[1] == self.in_features
         return super().forward(x)
 
 
@@ -70,6 +66,25 @@ class Hooked(Expert):
         super().__init__()
         self.added = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.extractor[1].register_forward_hook(lambda part, inputs, output: output + self.added)
+
+
+class Deciding(Expert):
+    """Decides by the batch what the frozen part reads, but always in the same way in a trial of three samples."""
+
+    def forward(self, x):
+        return super().forward(-x if len(x) > 3 and x.mean() > 0 else x)
+
+
+class CountingBatches(Expert):
+    """Decides by the number of batches before what the frozen part reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = 0
+
+    def forward(self, x):
+        self.batches += 1
+        return super().forward(-x if self.batches > 9 else x)
 
 
 class _NoGradient(torch.autograd.Function):
@@ -102,18 +117,21 @@ FEATURES = {
     "a gate of features": (lambda: mixture(FeatureGate(6)), PFLMoE(), points),
     "a gate of inputs": (lambda: mixture(LinearGate(5)), PFLMoE(), points),
     "a gate of one width": (lambda: mixture(NetworkGate(Careful())), PFLMoE(), points),
-    "a gate of two samples": (lambda: mixture(NetworkGate(Careful(2))), PFLMoE(), points),
     "a part that computes more than its own": (
         lambda: mixture(ConstantGate(0), Hooked()),
         FineTuning("local_expert.added"),
         points,
     ),
+    "a decision by values": (lambda: mixture(ConstantGate(0), Deciding()), FROZEN, points),
+    "a decision by attributes": (lambda: mixture(ConstantGate(0), CountingBatches()), FROZEN, points),
     "augmentation": (convolutions, FROZEN, lambda: images([RandomCrop()])),
     "no gradients in eval mode": (lambda: mixture(LinearGate(5), LikeCudnn()), SpecialistMixture(), points),
 }
 
 
-@pytest.mark.few("a gate of features", "a part that computes more than its own", "no gradients in eval mode")
+@pytest.mark.few(
+    "a gate of features", "a part that computes more than its own", "a decision by values", "a decision by attributes"
+)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_give_what_computing_them_in_every_step_gives(name):
     make, algorithm, data = FEATURES[name]
@@ -123,19 +141,18 @@ def test_features_give_what_computing_them_in_every_step_gives(name):
     torch.testing.assert_close(looked_up, computed, rtol=1e-12, atol=1e-12)
 
 
-def test_features_are_kept_for_all_rounds_of_a_phase():
+def test_features_are_kept_for_all_rounds_of_a_phase(seen):
     class Frozen(FedAvg):
         def is_trainable(self, name, round, epoch):
             return "classifier" in name
 
-    module = mixture(ConstantGate(0.5), expert=Counting())
     algorithm = Frozen(shared="*.classifier.*")
-    training = local_training(module, algorithm, blobs((200, 300)), max_epochs=1, rounds=50)
+    training = local_training(mixture(ConstantGate(0.5)), algorithm, blobs((200, 300)), max_epochs=1, rounds=50)
     plan = begin(TrainerBackend(), training)
     train_clients(plan)
-    Counting.seen = 0
+    seen.clear()
     train_clients(plan, round=1)
-    assert Counting.seen < 500  # the few samples that are traced, in place of two experts on 500
+    assert sum(seen) < 500  # the few samples that are traced, in place of two experts on 500
 
 
 class Teacher(FedAvg):

@@ -15,6 +15,7 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from fedmoe_pl.backends.code_of_user import code_of_user
 from fedmoe_pl.backends.dp_sgd import add_clipped, noisy_mean, sample_gradients, samples_at_once, zeros
 from fedmoe_pl.backends.features import looked_up
 from fedmoe_pl.backends.freezing import Freezing
@@ -23,7 +24,6 @@ from fedmoe_pl.backends.loop import Learner, Loop, Loss, OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, set_optimizer, with_strides_of
 from fedmoe_pl.backends.private_client import clipped_gradients
 from fedmoe_pl.backends.rounding import equal_to_rounding
-from fedmoe_pl.backends.stacked.code_of_user import code_of_user
 from fedmoe_pl.backends.stacked.members import TRIED_SAMPLES, Member, StackedData, StackedShare
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data.arrays import NO_LABEL

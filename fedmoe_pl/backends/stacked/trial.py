@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from fedmoe_pl.backends.attributes import CannotCompare, attributes, changed_attributes
+from fedmoe_pl.backends.code_of_user import changes_steps
 from fedmoe_pl.backends.features import FeatureCache, NoTrainer, states_of_generators
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.loop import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.private_client import check_private
 from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_value
-from fedmoe_pl.backends.stacked.code_of_user import changes_steps
 from fedmoe_pl.backends.stacked.members import Member, StackedShare, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import Stack, make_stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
@@ -39,7 +35,6 @@ _ELEMENTWISE = {
 }
 _MOST_ON_CPU, _MOST_ON_GPU = 32, 256
 _DRAWS = "random operations, such as dropout, would draw other numbers than in a Trainer per client"
-_CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, weakref.ReferenceType)
 CPU_CACHE = 8 * 2**20  # bytes; if the stacked parameters are larger, a CPU has to wait for memory
 
 
@@ -182,11 +177,14 @@ def _compare(stack: Stack, share: StackedShare, alone: list[dict[str, Any]]) -> 
 def _step_alone(stack: Stack, member: Member, share: StackedShare, operations: _Operations) -> dict[str, Any]:
     """The gradients of a client's step in its own module, and the buffers after it; refuses any other change."""
     module = member.client.module
-    before = _contents(module)
-    with operations:
-        gradients = stack.gradients_alone(member, share)
-    tensors, after = module.state_dict(), _contents(module)
-    changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    try:
+        before = attributes(module)
+        with operations:
+            gradients = stack.gradients_alone(member, share)
+        changed = changed_attributes(module, before)
+    except CannotCompare as error:
+        raise NotStackable(f"a step may change {error}") from error
+    tensors = module.state_dict()
     changed += [name for name in tensors.keys() - stack.buffers if not same_bits(member.state[name], tensors[name])]
     if changed:
         raise NotStackable(f"a step changes '{changed[0]}', and not only the values of saved buffers")
@@ -219,32 +217,6 @@ class _Operations(TorchDispatchMode):
         is_padded = kind is torch.ops.aten.embedding_dense_backward and arguments[3] >= 0
         self.read_special_rows |= is_padded or kind is torch.ops.aten.embedding_renorm_
         return result
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles code as its id, and the known tensors, whose values are compared elsewhere, as their attributes."""
-
-    def __init__(self, file: io.BytesIO, known: set[int]) -> None:
-        super().__init__(file)
-        self.known = known
-
-    def persistent_id(self, value: Any) -> Any:
-        is_code = isinstance(value, _CODE)
-        return vars(value) if id(value) in self.known else id(value) if is_code else None
-
-
-def _contents(module: nn.Module) -> dict[str, bytes]:
-    """What a module holds besides the values of its state dict: its parts' attributes, pickled, by path."""
-    contents, known = dict[str, bytes](), {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
-    for path, part in module.named_modules():
-        for name, value in {**vars(part), "_modules": [*part._modules], "_trainer": None}.items():
-            file, label = io.BytesIO(), f"{path}.{name}".lstrip(".")
-            try:
-                _Pickler(file, known).dump(value)
-            except Exception as error:
-                raise NotStackable(f"a step may change '{label}', which cannot be compared ({error})") from error
-            contents[label] = file.getvalue()
-    return contents
 
 
 def _memory(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Whose code runs in the steps of clients: only with that of PyTorch and this package does ``auto`` stack them."""
+"""Whose code runs in the steps of clients, because short cuts follow from what PyTorch and this package wrote."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fedmoe_pl.backends.attributes import attributes, changed_attributes
 from fedmoe_pl.backends.training import LocalTraining
 
 _KNOWN = {"fedmoe_pl", "torch", "lightning", "numpy", "jsonargparse", *sys.stdlib_module_names}
@@ -23,12 +24,25 @@ def code_of_user(training: LocalTraining) -> str:
     Experts and gates may be anyone's, because a trial shows what they do. No trial can show this of other code, such
     as a loss: it may count its calls, or act differently in a later epoch.
     """
-    algorithm, module, data = training.algorithm, training.module, training.datamodule
+    algorithm = training.algorithm
+    if any(map(_is_of_user, (type(algorithm), *vars(algorithm).values()))):
+        return f"the algorithm {type(algorithm).__name__}"
+    return _beside_algorithm(training)
+
+
+def code_in_losses(training: LocalTraining) -> str:
+    """Like ``code_of_user``, but of an algorithm only what computes losses."""
+    if _is_of_user(type(training.algorithm).client_loss):
+        return f"client_loss of {type(training.algorithm).__name__}"
+    return _beside_algorithm(training)
+
+
+def _beside_algorithm(training: LocalTraining) -> str:
+    module, data = training.module, training.datamodule
     criterion = getattr(module, "criterion", None)
     # the factories of optimizer and scheduler run only before the steps; `changes_steps` checks what they made
     given = {name: value for name, value in vars(module).items() if name not in ("optimizer", "lr_scheduler")}
     code = {
-        f"the algorithm {type(algorithm).__name__}": (type(algorithm), *vars(algorithm).values()),
         f"the model {type(module).__name__}": (type(module),),
         **{f"{name} of the model": (value,) for name, value in given.items() if callable(value)},
         "the loss": criterion.modules() if isinstance(criterion, nn.Module) else (),
@@ -37,6 +51,32 @@ def code_of_user(training: LocalTraining) -> str:
         f"the data module {type(data).__name__}": (type(data).batches, type(data).augment),
     }
     return next((what for what, values in code.items() if any(map(_is_of_user, values))), "")
+
+
+def branches(module: nn.Module) -> bool:
+    """Whether layers of a user's may not compute all batches in the same way.
+
+    Where Python decides by the values or the shape of a tensor what is computed, symbolic tracing fails.
+    """
+    parts = dict(module.named_modules())
+    of_user = [name for name, part in parts.items() if name and _is_of_user(type(part))]
+    outer = [name for name in of_user if not any(name.startswith(f"{other}.") for other in of_user)]
+    try:
+        for part in (parts[name] for name in outer):
+            before = attributes(part)
+            _Tracer().trace(part)
+            if changed_attributes(part, before):
+                return True
+    except Exception:  # whatever a user's code raises for symbols
+        return True
+    return False
+
+
+class _Tracer(fx.Tracer):
+    """Follows the code of a user's layers, and no other."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not any(_is_of_user(type(part)) for part in m.modules())
 
 
 def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
