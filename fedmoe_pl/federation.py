@@ -40,7 +40,7 @@ from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
-from fedmoe_pl.setup.start import make_run, open_run
+from fedmoe_pl.setup.start import make_run, open_run, plan_phases
 from fedmoe_pl.trees import Tree
 
 _SKIP = ClientFailures()
@@ -356,7 +356,7 @@ class Federation:
 
     def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Makes all checks of :meth:`fit`, and refuses what it refuses; trains nothing."""
-        self._make_run(model, datamodule)
+        plan_phases(self._make_run(model, datamodule))
         self._run = None
 
     def fit_on_server(

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
-from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.phases.participation import phase_cohort
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 
 
@@ -55,9 +52,7 @@ class Progress:
 
 
 def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
-    """Samples that clients train on in all epochs of a round, estimated from the share that the first client uses."""
-    samples = datamodule.train_samples
-    first = Client(0, 0, seed, LightningModule(), samples[0], {}, datamodule)
-    share = len(phase.algorithm.client_samples(first)) / len(samples[0])
-    cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
-    return epochs * cohort * share * len(samples.indices)
+    """Samples that opt in, of an average cohort in all epochs of a round; an algorithm may train on fewer of them."""
+    cohort = cohort_of(phase, datamodule.num_clients, seed)
+    sizes = phase.algorithm.opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes[[*cohort.participants]]
+    return epochs * cohort.size * sizes.double().mean().item()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.algorithms.client import Client
@@ -25,7 +26,7 @@ from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree
+from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree, same_bits
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
@@ -176,7 +177,16 @@ def begin_phase(
         "counted_rounds": {**state.counted_rounds, **result.counted_rounds},
         "counted_steps": {**state.counted_steps, **result.counted_steps},
     }
-    return replace(result, initial=state.initial, clients=client_states, **counted)
+    # what clients neither receive nor keep is as it was when the result was made
+    initial = {name: _saved(result.initial.get(name), tensor) for name, tensor in state.initial.items()}
+    return replace(result, initial=initial, clients=client_states, **counted)
+
+
+def _saved(saved: Tensor | None, tensor: Tensor) -> Tensor:
+    """A saved tensor, or the one that it would replace if that is the same, or has another shape."""
+    if saved is None or saved.shape != tensor.shape or same_bits(saved, tensor):
+        return tensor
+    return saved.to(tensor.dtype)
 
 
 def first_clients(
