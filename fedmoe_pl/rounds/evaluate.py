@@ -116,22 +116,17 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan, clients: Sequence[int]) 
     phase's. The trained weights are discarded; the result does not depend on them.
     """
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
+    state = run.states[phase.name]
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
         trainer = {**plan.training.trainer, "logger": logger}
         if not epochs:  # clients can stop only at the end of an epoch
             trainer["max_epochs"] = 0
         shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))
-        state = _trained(run, phase, shorter, clients)
-        for evaluation in evaluate_phase(run, phase, shorter.training, shorter, state):
+        kept = {client: state.clients[client] for client in run.evaluated if client in state.clients}
+        groups = shorter.groups([client for client in clients if client in run.evaluated])
+        for group in shorter.train(state.server, groups, state.clients, state.round) if groups else ():
+            kept |= group.clients
+        trained = replace(state, clients={client: tree for client, tree in kept.items() if tree}, round=1)
+        for evaluation in evaluate_phase(run, phase, shorter.training, shorter, trained):
             run.call("on_evaluation_end", phase, replace(evaluation, selection="fewer epochs", epochs=epochs))
-
-
-def _trained(run: Run, phase: Phase, plan: Plan, clients: Sequence[int]) -> PhaseState:
-    """The phase's state after training those clients that are evaluated, which share nothing; nothing is stored."""
-    state = run.states[phase.name]
-    client_states = {client: state.clients[client] for client in run.evaluated if client in state.clients}
-    groups = plan.groups([client for client in clients if client in run.evaluated])
-    for group in plan.train(state.server, groups, state.clients, state.round) if groups else ():
-        client_states |= group.clients
-    return replace(state, clients={client: tree for client, tree in client_states.items() if tree}, round=1)

@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms.shared.parts import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
-from fedmoe_pl.data import ClientNames, FederatedDataModule
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.layers import has_batch_norm
@@ -122,7 +122,9 @@ def check_run(run: Run, read_result: ReadResult) -> None:
             check_kept_optimizers(phase, module, run.states.get(phase.name))
             check_batches(run, phase, module, samples)
             check_monitored(run, phase, module)
-            _warn_of_idle(phase, samples, run.datamodule.client_names)
+            if idle := [client for client, chosen in samples.items() if not len(chosen)]:
+                who, name = run.datamodule.client_names.text(idle), type(phase.algorithm).__name__
+                rank_zero_warn(f"{phase}: client_samples of {name} gives {who} no sample to train on in round 1.")
         if state is not None and state.evaluations:
             check_evaluation_points(phase, state)
 
@@ -153,15 +155,6 @@ def _check_selection(run: Run, phase: Phase) -> None:
     if participants and not {*able} & {*run.evaluated}:
         because = f"none of these clients takes part in '{phase.name}' and has {phase.monitor}, which selects a round"
         raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
-
-
-def _warn_of_idle(phase: Phase, samples: Mapping[int, Tensor], names: ClientNames) -> None:
-    """Warns of clients that train on none of their samples, as far as the first round shows."""
-    if idle := [client for client, chosen in samples.items() if not len(chosen)]:
-        rank_zero_warn(
-            f"{phase}: {names.text(idle)} {'trains' if len(idle) == 1 else 'train'} on no sample in the first round, "
-            f"because client_samples of {type(phase.algorithm).__name__} gives none."
-        )
 
 
 def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:

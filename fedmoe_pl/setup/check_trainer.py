@@ -173,23 +173,20 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
 
 def samples_of_clients(run: Run, phase: Phase, module: LightningModule) -> dict[int, Tensor]:
     """The samples on which each participant that has any trains in the first round; refuses what are no indices."""
-    data, algorithm, chosen = run.datamodule, phase.algorithm, dict[int, Tensor]()
-    for client in cohort_of(phase, data.num_clients, run.seed).participants:
-        if not len(samples := data.train_samples[client]):  # another client of a deployed federation
-            continue
-        found: Any = algorithm.client_samples(Client(client, 0, run.seed, module, samples, {}, data))
-        if not isinstance(found, Tensor) or found.dim() != 1 or found.is_floating_point() or found.dtype is torch.bool:
+    data, algorithm, seed = run.datamodule, phase.algorithm, run.seed
+    participants = cohort_of(phase, data.num_clients, seed).participants
+    clients = [Client(client, 0, seed, module, data.train_samples[client], {}, data) for client in participants]
+    # on the machine of a deployed federation's client, the others have none
+    chosen: dict[int, Any] = {each.id: algorithm.client_samples(each) for each in clients if len(each.samples)}
+    for each in chosen.values():
+        if not isinstance(each, Tensor) or each.dim() != 1 or each.is_floating_point() or each.dtype is torch.bool:
             allowed = "one whose client_samples returns indices of samples, an int64 tensor of shape (n,)"
-            raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, f"it returns {shown(found)}")
-        chosen[client] = found
+            raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, f"it returns {shown(each)}")
     return chosen
 
 
 def check_batches(run: Run, phase: Phase, module: LightningModule, train: Mapping[int, Tensor]) -> None:
-    """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach.
-
-    ``train`` has the samples of each client (``samples_of_clients``).
-    """
+    """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
     datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     if trainer.get("fast_dev_run") or phase.algorithm.client_batches:
         return  # Lightning or the algorithm chooses the batches
