@@ -242,6 +242,7 @@ class Federation:
         Raises:
             MisconfigurationException: before any training, if model, data, checkpoint and phases do not fit together.
         """
+        self.failures.check_thread()
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)

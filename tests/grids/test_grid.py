@@ -97,6 +97,7 @@ def published(where):
     [
         ("values.seed_everything", {"values": {"seed_everything": []}}),
         ("values.seed_everything", {"values": {"seed_everything": [0, -1]}}),
+        ("values", {"values": {"variant": ["A", "B"]}}),
         ("values.trainer.max_epochs", {"values": {"trainer.max_epochs": 3}}),
         ("values.trainer.max_epochs", {"values": {"trainer.max_epochs": [3, 3]}}),
         ("where", published({"alpha": 0.5})),
