@@ -117,9 +117,7 @@ class Grid:
             if len({*names}) < len(names):
                 raise InvalidArgumentError("benchmark", f"values.{key}", names, "a list that has every value once")
         if VARIANT in self.values:  # cells would differ in nothing but their names
-            raise InvalidArgumentError(
-                "benchmark", "values", [*self.values], "keys of the run; variants are beside them"
-            )
+            raise InvalidArgumentError("benchmark", "values", [*self.values], "keys of a run, beside variants")
         for seed in self.values.get(SEED, []):
             check_at_least("benchmark", f"values.{SEED}", seed, 0, highest=None)
         for published in self.paper:
