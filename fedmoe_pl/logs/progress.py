@@ -29,11 +29,10 @@ class Progress:
         given: Mapping[str, PhaseState],
     ) -> None:
         self._rounds = {phase.name: phase.rounds for phase in phases}
-        self._per_round = {}
+        self._per_round = dict.fromkeys(self._rounds, 0.0)
         for phase in phases:
-            is_given = phase.ckpt_path and not (phase.name in given and given[phase.name].round < phase.rounds)
-            samples = 0.0 if is_given else _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
-            self._per_round[phase.name] = samples
+            if not phase.ckpt_path or (phase.name in given and given[phase.name].round < phase.rounds):
+                self._per_round[phase.name] = _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
         self._in_round = 0.0
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.algorithms.client import Client
@@ -177,16 +176,11 @@ def begin_phase(
         "counted_rounds": {**state.counted_rounds, **result.counted_rounds},
         "counted_steps": {**state.counted_steps, **result.counted_steps},
     }
-    # what clients neither receive nor keep is as it was when the result was made
-    initial = {name: _saved(result.initial.get(name), tensor) for name, tensor in state.initial.items()}
-    return replace(result, initial=initial, clients=client_states, **counted)
-
-
-def _saved(saved: Tensor | None, tensor: Tensor) -> Tensor:
-    """A saved tensor, or the one that it would replace if that is the same, or has another shape."""
-    if saved is None or saved.shape != tensor.shape or same_bits(saved, tensor):
-        return tensor
-    return saved.to(tensor.dtype)
+    # what clients neither receive nor keep is as it was when the result was made; what is the same stays in one place
+    initial, saved = state.initial, result.initial
+    names = [name for name in saved if name in initial and saved[name].shape == initial[name].shape]
+    other = {name: saved[name].to(initial[name].dtype) for name in names if not same_bits(saved[name], initial[name])}
+    return replace(result, initial={**initial, **other}, clients=client_states, **counted)
 
 
 def first_clients(

@@ -157,7 +157,8 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
 def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
     """Lets clients send each other tensors, all of them computed from what clients kept before the exchange."""
     state, written = run.states[phase.name], dict[int, Any]()
-    for client, client_state, sent, received in plan.exchange(state.server, state.clients, failed, round):
+    left = {*state.clients}.difference(cohort_of(phase, run.datamodule.num_clients, run.seed).participants)
+    for client, client_state, sent, received in plan.exchange(state.server, state.clients, left.union(failed), round):
         written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: client_state}))
         state.add_traffic("down", Traffic.of(sent))
         state.add_traffic("between_clients", Traffic.of(received))
