@@ -153,7 +153,7 @@ def _check_selection(run: Run, phase: Phase) -> None:
         because = "no client that takes part has a sample for it"
         raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
     if participants and not {*able} & {*run.evaluated}:
-        because = f"none of these clients takes part in '{phase.name}' and has {phase.monitor}, which selects a round"
+        because = f"none of these clients has {phase.monitor} and takes part in '{phase.name}', which selects a round"
         raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
 
 
