@@ -124,7 +124,7 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan, clients: Sequence[int]) 
             trainer["max_epochs"] = 0
         shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))
         kept = {client: state.clients[client] for client in run.evaluated if client in state.clients}
-        groups = shorter.groups([client for client in clients if client in run.evaluated])
+        groups = shorter.groups(sorted({*clients} & {*run.evaluated}))
         for group in shorter.train(state.server, groups, state.clients, state.round) if groups else ():
             kept |= group.clients
         trained = replace(state, clients={client: tree for client, tree in kept.items() if tree}, round=1)
