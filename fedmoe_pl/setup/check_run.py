@@ -153,7 +153,8 @@ def _check_selection(run: Run, phase: Phase) -> None:
         because = "no client that takes part has a sample for it"
         raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
     if participants and not {*able} & {*run.evaluated}:
-        because = f"none of these clients has {phase.monitor} and takes part in '{phase.name}', which selects a round"
+        selects = f"takes part in '{phase.name}', which selects a round by {phase.monitor}"
+        because = f"none of these clients {selects}, and has samples for it"
         raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
 
 
