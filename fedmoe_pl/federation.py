@@ -40,7 +40,7 @@ from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
-from fedmoe_pl.setup.start import make_run, open_run
+from fedmoe_pl.setup.start import make_run, open_run, plan_phases
 from fedmoe_pl.trees import Tree
 
 _SKIP = ClientFailures()
@@ -242,6 +242,7 @@ class Federation:
         Raises:
             MisconfigurationException: before any training, if model, data, checkpoint and phases do not fit together.
         """
+        self.failures.check_thread()
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
@@ -356,7 +357,7 @@ class Federation:
 
     def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Makes all checks of :meth:`fit`, and refuses what it refuses; trains nothing."""
-        self._make_run(model, datamodule)
+        plan_phases(self._make_run(model, datamodule))
         self._run = None
 
     def fit_on_server(

@@ -82,10 +82,12 @@ def configuration_of(grid: Grid, where: Mapping[str, Any], configured: Configure
     """The configuration of the cells with these values: all keys, with their defaults."""
     variant = grid.variants.get(where.get(VARIANT, ""), Variant())
     values = {key: value for key, value in where.items() if key != VARIANT}
-    changes = {**grid.overrides, **variant.overrides, **values}
+    given = grid.overrides, variant.overrides, values
+    changes = {key: (place, value) for place, each in enumerate(given) for key, value in each.items()}
     files = [word for path in (*grid.configs, *variant.configs) for word in ("--config", path.absolute)]
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
-    ordered = sorted(changes, key=lambda key: key.startswith(_PHASES))  # they change what the others give
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, (_, value) in changes.items()}
+    # a phase changes what others give, a value replaces a variant's, and an argument is that of the class above it
+    ordered = sorted(changes, key=lambda key: (key.startswith(_PHASES), changes[key][0], key.count(".")))
     federation, *_ = configured([*files, *(f"--{key}={texts[key]}" for key in ordered)], False)
     configuration = copy.deepcopy(federation.hparams)
     if grid.methods is None:

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.catalogue import parser_of, with_files
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 
 SEED = "seed_everything"
 PARTITION_SEED = "data.init_args.partition_seed"
@@ -116,6 +116,10 @@ class Grid:
             names = [value_name(value) for value in values]
             if len({*names}) < len(names):
                 raise InvalidArgumentError("benchmark", f"values.{key}", names, "a list that has every value once")
+        if VARIANT in self.values:  # cells would differ in nothing but their names
+            raise InvalidArgumentError("benchmark", "values", [*self.values], "keys of a run, beside variants")
+        for seed in self.values.get(SEED, []):
+            check_at_least("benchmark", f"values.{SEED}", seed, 0, highest=None)
         for published in self.paper:
             for key in published.where:
                 full_key(key, [other for other in self.keys if other != SEED], published.table)

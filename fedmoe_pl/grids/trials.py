@@ -78,9 +78,9 @@ class Trials:
                 self.study.tell(trial, state=TrialState.PRUNED)
             else:
                 yield from self._begin(trial)
-        while (count := len(self.study.trials)) < self.tuning.trials and time.monotonic() < end:
-            if self.is_exhausted:
-                return
+        while (
+            (count := len(self.study.trials)) < self.tuning.trials and time.monotonic() < end and not self.is_exhausted
+        ):
             # its values depend on the seed and on the trials before it, but on no state that a kill would lose
             self.study.sampler = self._sampler(count)
             trial = self.study.ask(self.space)

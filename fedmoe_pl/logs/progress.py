@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
-from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.phases.participation import phase_cohort
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 
 
@@ -32,11 +29,10 @@ class Progress:
         given: Mapping[str, PhaseState],
     ) -> None:
         self._rounds = {phase.name: phase.rounds for phase in phases}
-        self._per_round = {}
+        self._per_round = dict.fromkeys(self._rounds, 0.0)
         for phase in phases:
-            is_given = phase.ckpt_path and not (phase.name in given and given[phase.name].round < phase.rounds)
-            samples = 0.0 if is_given else _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
-            self._per_round[phase.name] = samples
+            if not phase.ckpt_path or (phase.name in given and given[phase.name].round < phase.rounds):
+                self._per_round[phase.name] = _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
         self._in_round = 0.0
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
 
@@ -55,9 +51,7 @@ class Progress:
 
 
 def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
-    """Samples that clients train on in all epochs of a round, estimated from the share that the first client uses."""
-    samples = datamodule.train_samples
-    first = Client(0, 0, seed, LightningModule(), samples[0], {}, datamodule)
-    share = len(phase.algorithm.client_samples(first)) / len(samples[0])
-    cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
-    return epochs * cohort * share * len(samples.indices)
+    """Samples that opt in, of an average cohort in all epochs of a round; an algorithm may train on fewer of them."""
+    cohort = cohort_of(phase, datamodule.num_clients, seed)
+    sizes = phase.algorithm.opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes[[*cohort.participants]]
+    return epochs * cohort.size * sizes.double().mean().item()

@@ -26,8 +26,8 @@ _SAMPLES: dict[str, str] = {
 }
 
 
-def round_row(evaluation: Evaluation) -> dict[str, object]:
-    """One row of ``rounds.csv``: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
+def evaluation_row(evaluation: Evaluation) -> dict[str, object]:
+    """An evaluation as a row: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
 
     The loss and the other metrics follow, with the number of clients that have each of them, and the names of those of
     which a lower value is better, if there are any.
@@ -56,7 +56,7 @@ def _spread_columns(evaluation: Evaluation, metric: str) -> dict[str, float]:
 
 def summary_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``summary.csv``: that of ``rounds.csv``, and the mean over clients of their mean gate weight."""
-    return round_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread_or_nan("mean_gate_weight").mean}
+    return evaluation_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread_or_nan("mean_gate_weight").mean}
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:

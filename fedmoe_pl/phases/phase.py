@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
+from numbers import Number
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -177,6 +178,9 @@ class Phase:
         kinds |= {"secure_aggregation": (SecureAggregation | bool, "a SecureAggregation, True or False")}
         kinds |= {"sample_privacy": (DPSGD | None, "a DPSGD or None")}
         kinds |= {"start": (str | dict | None, "the name of an earlier phase, or a dict of such names by part")}
+        kinds |= {"clients": (Collection | None, "a list of ids"), "rounds": (Number, "an integer of at least 1")}
+        if isinstance(self.select, Select):
+            kinds |= {f"select.{name}": (Number, "a number") for name in ("from_round", "min_delta")}
         kinds |= {"train.callbacks": (list | tuple | None, "a list of Lightning's Callbacks")}
         kinds |= {"train.trainer": (dict | None, "a dict of arguments of a Trainer")}
         for name in ("server_optimizer", "train.optimizer", "train.lr_scheduler", "train.round_lr_scheduler"):
@@ -189,8 +193,6 @@ class Phase:
             check_made(str(self), name, value)
         for callback in self.train.callbacks or ():
             check_kind(str(self), "train.callbacks", callback, Callback, " of Lightning")
-        if self.rounds is None:
-            raise InvalidArgumentError(str(self), "rounds", None, "an integer of at least 1")
         check_declarations(self.algorithm)
         others = self.secure_aggregation, self.sample_privacy
         for settings in (self, self.train, self.select, self.evaluate, *others):

@@ -25,7 +25,7 @@ from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree
+from fedmoe_pl.trees import Tree, borrow, copies_of_parts, copy_module, is_interchangeable, load_tree, same_bits
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
@@ -176,7 +176,11 @@ def begin_phase(
         "counted_rounds": {**state.counted_rounds, **result.counted_rounds},
         "counted_steps": {**state.counted_steps, **result.counted_steps},
     }
-    return replace(result, initial=state.initial, clients=client_states, **counted)
+    # what clients neither receive nor keep is as it was when the result was made; what is the same stays in one place
+    initial, saved = state.initial, result.initial
+    names = [name for name in saved if name in initial and saved[name].shape == initial[name].shape]
+    other = {name: saved[name].to(initial[name].dtype) for name in names if not same_bits(saved[name], initial[name])}
+    return replace(result, initial={**initial, **other}, clients=client_states, **counted)
 
 
 def first_clients(

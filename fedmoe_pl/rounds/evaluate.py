@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
@@ -12,7 +13,7 @@ from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
 from fedmoe_pl.evaluation.client_models import evaluated_model
 from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.evaluation.results import Evaluation
-from fedmoe_pl.logs.summary import round_row
+from fedmoe_pl.logs.summary import evaluation_row
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
@@ -62,7 +63,7 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
     recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
     for evaluation in evaluations:
         if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round
-            run.rows.append(round_row(evaluation) | state.costs() | _costs_before(run, phase))
+            run.rows.append(evaluation_row(evaluation) | state.costs() | _costs_before(run, phase))
     select = phase.select
     if select is not None and state.round >= select.from_round:
         participants = cohort_of(phase, run.datamodule.num_clients, run.seed).participants
@@ -108,28 +109,24 @@ def _interval(run: Run, phase: Phase) -> int:
     return run.evaluate_every_n_rounds if every is None else every
 
 
-def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
+def evaluate_epochs(run: Run, phase: Phase, plan: Plan, clients: Sequence[int]) -> None:
     """Before the only round of a phase, passes an evaluation after 0, n, 2n ... epochs to the callbacks.
 
-    For each, clients train from the start and stop after this many epochs, with schedules over all of the phase's. The
-    trained weights are discarded; the result does not depend on them.
+    For each, the round's clients train from the start and stop after this many epochs, with schedules over all of the
+    phase's. The trained weights are discarded; the result does not depend on them.
     """
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
+    state = run.states[phase.name]
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
         trainer = {**plan.training.trainer, "logger": logger}
         if not epochs:  # clients can stop only at the end of an epoch
             trainer["max_epochs"] = 0
         shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))
-        state = _trained(run, phase, shorter)
-        for evaluation in evaluate_phase(run, phase, shorter.training, shorter, state):
+        kept = {client: state.clients[client] for client in run.evaluated if client in state.clients}
+        groups = shorter.groups(sorted({*clients} & {*run.evaluated}))
+        for group in shorter.train(state.server, groups, state.clients, state.round) if groups else ():
+            kept |= group.clients
+        trained = replace(state, clients={client: tree for client, tree in kept.items() if tree}, round=1)
+        for evaluation in evaluate_phase(run, phase, shorter.training, shorter, trained):
             run.call("on_evaluation_end", phase, replace(evaluation, selection="fewer epochs", epochs=epochs))
-
-
-def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
-    """The phase's state after training the clients that are evaluated, which share nothing; nothing is stored."""
-    state = run.states[phase.name]
-    client_states = {client: state.clients[client] for client in run.evaluated if client in state.clients}
-    for group in plan.train(state.server, plan.groups(run.evaluated), state.clients, state.round):
-        client_states |= group.clients
-    return replace(state, clients={client: tree for client, tree in client_states.items() if tree}, round=1)

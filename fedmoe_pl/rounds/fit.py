@@ -72,7 +72,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         state.server = training.copies.known(state.server)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         if phase.evaluation.every_n_epochs not in (None, state.curve) and state.server_learns:
-            evaluate_epochs(run, phase, plan)
+            evaluate_epochs(run, phase, plan, _asked(run, phase))
             state.curve = phase.evaluation.every_n_epochs
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
@@ -157,7 +157,8 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
 def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
     """Lets clients send each other tensors, all of them computed from what clients kept before the exchange."""
     state, written = run.states[phase.name], dict[int, Any]()
-    for client, client_state, sent, received in plan.exchange(state.server, state.clients, failed, round):
+    left = {*state.clients}.difference(cohort_of(phase, run.datamodule.num_clients, run.seed).participants)
+    for client, client_state, sent, received in plan.exchange(state.server, state.clients, left.union(failed), round):
         written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: client_state}))
         state.add_traffic("down", Traffic.of(sent))
         state.add_traffic("between_clients", Traffic.of(received))
@@ -238,13 +239,17 @@ def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
     state = run.states[phase.name]
     if state.round == phase.rounds or is_over(run, phase, plan.training):
         return
+    plan.announce({**state.server, **_added(state, plan)}, _asked(run, phase), state.clients, state.round)
+
+
+def _asked(run: Run, phase: Phase) -> list[int]:
+    """The clients that the next round asks to train, in its first try."""
     drawn = draw_cohort(run, phase)
-    dropped = _dropped(run, phase, drawn)
-    clients = [client for client in drawn if client not in dropped]
-    plan.announce({**state.server, **_added(state, plan)}, clients, state.clients, state.round)
+    dropped = _dropped(run, phase, drawn, attempt=0)
+    return [client for client in drawn if client not in dropped]
 
 
-def _dropped(run: Run, phase: Phase, drawn: Sequence[int], attempt: int = 0) -> list[int]:
+def _dropped(run: Run, phase: Phase, drawn: Sequence[int], attempt: int) -> list[int]:
     """The clients of a cohort that drop out before their training."""
     round, aggregation = run.rounds_before(phase) + run.states[phase.name].round, phase.aggregation
     one_stays = aggregation is None or not aggregation.poisson_sampling

@@ -33,7 +33,7 @@ def read_result(phase: Phase, module: LightningModule, identity: Mapping[str, An
     """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits the phase and the run's data."""
     saved = _read(phase, module, identity)
     check_evaluation_points(phase, saved)
-    state = PhaseState({}, saved.server, saved.clients, round=phase.rounds, given_round=saved.best_round or saved.round)
+    state = PhaseState(saved.initial, saved.server, saved.clients, round=phase.rounds, given_round=_round_of(saved))
     return _with_privacy(state, phase, saved)
 
 
@@ -49,12 +49,17 @@ def read_result_for_new_clients(phase: Phase, module: LightningModule, identity:
     round = 0 if trains else phase.rounds
     per_client = phase.algorithm.messages.per_client
     server = {name: tensor for name, tensor in saved.server.items() if not name.startswith(per_client)}
-    state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
+    state = PhaseState(saved.initial, server, round=round, given_round=_round_of(saved))
     others = {  # renamed, because a new client may have the id of an old one whose steps do not count for it
         name: {client if client == EVERYONE else f"{phase.ckpt_path}/{client}": steps for client, steps in each.items()}
         for name, each in saved.counted_steps.items()
     }
     return _with_privacy(state, phase, replace(saved, counted_steps=others))
+
+
+def _round_of(saved: PhaseState) -> int:
+    """The round of a saved result; 0 if it is unknown."""
+    return saved.best_round or (saved.round if saved.given_round is None else saved.given_round)
 
 
 def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseState:
@@ -110,7 +115,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
             raise InvalidArgumentError(*refused, "a checkpoint with all shared parameters", because)
         given = selected(parameters, content["state_dict"])
         load_tree(module, given)
-        return PhaseState({}, {**state.server, **given})
+        return PhaseState(content["state_dict"], {**state.server, **given})
     finished = [name for name, other in content["phases"].items() if other.finished]
     if phase.name not in finished:
         allowed = f"a checkpoint in which '{phase.name}' has finished"

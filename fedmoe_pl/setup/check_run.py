@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
@@ -24,11 +23,10 @@ from fedmoe_pl.algorithms.algorithm import (
     sees_losses_only,
     sends_more,
 )
-from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.parts import warn_of_mixture
 from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, shown
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
@@ -91,7 +89,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
 
 def check_run(run: Run, read_result: ReadResult) -> None:
     """Checks a run before any training, and reads the results that phases take from checkpoints."""
-    _check_evaluated(run)
+    check_at_least("Federation", "evaluation_cohort_size", run.evaluation_cohort_size, 1, run.datamodule.num_clients)
     by_name, trained = {phase.name: phase for phase in run.phases}, dict[str, set[str]]()
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
@@ -109,6 +107,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         trains = state is None or state.server_learns or state.round < phase.rounds
         _check_labels(run, phase, module, trains)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics, epochs_of_all(trainer))
+        _check_selection(run, phase)
         trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
         _check_weighed(run, trained, phase, module)
         _warn_of_lost(run, trained, phase, module)
@@ -118,10 +117,14 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         check_secure_aggregation(run, phase, module, cohort)
         check_sample_privacy(run, phase, module, trains)
         if trained[phase.name] and trains:
+            samples = samples_of_clients(run, phase, module)
             check_has_optimizer(phase, module)
             check_kept_optimizers(phase, module, run.states.get(phase.name))
-            check_batches(run, phase, module)
+            check_batches(run, phase, module, samples)
             check_monitored(run, phase, module)
+            if idle := [client for client, chosen in samples.items() if not len(chosen)]:
+                who, name = run.datamodule.client_names.text(idle), type(phase.algorithm).__name__
+                rank_zero_warn(f"{phase}: client_samples of {name} gives {who} no sample to train on in round 1.")
         if state is not None and state.evaluations:
             check_evaluation_points(phase, state)
 
@@ -135,15 +138,24 @@ def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None
             raise InvalidArgumentError("Federation", "failures.dropout", run.failures.dropout, "0", because)
 
 
-def _check_evaluated(run: Run) -> None:
-    """Refuses to evaluate more clients than there are, or none of those whose metric selects a phase's result."""
-    number, num_clients = run.evaluation_cohort_size, run.datamodule.num_clients
-    check_at_least("Federation", "evaluation_cohort_size", number, 1, num_clients)
-    for phase in run.phases:
-        participants = cohort_of(phase, num_clients, run.seed).participants
-        if phase.monitor and not {*participants} & {*run.evaluated}:
-            because = f"none of these clients takes part in '{phase.name}', which selects a round"
-            raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
+def _check_selection(run: Run, phase: Phase) -> None:
+    """Refuses to select a round by a metric that none of the evaluated participants can have."""
+    if phase.monitor is None:
+        return
+    data, number, train = run.datamodule, run.evaluation_cohort_size, run.datamodule.train_samples.sizes
+    validation = phase.algorithm.opt_out.opted_in_of_all(data.validation_samples, run.seed, validation=True)
+    held_out = {"validation": validation.sizes, "local_test": data.test_samples.sizes}
+    sizes = next((held_out[split] for split in held_out if phase.monitor.startswith(split)), train)
+    participants = cohort_of(phase, data.num_clients, run.seed).participants
+    participants = [client for client in participants if train[client]]  # others of a deployed federation have none
+    able = [client for client in participants if sizes[client]]
+    if participants and not able:
+        because = "no client that takes part has a sample for it"
+        raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
+    if participants and not {*able} & {*run.evaluated}:
+        selects = f"takes part in '{phase.name}', which selects a round by {phase.monitor}"
+        because = f"none of these clients {selects}, and has samples for it"
+        raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
 
 
 def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
@@ -266,10 +278,6 @@ def check_phase(
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's selection or batch normalization needs."""
     train = datamodule.train_samples
-    chosen: Any = phase.algorithm.client_samples(Client(0, 0, seed, module, train[0], {}, datamodule))
-    if not isinstance(chosen, Tensor) or chosen.dim() != 1 or chosen.is_floating_point() or chosen.dtype is torch.bool:
-        allowed = "one whose client_samples returns indices of samples, an int64 tensor of shape (n,)"
-        raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, allowed, f"it returns {shown(chosen)}")
     sizes = phase.algorithm.opt_out.opted_in_of_all(train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
         because = "it depends on the classes of all samples of a client, even of those that opt out"

@@ -34,7 +34,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import overridden_hooks, packages_read_once, quiet
 from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process, listed
 from fedmoe_pl.backends.workers.fork_server import FORKS
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of, shown, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.models import MixtureOfExperts
@@ -172,14 +172,20 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
 
 
 def samples_of_clients(run: Run, phase: Phase, module: LightningModule) -> dict[int, Tensor]:
-    """The samples on which each participant trains in the first round."""
+    """The samples on which each participant that has any trains in the first round; refuses what are no indices."""
     data, algorithm, seed = run.datamodule, phase.algorithm, run.seed
     participants = cohort_of(phase, data.num_clients, seed).participants
     clients = [Client(client, 0, seed, module, data.train_samples[client], {}, data) for client in participants]
-    return {client.id: algorithm.client_samples(client) for client in clients}
+    # on the machine of a deployed federation's client, the others have none
+    chosen: dict[int, Any] = {each.id: algorithm.client_samples(each) for each in clients if len(each.samples)}
+    for each in chosen.values():
+        if not isinstance(each, Tensor) or each.dim() != 1 or each.is_floating_point() or each.dtype is torch.bool:
+            allowed = "one whose client_samples returns indices of samples, an int64 tensor of shape (n,)"
+            raise InvalidArgumentError(str(phase), "algorithm", algorithm, allowed, f"it returns {shown(each)}")
+    return chosen
 
 
-def check_batches(run: Run, phase: Phase, module: LightningModule) -> None:
+def check_batches(run: Run, phase: Phase, module: LightningModule, train: Mapping[int, Tensor]) -> None:
     """Refuses shares of batches that leave a client none, and validation intervals that its epochs never reach."""
     datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     if trainer.get("fast_dev_run") or phase.algorithm.client_batches:
@@ -188,7 +194,6 @@ def check_batches(run: Run, phase: Phase, module: LightningModule) -> None:
     of_validation = trainer.get("val_check_interval"), trainer.get("check_val_every_n_epoch")
     if not any(isinstance(limit, float) for limit in limits) and {*of_validation} <= {None, 1}:
         return
-    train = samples_of_clients(run, phase, module)
     held_out = phase.algorithm.opt_out.opted_in_of_all(datamodule.validation_samples, seed, validation=True)
     drop_single = has_batch_norm(module)
     fewest = {

@@ -190,7 +190,7 @@ def open_run(
     logger: bool | Logger | list[Logger],
 ) -> Iterator[None]:
     """Plans a run's phases, opens its backend, folder, store and loggers for the rounds, and closes them afterwards."""
-    _plan_phases(run)
+    plan_phases(run)
     try:
         run.backend.open()
         with nullcontext() if runs is None else _new_folder(run, runs):
@@ -205,7 +205,7 @@ def open_run(
     run.loggers.finalize()
 
 
-def _plan_phases(run: Run) -> None:
+def plan_phases(run: Run) -> None:
     """Plans every phase that has rounds left, and logs the plans."""
     phases, models = dict[str, list[str]](), list[LightningModule]()
     for phase in run.phases:

@@ -50,6 +50,19 @@ def test_there_is_a_cell_for_every_combination(tmp_path):
     assert last.configuration["federation"]["name"] == last.name
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_value_of_the_grid_has_the_last_word_and_an_argument_comes_after_its_class(tmp_path, order):
+    """Wherever else the key is given before, and whichever of the two is written first."""
+    whole = {"class_path": "Dirichlet", "init_args": {"alpha": 0.3}}
+    of_variant = {ALPHA.partition(".init_args.alpha")[0]: whole}
+    changes = {"overrides": {ALPHA: 0.1}, "variants": {"A": {"overrides": of_variant}}, "values": {ALPHA: [0.7]}}
+    (cell,) = cells_of(tmp_path, pretended_configured, **changes)
+    assert cell.configuration["data"]["init_args"]["partitioner"]["init_args"]["alpha"] == cell.where[ALPHA] == 0.7
+    both = dict([*of_variant.items(), (ALPHA, 0.2)][::order])
+    (cell,) = cells_of(tmp_path, pretended_configured, overrides=both, values={})
+    assert cell.configuration["data"]["init_args"]["partitioner"]["init_args"]["alpha"] == 0.2
+
+
 @pytest.mark.slow
 def test_a_class_keeps_the_arguments_that_are_given_for_it_one_by_one(tmp_path):
     arguments = {"data.init_args.num_clients": 3, "data.init_args.validation_fraction": 0.25}

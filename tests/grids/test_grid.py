@@ -96,6 +96,8 @@ def published(where):
     ("argument", "changes"),
     [
         ("values.seed_everything", {"values": {"seed_everything": []}}),
+        ("values.seed_everything", {"values": {"seed_everything": [0, -1]}}),
+        ("values", {"values": {"variant": ["A", "B"]}}),
         ("values.trainer.max_epochs", {"values": {"trainer.max_epochs": 3}}),
         ("values.trainer.max_epochs", {"values": {"trainer.max_epochs": [3, 3]}}),
         ("where", published({"alpha": 0.5})),

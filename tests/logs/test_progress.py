@@ -8,6 +8,20 @@ from fedmoe_pl.algorithms import Ditto, FedAvg, Local
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 
 
+class FewestErrors(FedAvg):
+    """Trains on the samples that the client's model gets right."""
+
+    def client_samples(self, client):
+        x, y = client.datamodule.x[client.samples], client.datamodule.y[client.samples]
+        return client.samples[client.module(x).argmax(1) == y]
+
+
+def test_an_algorithm_may_choose_samples_by_the_client_s_model(tmp_path):
+    run = federation(tmp_path, [Phase("it", FewestErrors("global_expert.*"), gate=GlobalOnly())])
+    run.fit(mixture(GlobalOnly()), blobs())
+    assert run.run.progress.completed(run.run.states) == run.run.progress.total == 32, "as if on all of them"
+
+
 def test_the_local_rounds_of_newcomers_are_work(tmp_path):
     def phases():
         return [

@@ -9,11 +9,11 @@ from helpers.evaluations import evaluation, mixture, nan
 from helpers.reports import csv_rows
 
 from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation, expert_usage, gate_rows
-from fedmoe_pl.logs.summary import format_table, round_row, summary_row, write_csv
+from fedmoe_pl.logs.summary import evaluation_row, format_table, summary_row, write_csv
 
 
 def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
-    row = round_row(evaluation(selection="best round by global_test"))
+    row = evaluation_row(evaluation(selection="best round by global_test"))
     assert {k: row[k] for k in ("method", "round", "model", "clients", "evaluation_point", "selection")} == {
         "method": "FedAvg",
         "round": 4,
@@ -29,7 +29,7 @@ def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
     clients = [
         replace(each, validation_loss=loss) for each, loss in zip(evaluation().clients, (0.25, 0.5, 1.5), strict=True)
     ]
-    assert round_row(replace(evaluation(), clients=clients))["validation_loss_mean"] == 0.75
+    assert evaluation_row(replace(evaluation(), clients=clients))["validation_loss_mean"] == 0.75
 
 
 def test_client_rows_and_summary_row_have_the_mean_gate_weight():
@@ -115,7 +115,7 @@ def test_a_row_says_how_many_clients_have_a_metric():
     whole = evaluation()
     pairs = zip(whole.clients, (1.0, 0.5, math.nan), strict=True)
     clients = [replace(client, metrics={"local_test_auroc": value}) for client, value in pairs]
-    row = round_row(replace(whole, clients=clients))
+    row = evaluation_row(replace(whole, clients=clients))
     assert (row["local_test_auroc_mean"], row["local_test_auroc_clients"], row["clients"]) == (0.75, 2, "all 3")
 
 

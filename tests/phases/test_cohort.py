@@ -101,6 +101,21 @@ def test_clients_join_and_leave_between_phases(tmp_path):
     assert_same_bits(states["autumn"].clients[0], states["spring"].clients[0])
 
 
+def test_clients_that_have_left_exchange_nothing(tmp_path):
+    partial, met = "global_expert.extractor.*", []
+
+    class Meeting(FedAvg):
+        def exchange(self, server, clients, round):
+            met.append(sorted(clients))
+            yield from ()
+
+    spring = phase("spring", FedAvg(partial), gate=GlobalOnly())
+    autumn = phase("autumn", Meeting(partial), gate=GlobalOnly(), rounds=2, clients=[1, 2], start="spring")
+    states = run([spring, autumn], mixture(), blobs(), tmp_path).run.states
+    assert [*states["autumn"].clients] == [0, 1, 2], "all have kept something"
+    assert met == [[1, 2], [1, 2]]
+
+
 @pytest.mark.parametrize("clients", [[0, 3], [-1], [], ["0"]])
 def test_clients_that_there_are_not_are_refused(clients, tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"Phase 'A': clients is .*, but must be ids from 0 to 2"):

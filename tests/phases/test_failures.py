@@ -217,11 +217,12 @@ def test_where_nobody_must_stay_a_client_drops_out_whoever_else_is_drawn():
     assert [3, 7] in of_two and not any(of_none)
 
 
-def test_a_time_limit_that_nobody_could_keep_is_refused(tmp_path):
+@pytest.mark.parametrize("command", ["fit", "personalize"])
+def test_a_time_limit_that_nobody_could_keep_is_refused(command, tmp_path):
     """Only the main thread can be interrupted."""
     timed = federation(tmp_path, [Phase("p", FedAvg())], failures=ClientFailures(timeout=1.0))
     with ThreadPoolExecutor(1) as executor, pytest.raises(InvalidArgumentError, match="outside of the main thread"):
-        executor.submit(timed.fit, model(), data()).result()
+        executor.submit(getattr(timed, command), model(), data()).result()
 
 
 def failing(algorithm, rounds):

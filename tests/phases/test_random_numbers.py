@@ -1,5 +1,7 @@
 """Random numbers follow from the seed, the client and the rounds since the beginning of a chain of phases."""
 
+from dataclasses import replace
+
 from helpers import assert_same_bits, blobs
 from helpers.runs import data, federation, model
 
@@ -38,6 +40,10 @@ def test_a_phase_that_goes_on_from_a_checkpoint_s_result_counts_the_rounds_that_
     given = federation(tmp_path / "given", phases)
     given.fit(model(), data())
     assert_same_bits(given.run.states["rest"].server, whole.run.states["rest"].server)
+    path = str(given.run_dir / "checkpoints/last.ckpt")  # whose result is a given one, too
+    through = federation(tmp_path / "through", [replace(phases[0], ckpt_path=path), phases[1]])
+    assert through.fit(model(), data())["first"].round == 3
+    assert_same_bits(through.run.states["rest"].server, whole.run.states["rest"].server)
     again = federation(tmp_path / "given", phases)
     again.test(model(), data())
     assert again.run.rounds_before(phases[1]) == 3

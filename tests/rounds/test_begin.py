@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import TensorData, mixture
+from helpers.models import checkpoint
 from helpers.runs import WithDropout, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -59,6 +60,25 @@ def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_model
     assert results["FedAvg"].selection == "given checkpoint"
     assert results["FedAvg"].spread("global_test") == whole.results["FedAvg"].spread("global_test")
     assert results["FedAvg"].round == (whole.results["FedAvg"].round if file.startswith("check") else 0)
+
+
+@pytest.mark.parametrize("of_lightning", [False, True])
+def test_a_given_result_has_what_nobody_trained_from_its_checkpoint(of_lightning, tmp_path):
+    """The model of the new run has another extractor, which is neither shared nor trained."""
+    classifier = FedAvg("global_expert.classifier.*", "global_expert.classifier.*")
+    before = federation(tmp_path / "before", [Phase("it", classifier, gate=GlobalOnly())])
+    before.fit(model(0), data())
+    path = str(before.run_dir / "checkpoints/last.ckpt")
+    if of_lightning:
+        path = str(checkpoint(tmp_path, before.client_module("it", 0)))
+    given = Phase("it", classifier, gate=GlobalOnly(), ckpt_path=path)
+    tuned = Phase("tuned", FineTuning(), train=Train(max_epochs=0))
+    after = federation(tmp_path / "after", [given, tuned])
+    after.fit(model(1), data())
+    expected = dict(before.client_module("it", 0).global_expert.state_dict())
+    for method in ("it", "tuned"):
+        assert_same(dict(after.client_module(method, 0).global_expert.state_dict()), expected)
+    assert after.results["it"].spread("global_test") == before.results["it"].spread("global_test")
 
 
 class Wide(WithDropout):

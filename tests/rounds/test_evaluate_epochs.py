@@ -16,6 +16,7 @@ from torchmetrics import MeanAbsoluteError
 from fedmoe_pl import Evaluate, Federation, Phase, Train
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import LocalOnly
 
 EPOCHS = 5
 
@@ -84,6 +85,16 @@ def test_the_curve_of_a_killed_run_goes_on(curve, tmp_path):
     for method in ("PFL-FB", "PFL-MF"):
         expected = points(curve, method, "reweighted_test/mean")
         assert [*dict(points(resumed, method, "reweighted_test/mean")).items()] == expected
+
+
+def test_only_clients_that_the_round_trains_are_trained_on_the_way_to_it(tmp_path):
+    seen = Notes(on_evaluation_end=lambda run, phase, found: [client.global_test for client in found.clients])
+    evaluate = Evaluate(every_n_epochs=2)
+    some = Phase("Local", Local(), gate=LocalOnly(), clients=[0], train=Train(max_epochs=3), evaluate=evaluate)
+    federation(tmp_path, [some], callbacks=[seen]).fit(mixture(), blobs())
+    first, between, last = seen.noted
+    assert first[1:] == between[1:] == last[1:], "clients 1 and 2 do not take part"
+    assert first[0] != between[0]
 
 
 class Annealed(OneWeight):

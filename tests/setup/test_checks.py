@@ -30,7 +30,7 @@ from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Pha
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedProx, FineTuning, Local, PerFedAvg, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Need
-from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate
@@ -454,6 +454,23 @@ def test_clients_validate_as_often_as_their_batches_allow(trainer, tmp_path):
     samples = blobs(SIZES, dtype=torch.float32, validation_fraction=0.2)
     phase = Phase("p", FedAvg(), train=Train(trainer={"limit_val_batches": 1.0, **trainer}, max_epochs=2))
     assert federation(tmp_path, [phase], failures=ClientFailures("raise")).fit(model(), samples)
+
+
+class LeavesOneOut(FedAvg):
+    def client_samples(self, client):
+        return client.samples[: 0 if client.id == 1 else None]
+
+
+def test_a_client_that_trains_on_none_of_its_samples_is_named(tmp_path):
+    sentence = "^Phase 'p': client_samples of LeavesOneOut gives client 1 no sample"
+    with pytest.warns(UserWarning, match=sentence):
+        federation(tmp_path, [Phase("p", LeavesOneOut())]).check(model(), data())
+
+
+def test_the_check_of_a_run_refuses_what_its_backend_cannot_train(tmp_path):
+    run = federation(tmp_path, [Phase("p", FedAvg())], backend=StackedBackend())
+    with pytest.raises(MisconfigurationException, match=r"^Phase .p.: StackedBackend cannot stack the clients"):
+        run.check(Own(WithDropout(), sgd), data())
 
 
 def test_batches_are_those_of_the_samples_that_the_algorithm_trains_on(tmp_path):

@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase, Train
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedKD, FineTuning, HetLoRA, KNNPer, Local
 from fedmoe_pl.callbacks import GateMonitor
 from fedmoe_pl.data import Arrays, Digits, FromDataModule, FromDatasets, Partitioner
 from fedmoe_pl.models import SmallMLP, TwoConvCNN
+from fedmoe_pl.phases.participation import evaluated_clients
 
 sgd = partial(SGD, lr=0.1)
 TENSORS = TensorDataset(torch.rand(8, 5), torch.arange(8) % 3)
@@ -97,10 +98,30 @@ def targets(y):
     return checked(model, datamodule=FromDatasets(dataset, dataset, num_clients=2))
 
 
+def few_to_validate():
+    """Client 2 has no validation samples."""
+    return data(sizes=(20, 20, 2), validation_fraction=0.2)
+
+
+def selecting(clients):
+    return Phase("p", FedAvg(), clients=clients, select=Select("validation_loss"))
+
+
+def one_evaluated(phase, datamodule):
+    """With a seed by which it is client 2 that is evaluated."""
+    seed = next(seed for seed in range(99) if evaluated_clients(3, 1, seed) == [2])
+    return checked(model, phase, datamodule=datamodule, evaluation_cohort_size=1, seed=seed)
+
+
 CLASSES, LOCAL = torch.arange(24) % 3, "Local with a start, which trains it further"
 MISTAKES = [
     ("start", "name of an earlier phase", of_phase(start=["FedAvg"])),
     ("rounds", "an integer", of_phase(rounds=None)),
+    ("clients", "a list of ids", of_phase(clients=1)),
+    ("select.from_round", "a number", of_phase(select=Select("global_test", from_round=None))),  # pyright: ignore
+    ("select.min_delta", "a number", of_phase(select=Select("global_test", min_delta=None))),  # pyright: ignore
+    ("select.monitor", "another metric", checked(model, selecting([2]), datamodule=few_to_validate())),
+    ("evaluation_cohort_size", "larger", one_evaluated(selecting([0, 2]), few_to_validate())),
     ("server_optimizer", "partial(torch.optim.SGD", of_phase(server_optimizer="FedAdam")),
     ("train.optimizer", "partial(torch.optim.SGD", of_train(optimizer=SGD([nn.Parameter(torch.ones(1))], lr=0.1))),
     ("train.lr_scheduler", "partial(StepLR", of_train(lr_scheduler="cosine")),
