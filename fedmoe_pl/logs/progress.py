@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.participation import cohort_of
@@ -27,12 +30,14 @@ class Progress:
         datamodule: FederatedDataModule,
         seed: int,
         given: Mapping[str, PhaseState],
+        model_of: Callable[[Phase], LightningModule],
     ) -> None:
         self._rounds = {phase.name: phase.rounds for phase in phases}
         self._per_round = dict.fromkeys(self._rounds, 0.0)
         for phase in phases:
             if not phase.ckpt_path or (phase.name in given and given[phase.name].round < phase.rounds):
-                self._per_round[phase.name] = _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
+                epochs = phase.epochs(trainer)
+                self._per_round[phase.name] = _samples_of_round(phase, model_of(phase), datamodule, seed, epochs)
         self._in_round = 0.0
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
 
@@ -50,8 +55,14 @@ class Progress:
         self._in_round = 0.0
 
 
-def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
-    """Samples that opt in, of an average cohort in all epochs of a round; an algorithm may train on fewer of them."""
+def _samples_of_round(
+    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int, epochs: int
+) -> float:
+    """Samples of an average cohort in all epochs of a round, estimated from the share that the largest client uses."""
     cohort = cohort_of(phase, datamodule.num_clients, seed)
-    sizes = phase.algorithm.opt_out.opted_in_of_all(datamodule.train_samples, seed).sizes[[*cohort.participants]]
-    return epochs * cohort.size * sizes.double().mean().item()
+    sizes = datamodule.train_samples.sizes
+    largest = max(cohort.participants, key=lambda client: int(sizes[client]))
+    samples = datamodule.train_samples[largest]
+    chosen = phase.algorithm.client_samples(Client(largest, 0, seed, module, samples, {}, datamodule))
+    share = len(chosen) / len(samples) if len(chosen) else 1.0
+    return epochs * cohort.size * share * sizes[[*cohort.participants]].double().mean().item()

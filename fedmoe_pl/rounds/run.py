@@ -190,7 +190,7 @@ class Run(Settings, Saved):
     @cached_property
     def progress(self) -> Progress:
         """The progress of the run."""
-        return Progress(self.phases, self.trainer, self.datamodule, self.seed, self.given_results)
+        return Progress(self.phases, self.trainer, self.datamodule, self.seed, self.given_results, self.initial_model)
 
     @cached_property
     def records_transfers(self) -> bool:
