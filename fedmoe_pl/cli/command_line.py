@@ -393,5 +393,5 @@ def _run_other(command: str, *arguments: str) -> None:
     try:
         _OTHERS[command](with_files(arguments))
     except ArgumentError as error:
-        check_options([word for word in arguments if word.startswith("--")], OTHER_PARSERS[command]())
+        check_options([f"{word}=" for word in arguments if word.startswith("--")], OTHER_PARSERS[command]())
         raise as_refusal(error) from None

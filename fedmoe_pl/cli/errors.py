@@ -141,7 +141,7 @@ def _bases(hint: Any) -> Iterator[type]:
 
 def _subclasses(base: type) -> Iterator[type]:
     """A class and those that are made from it, but private ones."""
-    if "._" not in f"{base.__module__}.{base.__qualname__}" and "<locals>" not in base.__qualname__:
+    if base.__name__[0] != "_" and "<locals>" not in base.__qualname__:
         yield base
     for each in type.__subclasses__(base):
         yield from _subclasses(each)
@@ -215,7 +215,7 @@ def unknown(name: str, hints: Mapping[str, Any], owner: type | None) -> RefusedK
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
     elif section in OF_CLASS:
         end = "; it belongs below what it is of, as in model: {class_path: PersonalizedMoE, init_args: {...}}."
-    elif section in ("model", "data", "trainer", "federation") and "configs" in names:
+    elif section in ("seed_everything", "model", "data", "trainer", "federation") and "configs" in names:
         end = "; the file of a run stands under configs, as in configs: [run.yaml]."
     elif name.endswith((".yaml", ".yml")):
         end = f"; a file comes after --config, as in --config {name}."
