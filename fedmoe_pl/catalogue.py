@@ -60,10 +60,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {group}{similar[0]}?" if similar else "."
 
 
-def parser_of(command: str, **arguments: Any) -> ArgumentParser:
+def parser_of(command: str, kind: type[ArgumentParser] = ArgumentParser, **arguments: Any) -> ArgumentParser:
     """A parser for a command that is no method of Federation; the arguments are those of argparse."""
     words = {"prog": f"fedmoe {command}", "description": COMMANDS[command], **arguments}
-    return ArgumentParser(**words, allow_abbrev=False, exit_on_error=False)
+    return kind(**words, allow_abbrev=False, exit_on_error=False)
 
 
 _LISTING = Path(__file__).with_name("cli") / "classes.txt"

@@ -29,19 +29,18 @@ from torch import nn
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.backends.workers.fork_server import FORKS, fork_server
 from fedmoe_pl.backends.workers.process import work
-from fedmoe_pl.catalogue import configs_parser, list_parser, with_files
+from fedmoe_pl.catalogue import COMMANDS, configs_parser, list_parser, with_files
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import completion_parser, script
-from fedmoe_pl.cli.errors import cause_of, refusal_behind, with_key
+from fedmoe_pl.cli.errors import as_refusal, with_key
 from fedmoe_pl.cli.help import arrange, with_class_to_help
 from fedmoe_pl.cli.parsing import (
+    CheckingParser,
     ConfigFile,
     Constructor,
-    UnabbreviatedParser,
-    check_groups,
+    check_options,
     check_values,
     describe_failure,
-    naming_items,
     with_modules,
 )
 from fedmoe_pl.cli.provisioning import provision, provision_parser
@@ -68,7 +67,7 @@ _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "par
 _TRAIN = ("fit", "personalize", "validate", "test")  # they may use worker processes
 _GRIDS = ("benchmark", "tune")  # they run fit in other processes
 OTHER_PARSERS = {
-    "benchmark": lambda: naming_items(grid_parser()),
+    "benchmark": grid_parser,
     "tune": tune_parser,
     "report": report_parser,
     "list": list_parser,
@@ -127,18 +126,15 @@ class FederationCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Makes a parser without abbreviations, in whose files a list replaces the whole list."""
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
-        parser = UnabbreviatedParser(**kwargs)
+        parser = CheckingParser(**kwargs)
         parser.add_argument(
             "-c", "--config", action=ConfigFile, help="Path to a configuration file in json or yaml format."
         )
         return parser
 
-    def _add_arguments(self, parser: LightningArgumentParser) -> None:
-        """Adds all arguments; Lightning's signature."""
-        super()._add_arguments(parser)
-        seed = next(action for action in naming_items(parser)._actions if action.dest == "seed_everything")
-        setattr(seed, "_typehint", int)  # noqa: B010  every client's generators follow from it, so that it cannot be drawn
-        seed.help = _SEED
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the seed, from which every client's generators follow, so that it cannot be drawn."""
+        parser.add_argument("--seed_everything", type=int, default=self.seed_everything_default, help=_SEED)
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands and, unless one of them is run, lists the others; Lightning's signature."""
@@ -181,6 +177,9 @@ class FederationCLI(LightningCLI):
         is_list = isinstance(arguments, list)
         self._command = _command(arguments) if is_list else ""
         arguments = with_class_to_help(with_files([*map(str, arguments)])) if is_list else arguments
+        if is_list and not {*arguments} & {*COMMANDS, "-h", "--help", "--version"}:
+            example = "as in fedmoe fit --config quickstart; fedmoe --help lists all."
+            raise MisconfigurationException(f"a command must be given, {example}")
         try:
             if args is None:
                 self.config = parser.parse_args(arguments)
@@ -191,7 +190,7 @@ class FederationCLI(LightningCLI):
                 print(script(self.config.completion.shell, parser._subcommands_action.choices), end="")
                 sys.exit()
         except ArgumentError as error:
-            raise MisconfigurationException(cause_of(error, self._subcommand_parsers.get(self._asked))) from error
+            raise as_refusal(error) from None
         except RecursionError as error:
             raise MisconfigurationException("a part of a file given by --config contains itself.") from error
 
@@ -213,7 +212,6 @@ class FederationCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Makes everything that the configuration names: the modules first, each from a seed of its own."""
         configuration, command = self.config, str(self.subcommand)
-        check_groups(configuration[command])
         self._dump_config()  # while the configuration has no modules
         seed = self._get(configuration, "seed_everything")
         try:
@@ -230,7 +228,7 @@ class FederationCLI(LightningCLI):
             if failure is not None and (isinstance(error, ValueError) or _is_of_library(failure.class_type)):
                 raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
             if isinstance(error, ValueError):
-                raise refusal_behind(error) or MisconfigurationException(cause_of(error)) from error
+                raise as_refusal(error) from None
             raise  # a user's own class, whose author needs the traceback
         finally:
             self.config = configuration
@@ -312,7 +310,7 @@ def run(args: ArgsType = None, may_fork: bool = False) -> None:
                 fork_server(work)
             FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:
-        print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
+        print("fedmoe:", *str(as_refusal(error)).split(), file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if not _is_full(error):
@@ -335,7 +333,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 def _benchmark(arguments: list[str]) -> None:
     """Runs ``fedmoe benchmark``, and exits with its code."""
-    sys.exit(benchmark(arguments, configured, OTHER_PARSERS["benchmark"]()))
+    sys.exit(benchmark(arguments, configured))
 
 
 def _tune(arguments: list[str]) -> None:
@@ -395,4 +393,5 @@ def _run_other(command: str, *arguments: str) -> None:
     try:
         _OTHERS[command](with_files(arguments))
     except ArgumentError as error:
-        raise MisconfigurationException(cause_of(error, OTHER_PARSERS[command]())) from error
+        check_options([f"{word}=" for word in arguments if word.startswith("--")], OTHER_PARSERS[command]())
+        raise as_refusal(error) from None

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
+import importlib
+import inspect
 import os
-import pydoc
-import re
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from inspect import signature
-from typing import Any, NamedTuple, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import lightning.pytorch.callbacks
-import lightning.pytorch.loggers
 import torch
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import Namespace  # pyright: ignore[reportPrivateImportUsage]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from fedmoe_pl.catalogue import COMMANDS, did_you_mean
-from fedmoe_pl.checks import InvalidArgumentError, shown, with_article
+from fedmoe_pl.checks import InvalidArgumentError, reason_of, shown, with_article
 from fedmoe_pl.cli.kinds import KINDS
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase
 
-_KNOWN = [each.__name__ for classes in KINDS.values() for each in classes]
-_LONGEST = 80  # of a value
-_BESIDE = ("init_args", "dict_kwargs")  # keys beside class_path
-_OVERLAY = "An overlay needs the --config that it changes before it."
+_OF_PACKAGE = {each.__name__ for classes in KINDS.values() for each in classes}
 PHASES = "federation.phases"
+OF_CLASS = ("class_path", "init_args", "dict_kwargs")
+AS_MAPPING = "must have arguments, as in {name: value}."
+_OVERLAY = "An overlay needs the --config that it changes before it."
 _OPTIMIZER = "an optimizer (model.init_args.optimizer or train.optimizer of a phase)"
 _PLACES = {
     "data": "data",
@@ -44,178 +40,45 @@ _PLACES = {
     "aggregations": f"{PHASES}.NAME.aggregation",
     "callbacks": "federation.callbacks",
 }
-
-
-_LISTED = {
-    "Module": "experts",
-    "FederatedDataModule": "data",
-    "Partitioner": "partitioners",
-    "Augmentation": "augmentations",
-    "LightningModule": "models",
-    "Gate": "gates",
-    "Algorithm": "algorithms",
-    "Aggregation": "aggregations",
-    "Backend": "backends",
-    "FederationCallback": "callbacks",
-}  # the kinds of `fedmoe list`, by their base
 _EXAMPLES = {
     "Phase": "{name: FedAvg, algorithm: FedAvg}",
-    "Select or null": "{monitor: global_test}",
-    "Evaluate or bool": "{every_n_rounds: 5}",
-    "dict[str, Metric] or null": "{error: torchmetrics.MeanSquaredError}",
-    "Module or Callable[[Tensor, Tensor], Any] or null": "torch.nn.HuberLoss",
-}
-_WRITTEN = {
+    "list[Phase]": "[{name: FedAvg, algorithm: FedAvg}]",
+    "Select": "{monitor: global_test}",
+    "Evaluate": "{every_n_rounds: 5}",
+    "dict[str, Metric]": "{error: torchmetrics.MeanSquaredError}",
     "Module": "SmallMLP or {class_path: my_module.Net, init_args: {hidden: 64}}",
     "Optimizer": "{class_path: torch.optim.SGD, init_args: {lr: 0.1}}",
     "LRScheduler": "{class_path: torch.optim.lr_scheduler.StepLR, init_args: {step_size: 1}}",
     "Metric": "torchmetrics.MeanSquaredError",
-}  # how objects are written, by their class
+}  # how values are written, by the name of their type
+_NAMES = {"NoneType": "null", "PositiveInt": "int above 0", "PositiveFloat": "float above 0", "ConfigPath": "a file"}
 _MEANINGS = {"method": "the name of a row of the run's table"}  # of arguments of commands
 _MOST_LISTED = 8  # arguments of a class
+_NOT_CLASSES = (str, int, float, dict, list, tuple, set, type(None), os.PathLike)
 
 
-def cause_of(error: BaseException, parser: ArgumentParser | None = None) -> str:
-    """The message of the ``MisconfigurationException`` behind an exception, else the exception's, condensed."""
-    refusal = refusal_behind(error)
-    return " ".join(str(refusal).split()) if refusal is not None else condensed(error, parser)
+class RefusedKeyError(MisconfigurationException, TypeError):
+    """A refused key: the key as far as it is known, the rest of the sentence, and the class that has it as an argument.
 
-
-def refusal_behind(error: BaseException) -> MisconfigurationException | None:
-    """The ``MisconfigurationException`` behind an exception, or the exception if it is one; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, MisconfigurationException):
-        cause = cause.__cause__ or cause.__context__
-    return cause
-
-
-def condensed(error: BaseException, parser: ArgumentParser | None) -> str:
-    """One sentence for an error of jsonargparse: its exceptions name key after key, and the last one what is wrong.
-
-    For unknown arguments, it suggests those of the class or, outside of any, of the parser.
+    It is a TypeError, because jsonargparse goes on with those.
     """
-    key, class_type, types, value, text = "", None, "", "", ""
-    for text in _messages(error):
-        if match := re.match(r'Parser key "(.+?)":\s*', text):
-            is_whole = not key or f"{match[1]}.".startswith(f"{key}.")
-            is_again = text.startswith("Unable to load", match.end()) and key.endswith(f".{match[1]}")
-            key = match[1] if is_whole else key if is_again else f"{key}.{match[1]}"
-            of_item = re.match(r"of type (.*)", text[match.end() :])  # as ItemsAction says it
-            types, value, text = of_item[1] if of_item else "", "", text[match.end() :]
-        elif match := re.match(r"Does not validate .*\nSubtypes: \[(.*)\]", text):
-            types, value = match[1], text.rpartition("Given value: ")[2]
-        elif match := re.match(r"(?s)Problem with given class_path '(.+?)'|Type .*class_path='(.+?)'", text):
-            value = match[1] or match[2]
-            class_type = _located(value)
-            key += "" if is_dataclass(class_type) else ".init_args"
-    place = f"{key}." if key else ""
-    if match := re.search(r"arguments are required: (.+)", text):
-        names = [re.sub(r"^(?!federation|trainer)\w+\.", "", name) for name in match[1].split(", ")]
-        end = f", as in a file after --config. {_OVERLAY}" if {*names} & {"model", "data", PHASES} else "."
-        listed = " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
-        kind = _MEANINGS.get(names[0]) or words_of(_type_of(names[0], class_type)) if len(names) == 1 else ""
-        of_class = f" for {class_type.__name__}" if isinstance(class_type, type) else ""
-        return f"{place}{listed} must be given{of_class}{kind and ': '}{kind}{end}"
-    if any(isinstance(each, UnicodeDecodeError) for each in _causes(error)):
-        example = "as in {class_path: NpzFile, init_args: {path: FILE}}"
-        return f"{key} is a file that is no text; a file of data is given to a class, {example}."
-    if match := re.search(r'Unable to load config "(.*)"', text):
-        return f"{place.removesuffix('.')} is {match[1]}, but must have arguments, as in {{name: value}}."
-    if class_type is not None and "has no attribute 'keys'" in text:
-        return f"{key} must have arguments, as in {{name: value}}."
-    if match := re.search(r"not accepted before subcommand '(\w+)'", text):
-        return f"options must come after the command, as in fedmoe {match[1]} --config quickstart."
-    if text.startswith('expected "subcommand"'):
-        return "a command must be given, as in fedmoe fit --config quickstart; fedmoe --help lists all."
-    unknown = r"unrecognized arguments: (?:--)?([^\s=]+)|(?:Group '(.+?)' does not accept o|O|accept o)ption '(.+?)'"
-    if match := re.search(unknown, text):
-        name = match[1] or (f"{match[2]}.{match[3]}" if match[2] else match[3])
-        if name == "class_path" and key:
-            return f"{key.removesuffix('.init_args')} has arguments beside class_path; they belong in its init_args."
-        return f"{place}{_unknown(name, class_type, parser)}"
-    if names := _beside_class_path(value):
-        return f"{place}{names[0]} is not a key beside class_path{did_you_mean(names[0], _BESIDE)}"
-    place = key.removesuffix(".init_args")
-    expected = re.match(r"Expected an? (<.*?>|(?:typing\S*|list)\[.*?\])|Not a valid subclass of (\w+)", text)
-    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
-        return f"{place}: {_no_attribute(match[1], match[2])}"
-    missing = next((each.name for each in _causes(error) if isinstance(each, ModuleNotFoundError)), None)
-    if missing:
-        name = missing.partition(".")[0]
-        remedy = f"install {name}, run fedmoe from the folder that has {name}.py, or add that folder to PYTHONPATH"
-        return f"{place}: no module {missing} in {os.getcwd()}, PYTHONPATH or the installed packages; {remedy}."
-    if not expected and "mport path" not in text:
-        return f"{place}{place and ': '}{' '.join(text.split()).rstrip('.')}."
-    given = re.search(r"Got value: (.*)|path \w+: (.*)|Import path (\S+)", text)
-    found = value or (given and given[given.lastindex or 0]) or ""
-    of_library = {
-        "optimizer": torch.optim,
-        "lr_scheduler": torch.optim.lr_scheduler,
-        "round_lr_scheduler": torch.optim.lr_scheduler,
-        "callbacks": lightning.pytorch.callbacks,
-        "logger": lightning.pytorch.loggers,
-        "sampler": sys.modules.get("optuna.samplers"),
-        "pruner": sys.modules.get("optuna.pruners"),
-    }
-    libraries = (dir(of_library[name]) for name in re.split(r"[.\[]", place) if name in of_library)
-    in_library = [each for each in next(libraries, []) if each[0].isupper()]  # no modules, such as wandb
-    known = [*in_library, *_KNOWN]
-    nested = re.fullmatch(r"NestedArg\(key='class_path', val='(.*)'\)", found)  # --data.class_path
-    nested = nested or re.match(r"{'class_path': '(\w+)'", found)
-    nested = nested if nested and nested[1] not in known else None
-    if nested:
-        place, found = f"{place}.class_path", nested[1]
-    found = found if len(found) <= _LONGEST else f"{found[:_LONGEST]} ..."
-    quoted = found if re.match(r"[\[{\d-]|None$|nan$|True$|False$", found) else repr(found)
-    types = types or (expected and (expected[1] or expected[2])) or _type_of(place.rpartition(".")[2], class_type)
-    allowed = words_of(types or "a class")
-    if place.removesuffix(".class_path") in ("model", "data"):  # Lightning lets them be null, but they must be given
-        allowed = allowed.removesuffix(" or null")
-    if "dot import path" in text and " or " not in allowed and found not in _KNOWN:
-        allowed += " or its import path"
-    example = f"[{found}]" if allowed == "list" and re.fullmatch(r"[\w./-]+", found) else _EXAMPLES.get(allowed)
-    allowed += f", such as {example}" if example else ""
-    word = re.sub(r"^\['([\w.]+)'\]$", r"\1", found)  # of a list of one
-    is_name = re.fullmatch(r"[\w.]+", word) is not None and word not in known
-    takes_class = nested or not expected or re.search(r"\b[A-Z]\w+", allowed)
-    bases = [each for each in re.findall(r"\w+", allowed) if each in _LISTED or each in _WRITTEN] or [""]
-    kind = _LISTED.get(bases[0])
-    of_kind = [*in_library, *(each.__name__ for each in KINDS[kind])] if kind else known
-    end = did_you_mean(word, of_kind) if is_name and takes_class and not example else "."
-    if end == "." and not example and bases[0] in _WRITTEN:
-        end = f", such as {_WRITTEN[bases[0]]}."
-    elif end == "." and kind and not example:
-        end = f"; `fedmoe list {kind}` has those of the package."
-    return f"{place} is {quoted}, but must be {allowed}{end}"
+
+    def __init__(self, key: str, problem: str, owner: type | None = None) -> None:
+        self.key, self.problem, self.owner = key, problem, owner
+        super().__init__(key, problem, owner)
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return f"{self.key} {self.problem}"
+
+    def below(self, key: str, owner: type | None = None) -> RefusedKeyError:
+        """The same refusal of what stands below a key, which is an argument of ``owner``."""
+        init_args = ".init_args" if self.owner and not is_dataclass(self.owner) else ""
+        dot = "." if self.key and self.key[0] not in ".[" else ""
+        return RefusedKeyError(f"{key}{init_args}{dot}{self.key}", self.problem, owner)
 
 
-def _type_of(argument: str, class_type: Any) -> str:
-    """The type of a class's argument, as far as it is known."""
-    actions = _parser_of(class_type)._actions if isinstance(class_type, type) else []
-    return next((repr(getattr(each, "_typehint", each.type)) for each in actions if each.dest == argument), "")
-
-
-def _parser_of(class_type: type) -> ArgumentParser:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(class_type, fail_untyped=False)
-    return parser
-
-
-def _beside_class_path(value: str) -> list[str]:
-    """The keys that a class's mapping may not have, such as a misspelt ``init_args``."""
-    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        mapping = ast.literal_eval(value)
-        if isinstance(mapping, dict) and "class_path" in mapping:
-            return [str(name) for name in mapping if name not in ("class_path", *_BESIDE)]
-    return []
-
-
-def _messages(error: BaseException) -> list[str]:
-    """The messages of an exception and its causes, each once: parsers of commands repeat those of their arguments."""
-    return [*dict.fromkeys(str(cause) or type(cause).__name__ for cause in _causes(error))]
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
     """An exception, its cause, the cause of that, and so on."""
     cause: BaseException | None = error
     while cause is not None:
@@ -223,47 +86,136 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _located(class_path: str) -> Any:
+def as_refusal(error: BaseException) -> MisconfigurationException:
+    """The ``MisconfigurationException`` behind an exception, else one that says the first of its causes in one line."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MisconfigurationException):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        *_, first = causes_of(error)
+        cause = MisconfigurationException(f"{' '.join(str(first).split()).rstrip('.')}.")
+    return cause
+
+
+def refusal_of_value(key: str, value: Any, hint: Any, error: Exception) -> RefusedKeyError:
+    """The refusal of a value of this type, which is wrong in itself and not in the arguments of its class."""
+    node = vars(value) if isinstance(value, Namespace) else value if isinstance(value, Mapping) else {}
+    class_path = node.get("class_path") if node else value
+    bases = (*_bases(hint),)
+    if any(isinstance(each, UnicodeDecodeError) for each in causes_of(error)):
+        example = "as in {class_path: NpzFile, init_args: {path: FILE}}"
+        return RefusedKeyError(key, f"is a file that is no text; a file of data is given to a class, {example}.")
+    if not isinstance(node.get("init_args", {}), Mapping | Namespace):
+        return RefusedKeyError(f"{key}.init_args", AS_MAPPING)
+    if not bases or not isinstance(class_path, str):
+        return wrong_value(key, value, hint)
+    place = f"{key}.class_path" if node else key
     try:
-        return pydoc.locate(class_path)
-    except pydoc.ErrorDuringImport:
-        return None
+        found = _class_of(class_path, bases, place)
+    except RefusedKeyError as refusal:
+        return refusal
+    if not inspect.isclass(found) or not issubclass(found, bases):
+        names = {each.__name__ for base in bases for each in _subclasses(base) if not inspect.isabstract(each)}
+        return wrong_value(place, class_path, hint, names)
+    if inspect.isabstract(found):
+        return RefusedKeyError(place, f"is '{class_path}', but must be a class that can be made; it is abstract.")
+    return beside_class_path(key, node) if {*node} - {*OF_CLASS} else wrong_value(key, value, hint)
 
 
-def _no_attribute(module: str, name: str) -> str:
-    """What is said of a class that a module does not have."""
-    found = _located(module)
-    if not module.startswith("fedmoe_pl."):
-        return f"{module} has no {name}{did_you_mean(name, dir(found))}"
-    own = [each for each, value in vars(found).items() if getattr(value, "__module__", None) == module]
-    has = getattr(found, "__all__", own)
-    longer = [each for each in has if name.lower() in each.lower()]
-    end = f"; similar ones are {', '.join(longer)}." if longer else did_you_mean(name, has)
-    return f"{module} has no class {name}{end}"
+def beside_class_path(key: str, node: Iterable[str]) -> RefusedKeyError:
+    """The refusal of what stands beside a class_path."""
+    name = next(name for name in node if name not in OF_CLASS)
+    if (end := did_you_mean(name, OF_CLASS[1:])) == ".":
+        return RefusedKeyError(key, "has arguments beside class_path; they belong in its init_args.")
+    return RefusedKeyError(f"{key}.{name}", f"is not a key beside class_path{end}")
 
 
-def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
-    """What is said of an unknown argument of a class, or of a command."""
-    class_type = class_type if isinstance(class_type, type) else None  # not a union of several
-    parser = parser if class_type is None else _parser_of(class_type)
-    names = [*parser.get_defaults().keys(), "class_path", "init_args"] if parser else []
+def _bases(hint: Any) -> Iterator[type]:
+    """The classes that fit a type, also those in a list or a dict, and those that a function makes."""
+    for kind in members(hint):
+        if get_origin(kind) is not None:
+            yield from _bases(get_args(kind)[-1])
+        elif isinstance(kind, type) and not issubclass(kind, _NOT_CLASSES):
+            yield kind
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    """A class and those that are made from it, but private ones."""
+    if base.__name__[0] != "_" and "<locals>" not in base.__qualname__:
+        yield base
+    for each in type.__subclasses__(base):
+        yield from _subclasses(each)
+
+
+def _class_of(class_path: str, bases: tuple[type, ...], key: str) -> Any:
+    """What a class path stands for; a name without dots is that of a subclass of one of the bases."""
+    module, _, name = class_path.rpartition(".")
+    if not module:
+        return next((each for base in bases for each in _subclasses(base) if each.__name__ == name), None)
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missed = str(error.name).partition(".")[0]
+        nowhere = f"there is no module {error.name} in {os.getcwd()}, PYTHONPATH or the installed packages"
+        remedy = f"install {missed}, run fedmoe from the folder that has {missed}.py, or add that folder to PYTHONPATH"
+        raise RefusedKeyError(key, f"is '{class_path}', but {nowhere}; {remedy}.") from error
+    except Exception as error:  # whatever the user's module raises
+        problem = f"is '{class_path}', but {module} cannot be imported: {reason_of(error)}."
+        raise RefusedKeyError(key, problem) from error
+    if not hasattr(imported, name):
+        end = did_you_mean(name, getattr(imported, "__all__", dir(imported)))
+        raise RefusedKeyError(key, f"is '{class_path}', but {module} has no {name}{end}")
+    return getattr(imported, name)
+
+
+def wrong_value(key: str, value: Any, hint: Any, known: Iterable[str] = ()) -> RefusedKeyError:
+    """The refusal of a value that does not fit a type; of those ``known``, a name that is like it is suggested."""
+    allowed, names, known = words_of(hint), [words_of(each) for each in members(hint)], sorted(known)
+    is_unknown = isinstance(value, str) and value not in _OF_PACKAGE
+    if is_unknown and known and "." not in value and len(names) == 1:
+        allowed += " or its import path"
+    end = did_you_mean(value, known) if is_unknown else "."
+    example = next((_EXAMPLES[name] for name in names if name in _EXAMPLES), None)
+    listed = (kind for kind, classes in KINDS.items() for base in _bases(hint) if issubclass(classes[0], base))
+    if end == "." and example:
+        end = f", such as {example}."
+    elif end == "." and (kind := next(listed, None)):
+        end = f"; `fedmoe list {kind}` has those of the package."
+    return RefusedKeyError(key, f"is {shown(value)}, but must be {allowed}{end}")
+
+
+def missing(names: Sequence[str], hints: Mapping[str, Any], owner: type | None) -> RefusedKeyError:
+    """The refusal of a class, or of a command, without arguments that it needs."""
+    end = f", as in a file after --config. {_OVERLAY}" if {*names} & {"model", "data", PHASES} else "."
+    kind = words_of(hints[names[0]]) if owner else _MEANINGS.get(names[0], "")
+    kind = f": {kind}" if kind and len(names) == 1 else ""
+    listed = " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+    return RefusedKeyError(listed, f"must be given{f' for {owner.__name__}' if owner else ''}{kind}{end}", owner)
+
+
+def unknown(name: str, hints: Mapping[str, Any], owner: type | None) -> RefusedKeyError:
+    """The refusal of an argument that a class, or a command, does not have."""
+    names = [each for each in hints if (each, name) != ("config", "config")]
     if PHASES in names:
         names += [f"{PHASES}.NAME.{each}" for each in signature(Phase).parameters]
     sections = {each.partition(".")[0] for each in names}
     section = name.partition(".")[0]
-    optional = _of_optional(class_type)
+    groups = [(key, kind) for key, hint in hints.items() for kind in members(hint) if is_dataclass(kind)]
+    optional = [f"{key}.{field.name}" for key, kind in groups for field in fields(kind)]  # such as select.monitor
     end = did_you_mean(name, names) if section in sections else did_you_mean(section, [*sections, *optional])
     inside = [each for each in (*names, *optional) if each.endswith(f".{section}")]
     inside += [each for each in sections if each.startswith(f"{name}_")]  # seed_everything
     if inside and section not in sections:  # as with max_epochs, which is train.max_epochs of a phase
         end = f"; did you mean {' or '.join(inside)}?"
-    if class_type in (LightningModule, FederatedDataModule, Optimizer):
+    if "subcommand" in hints:
+        end = "; options come after the command, as in fedmoe fit --config quickstart."
+    elif owner in (LightningModule, FederatedDataModule, Optimizer):
         end = f"; a class_path must be given. {_OVERLAY}"
-    elif section in COMMANDS:
+    elif section in COMMANDS and owner is None:
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
-    elif section in _BESIDE or section == "class_path":
+    elif section in OF_CLASS:
         end = "; it belongs below what it is of, as in model: {class_path: PersonalizedMoE, init_args: {...}}."
-    elif section in ("model", "data", "trainer", "federation") and "configs" in names:
+    elif section in ("seed_everything", "model", "data", "trainer", "federation") and "configs" in names:
         end = "; the file of a run stands under configs, as in configs: [run.yaml]."
     elif name.endswith((".yaml", ".yml")):
         end = f"; a file comes after --config, as in --config {name}."
@@ -271,12 +223,12 @@ def _unknown(name: str, class_type: Any, parser: ArgumentParser | None) -> str:
         end = f"; it belongs to a phase, as {PHASES}.NAME.{name.rpartition('.')[2]}."
     elif end == "." and (owners := _owners(name.rpartition(".")[2])):
         end = f"; it belongs to {' or '.join(owners)}."
-    elif end == "." and class_type is not None:
-        has = [each for each in names if "." not in each and each not in ("class_path", "init_args", "params")]
+    elif end == "." and owner is not None:
+        has = [each for each in names if "." not in each]
         end = f"; it has {', '.join(has[:_MOST_LISTED])}{' and others' * (len(has) > _MOST_LISTED)}."
-    elif end == "." and name == section and parser is not None:
-        end = f"; there are {', '.join(sorted(sections - {'class_path', 'init_args'}))}."
-    return f"{name} is not an argument{f' of {class_type.__name__}' if class_type else ''}{end}"
+    elif end == "." and name == section:
+        end = f"; there are {', '.join(sorted(sections))}."
+    return RefusedKeyError(name, f"is not an argument{f' of {owner.__name__}' if owner else ''}{end}", owner)
 
 
 def _owners(argument: str) -> list[str]:
@@ -288,25 +240,29 @@ def _owners(argument: str) -> list[str]:
     return found
 
 
-def _of_optional(class_type: Any) -> list[str]:
-    """The arguments of a dataclass's optional dataclasses, such as ``select.monitor``: no defaults of a parser."""
-    hints = get_type_hints(class_type) if is_dataclass(class_type) else {}
-    inner = [(name, kind) for name, hint in hints.items() for kind in get_args(hint) if is_dataclass(kind)]
-    return [f"{name}.{field.name}" for name, kind in inner for field in fields(kind)]
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; another type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def words_of(types: str) -> str:
-    """The names of types as jsonargparse shows them, such as ``int or null``.
+def words_of(hint: Any) -> str:
+    """A type in words, such as ``int or null``; a function that makes an object, as an optimizer's, is the object's.
 
     Example:
-        >>> words_of("<class 'torch.Tensor'>, typing.Literal['a', 'b'], list[fedmoe_pl.Phase], <class 'NoneType'>")
+        >>> words_of(torch.Tensor | Literal["a", "b"] | list[Phase] | None)
         "Tensor or 'a' or 'b' or list[Phase] or null"
-        >>> words_of("typing.Callable[[collections.abc.Iterable], torch.optim.optimizer.Optimizer], <class 'NoneType'>")
+        >>> words_of(Callable[[list], Optimizer] | None)
         'Optimizer or null'
     """
-    short = re.sub(r"(?:[A-Za-z_]\w*\.)+", "", re.sub(r"<class '(.+?)'>", r"\1", types)).replace("NoneType", "null")
-    short = re.sub(r"Callable\[\[\w+\], (?:Union\[(.+?)\]|(.+?))\]", r"\1\2", short)  # what a factory makes
-    return re.sub(r", (?![^\[]*\])", " or ", re.sub(r"Literal\[(.*?)\]", r"\1", short))
+    kinds, origin = get_args(hint), get_origin(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, kinds))
+    if origin is Callable:
+        return "a function" if kinds[-1] is Any else words_of(kinds[-1])
+    if members(hint) != (hint,):
+        return " or ".join(dict.fromkeys(map(words_of, kinds)))
+    name = getattr(origin or hint, "__name__", str(hint))
+    return f"{name}[{', '.join(map(words_of, kinds))}]" if kinds else _NAMES.get(name, name)
 
 
 class Place(NamedTuple):

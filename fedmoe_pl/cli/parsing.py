@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import inspect
+import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
@@ -26,20 +28,18 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_c
 
 from fedmoe_pl.catalogue import did_you_mean
 from fedmoe_pl.checks import InvalidArgumentError, shown
-from fedmoe_pl.cli.errors import PHASES, place_in, places, words_of
+from fedmoe_pl.cli import errors
+from fedmoe_pl.cli.errors import PHASES, RefusedKeyError, members, place_in, places
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.description import keep_configuration
 from fedmoe_pl.seeds import named_seed, seeded
 
 _load = get_loader("yaml")
+_NEEDED = ("data", "model")  # by every command that has them
 
 
 class ConfigFile(ActionConfigFile):
-    """A configuration file: each of its lists replaces the whole list of an earlier file.
-
-    Without it, items of a list inherit what they leave out from those of a list before them, if both lists have the
-    same length: a phase would have the rounds of another phase in its place.
-    """
+    """A configuration file; what cannot be read is said with the line."""
 
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
@@ -50,8 +50,6 @@ class ConfigFile(ActionConfigFile):
             content = load(values if is_text else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
                 raise ValueError("it has no keys, as YAML has in key: value")
-            if isinstance(content.get("config"), list):  # jsonargparse would leave it out
-                raise ValueError("its key config must be one file; several come one after another, each after --config")
             sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
             keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
             if wrong := next(keys, ""):
@@ -65,18 +63,101 @@ class ConfigFile(ActionConfigFile):
                 mark = error.problem_mark
                 reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{tab}"
             raise MisconfigurationException(f"config is '{values}', but it cannot be read: {reason}.") from error
-        for key in _lists(content):
-            if isinstance(cfg.get(key), list):
-                cfg[key] = []
+        check_names(content, parser)
+        if isinstance(content.get("config"), list):  # jsonargparse would leave it out
+            one = "its key config must be one file; several come one after another, each after --config"
+            raise RefusedKeyError("config", f"is '{values}', but it cannot be read: {one}.")
         super().__call__(parser, cfg, values, option_string)
 
 
-class UnabbreviatedParser(LightningArgumentParser):
-    """Knows no argument by the beginning of its name; jsonargparse makes the parsers of phases of the same class."""
+class CheckingParser(LightningArgumentParser):
+    """Refuses keys with fields, and knows none by its beginning; jsonargparse makes the parsers of classes alike."""
+
+    owner: type | None = None  # the class whose arguments they are; None for those of a command
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What an abbreviation may stand for: nothing; argparse's signature."""
         return []
+
+    def add_class_arguments(self, class_type: type, nested_key: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Adds the arguments of a class; the signature is the base's."""
+        if nested_key is None and "config" not in hints_of(self):
+            self.owner = class_type
+        return super().add_class_arguments(class_type, nested_key, *args, **kwargs)
+
+    def parse_args(self, args: Any = None, *more: Any, **kwargs: Any) -> Namespace:
+        """Parses arguments, of which none may have an unknown name; the signature is the base's."""
+        self._check(check_options, sys.argv[1:] if args is None else args)
+        return super().parse_args(args, *more, **kwargs)
+
+    def parse_object(self, obj: Any, *args: Any, **kwargs: Any) -> Namespace:
+        """Parses the arguments of a class, of which none may have an unknown name; the signature is the base's."""
+        self._check(check_names, obj)
+        return super().parse_object(obj, *args, **kwargs)
+
+    def _check(self, check: Callable[[Any, Any], None], arguments: Any) -> None:
+        for action in self._actions:
+            if type(action) is ActionTypeHint:
+                action.__class__ = CheckedAction
+                vars(action)["owner"] = self.owner
+        try:
+            check(arguments, self)
+        except RefusedKeyError as error:
+            self.error(str(error), error)
+
+    def validate(self, namespace: Namespace, skip_unset: bool = True, skip_required: bool = False, **more: Any) -> None:
+        """Refuses wrong values, and arguments that are missing; the signature is the base's."""
+        super().validate(namespace, skip_unset, skip_required=True, **more)
+        if skip_required or lenient_check.get():
+            return
+        hints = hints_of(self)
+        needed = _NEEDED if "config" in hints else ()  # jsonargparse notes them elsewhere
+        required = [action.dest for action in self._actions if action.required or action.dest in needed]
+        if names := [name for name in required if namespace.get(name) is None]:
+            raise errors.missing(names, hints, self.owner)
+
+
+def hints_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The types of a parser's arguments, and of those of its commands."""
+    actions = [action for action in parser._actions if action.default is not argparse.SUPPRESS]
+    hints = {action.dest: getattr(action, "_typehint", action.type or str) for action in actions}
+    commands = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
+    of_commands = [(name, each) for choices in commands for name, each in choices.items()]
+    return hints | {f"{name}.{key}": hint for name, each in of_commands for key, hint in hints_of(each).items()}
+
+
+def check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuses an option that a parser does not have."""
+    known, hints = {option for action in parser._actions for option in action.option_strings}, hints_of(parser)
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            if any(not action.option_strings for action in parser._actions):  # those after it belong to a command
+                return
+            raise errors.unknown(word, hints, None)
+        value, name = value if equals else next(rest, ""), option.removeprefix("--").removesuffix("+")
+        if option not in known or any(each.startswith(f"{name}.") for each in hints):
+            check_names({name: value if option in known else None}, parser)
+
+
+def check_names(node: Any, parser: argparse.ArgumentParser, prefix: str = "") -> None:
+    """Refuses the name of an argument that a parser does not have, and another value in place of a group."""
+    hints, owner = hints_of(parser), getattr(parser, "owner", None)
+    node = vars(node) if isinstance(node, Namespace) else node
+    for name, value in node.items():
+        full = f"{prefix}{name}"
+        is_known = full in hints or str(name).startswith("__") or any(full.startswith(f"{each}.") for each in hints)
+        if is_known and not (full == "config" and "configs" in hints):  # a grid's, which jsonargparse takes for its own
+            continue
+        if not any(each.startswith(f"{full}.") for each in hints):
+            is_class = full == "class_path" and owner
+            raise errors.beside_class_path("", node) if is_class else errors.unknown(full, hints, owner)
+        value = _loaded(value)
+        if isinstance(value, Mapping | Namespace):
+            check_names(value, parser, f"{full}.")
+        elif (value is not None or "." in full or owner) and not str(value).endswith((".yaml", ".yml", ".json")):
+            raise RefusedKeyError(full, f"is {shown(value)}, but {errors.AS_MAPPING}", owner)
 
 
 class _Strict(yaml.SafeLoader):
@@ -104,107 +185,104 @@ class _Strict(yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """Reads YAML as jsonargparse does, but no key may stand twice, and no number begin with 0."""
-    if any(mark in text for mark in ":{?["):  # otherwise it has neither, as almost all texts
-        yaml.load(text, _Strict)
+    """Reads YAML as jsonargparse does, but no key may stand twice, no number begin with 0, and no part hold itself."""
+    if any(mark in text for mark in ":{?["):  # otherwise it has none of these, as almost all texts
+        content = yaml.load(text, _Strict)
+        try:
+            json.dumps(content, default=str, skipkeys=True)
+        except ValueError as error:
+            raise MisconfigurationException("a part of it contains itself") from error
     return _load(text)
+
+
+def _loaded(value: Any) -> Any:
+    """What a text stands for, and another value itself."""
+    with contextlib.suppress(yaml.YAMLError):
+        return load(value) if isinstance(value, str) else value
+    return value
 
 
 set_loader("yaml", load, exceptions=(yaml.YAMLError,))
 
 
-def _lists(node: Any, prefix: str = "") -> Iterator[str]:
-    """The keys of the lists in a configuration, but not of those in lists."""
-    for name, value in node.items() if isinstance(node, Mapping) else ():
-        if isinstance(value, list):
-            yield f"{prefix}{name}"
-        yield from _lists(value, f"{prefix}{name}.")
+class CheckedAction(ActionTypeHint):
+    """An argument whose value is refused with its key; a list replaces the whole list, and a phase has its name.
 
-
-class ItemsAction(ActionTypeHint):
-    """An argument that can be a list or a dict: errors say which item is wrong. A phase can be changed by its name.
-
-    jsonargparse itself takes ``--federation.phases.FedAvg.rounds`` for an argument of the last phase.
+    In jsonargparse itself, items of a list inherit from those of a list of the same length before it, such as a phase
+    its rounds, and ``--federation.phases.FedAvg.rounds`` is an argument of the last phase.
     """
 
+    owner: type | None = None
+
     def _check_type(self, value: Any, append: bool = False, cfg: Any = None, mode: str | None = None) -> Any:
-        """Parses a list, what is appended to it, or an argument of an item; the signature is the base's."""
-        if isinstance(value, NestedArg):
-            if self.dest != PHASES:
-                return super()._check_type(value, append, cfg, mode)
-            before = (cfg.get(self.dest) if cfg else None) or []
-            index, argument = _phase_of(value, before, vars(self).get("_appended"))
-            with _naming(f"{PHASES}{place_in(before, index, PHASES)}"):
-                changed = super()._check_type(argument, False, Namespace({PHASES: [before[index]]}), mode)
-            return [*before[:index], *changed, *before[index + 1 :]]
-        vars(self)["_appended"] = append or vars(self).get("_appended")
-        items = value
-        with contextlib.suppress(yaml.YAMLError):
-            items, _ = parse_value_or_config(value, enable_path=self._enable_path)
-        if not isinstance(items, list) or append:
-            return self._check_items(value, items, append, cfg, mode)
-        # jsonargparse checks a list five times in three ways; again in the same way would be a third of all parsing
-        right = vars(self).setdefault("_right", {})
-        way = mode, sub_defaults.get(), lenient_check.get()
-        if right.get(way) != repr(value):  # 1 == True, but only one of them may be right
-            value = self._check_items(value, items, append, None, mode)
-            right[way] = repr(value)
-        return value
-
-    def _check_items(self, value: Any, items: Any, append: bool, cfg: Any, mode: str | None) -> Any:
-        """Parses a list, or what is appended to it; an error names the item."""
+        """Parses a value; the signature is the base's."""
+        place = ""
         try:
-            return super()._check_type(value, append, cfg, mode)
-        except Exception:  # a module of the user's may raise anything while it is imported
-            is_list = isinstance(items, list)
-            kind = type_of_items(self._typehint)
-            of_item: Any = ActionTypeHint(typehint=kind)(option_strings=[], dest="item")
-            if not self._supports_append:
-                for name, item in items.items() if isinstance(items, Mapping) else ():
-                    with _naming(f"{self.dest}.{name}", kind):
-                        of_item._check_type(item)
+            if self.dest == PHASES and isinstance(value, NestedArg):
+                before = (cfg.get(self.dest) if cfg else None) or []
+                index, argument = _phase_of(value, before, vars(self).get("_appended"))
+                place = place_in(before, index, PHASES)
+                changed = super()._check_type(argument, False, Namespace({PHASES: [before[index]]}), mode)
+                return [*before[:index], *changed, *before[index + 1 :]]
+            # in a grid, a key of a dict is one with its dots
+            if self._typehint is dict and isinstance(value, NestedArg):
+                return {**(cfg.get(self.dest) or {}), value.key: load(value.val)}
+            vars(self)["_appended"] = append or vars(self).get("_appended")
+            if append or not self._supports_append or not isinstance(self._read(value), list):
+                return super()._check_type(value, append, cfg, mode)
+            # jsonargparse checks a list five times in three ways; again in the same way would be a third of all parsing
+            right = vars(self).setdefault("_right", {})
+            way = mode, sub_defaults.get(), lenient_check.get()
+            if right.get(way) != repr(value):  # 1 == True, but only one of them may be right
+                value = super()._check_type(value, append, None, mode)
+                right[way] = repr(value)
+            return value
+        except Exception as error:  # a module of the user's may raise anything while it is imported
+            if isinstance(error, MisconfigurationException) and not isinstance(error, RefusedKeyError):
                 raise
-            if not is_list and not append:
-                if isinstance(items, Mapping) and items and self.dest == PHASES:
-                    example = "[{name: FedAvg, algorithm: FedAvg}]"
-                    raise MisconfigurationException(f"{PHASES} must be a list, as in {example}.") from None
-                if isinstance(items, str | Mapping | Namespace) and items:
-                    with _naming(self.dest, kind):
-                        of_item._check_type(items)
-                    example = items.class_path.rpartition(".")[2] if isinstance(items, Namespace) else items
-                    raise MisconfigurationException(
-                        f"{self.dest} is {shown(example)}, but must be a list, as in [{example}]."
-                    ) from None
-                raise
-            items = items if is_list else [items]
-            for index, item in enumerate(items):
-                with _naming(f"{self.dest}{place_in(items, index, self.dest)}", kind):
-                    of_item._check_type(item)
-            raise
+            raise self._refusal(value, append, error).below(f"{self.dest}{place}", self.owner) from error
+
+    def _read(self, value: Any) -> Any:
+        """What a text stands for."""
+        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
+            value, _ = parse_value_or_config(value, enable_path=self._enable_path)
+        return _loaded(value)
+
+    def _refusal(self, value: Any, append: bool, error: Exception) -> RefusedKeyError:
+        """What is wrong with a value, without the key of this argument."""
+        inner = next((each for each in errors.causes_of(error) if isinstance(each, RefusedKeyError)), None)
+        value, hint = self._read(value), self._typehint
+        if isinstance(value, NestedArg):
+            value = reduce(lambda below, name: {name: below}, reversed(value.key.split(".")), value.val)
+        value = [value] if append and not isinstance(value, list) else value
+        if self.owner is None and self.dest in _NEEDED:  # which Lightning lets be null
+            hint = Union[(*(each for each in members(hint) if each is not type(None)),)]
+        parts = list[tuple[str, Any, Any]]()  # of a list or a dict; or the whole, of which only one type may be right
+        for kind in members(hint):
+            below = get_args(kind)[-1:]
+            if isinstance(value, list) and get_origin(kind) in (list, Iterable):
+                parts += [(place_in(value, index, self.dest), each, *below) for index, each in enumerate(value)]
+            elif isinstance(value, dict) and get_origin(kind) is dict and below != (Any,):
+                parts += [(f".{name}", each, *below) for name, each in value.items()]
+            elif isinstance(value, str) and get_origin(kind) is list and _refusal_of(value, *below) is None:
+                return RefusedKeyError("", f"is {shown(value)}, but must be a list, as in [{value}].")
+            elif inner is None and kind not in (hint, type(None)):
+                parts.append(("", value, kind))
+        refusals = ((key, _refusal_of(each, kind)) for key, each, kind in parts)
+        deeper = ((key, each) for key, each in refusals if each and (key or each.key not in ("", ".class_path")))
+        found = next((refusal.below(key) for key, refusal in deeper), inner)
+        return found or errors.refusal_of_value("", value, hint, error)
 
 
-def naming_items(parser: ArgumentParser) -> ArgumentParser:
-    """The parser, whose errors say which item of a list or a dict is wrong."""
-    for action in parser._actions:
-        if type(action) is ActionTypeHint and type_of_items(action._typehint) is not None:
-            action.__class__ = ItemsAction
-    return parser
-
-
-@contextlib.contextmanager
-def _naming(key: str, kind: Any = None) -> Iterator[None]:
-    """In this context, an error names this key, and not that of the whole list, and the type that belongs there."""
+def _refusal_of(value: Any, hint: Any) -> RefusedKeyError | None:
+    """What is wrong with a value of this type."""
+    action: Any = ActionTypeHint(typehint=hint)(option_strings=[], dest="")
+    action.__class__ = CheckedAction
     try:
-        yield
-    except Exception as error:
-        message = f'Parser key "{key}":{f" of type {kind!r}" if kind else ""}'
-        raise TypeError(message) from (error.__cause__ if isinstance(error, TypeError) else error)
-
-
-def type_of_items(hint: Any) -> Any:
-    """The type of the items of a type that may be a list or a dict of them; None for others."""
-    kinds = (each for each in (hint, *get_args(hint)) if get_origin(each) in (list, Iterable, dict))
-    return next((get_args(each)[-1] for each in kinds), None)
+        action._check_type(value)
+    except RefusedKeyError as refusal:
+        return refusal
+    return None
 
 
 def _phase_of(argument: NestedArg, phases: Sequence[Namespace], appended: Any) -> tuple[int, NestedArg]:
@@ -278,7 +356,7 @@ def check_values(class_type: type, arguments: Mapping[str, Any]) -> None:
             allowed = "a finite number" if numbers is not value else "finite numbers"
             raise InvalidArgumentError(class_type.__name__, name, value, allowed)
         if value is None and name in (hints := _not_optional(class_type)):
-            allowed = "given" if hints[name] is object else words_of(repr(hints[name]))
+            allowed = "given" if hints[name] is object else errors.words_of(hints[name])
             raise InvalidArgumentError(class_type.__name__, name, value, allowed)
 
 
@@ -300,18 +378,6 @@ def _not_optional(class_type: type) -> dict[str, Any]:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
             break
     return {name: hint for name, hint in found.items() if hint is not Any and type(None) not in get_args(hint)}
-
-
-def check_groups(config: Namespace) -> None:
-    """Refuses another value in place of a group of arguments, such as ``train: 3``; jsonargparse lets it pass."""
-    groups = {f"federation.{name}": config.federation[name] for name in ("failures", "reports")}
-    groups["trainer"] = config.trainer or Namespace()
-    for index, phase in enumerate(config.federation.phases):
-        key = f"{PHASES}{place_in(config.federation.phases, index, PHASES)}.train"
-        groups[key] = phase.get("init_args", phase).train
-    for key, value in groups.items():
-        if not isinstance(value, Namespace):
-            raise MisconfigurationException(f"{key} is {shown(value)}, but must have arguments, as in {{name: value}}.")
 
 
 def with_modules(
@@ -339,23 +405,16 @@ def with_modules(
 def describe_failure(failure: ConstructorFailure, configuration: Mapping[str, Any]) -> str:
     """A sentence with the key of the class in the configuration, and what its constructor raised.
 
-    If the exception names one of the arguments, the key is that argument's.
-
     Example:
         >>> failure = ConstructorFailure(dict, {"n": 1}, KeyError("n"))
         >>> describe_failure(failure, {"data": {"parts": [{"class_path": "builtins.dict", "init_args": {"n": 1}}]}})
-        "data.parts[0].init_args.n is 1, but dict cannot be made with it: KeyError: 'n'"
+        "data.parts[0]: dict cannot be made: KeyError: 'n'"
     """
     of_class = [place for place in places(configuration) if _names(place.value, failure.class_type)]
     of_class.sort(key=lambda place: not _has_arguments(place.value.get("init_args") or {}, failure.arguments))
     reason = " ".join(f"{type(failure.error).__name__}: {failure.error}".split())
-    name, key = failure.class_type.__name__, of_class[0].key if of_class else ""
-    blamed = [each for each in failure.arguments if re.search(rf"['\"`]{each}\b|\b{each}=", str(failure.error))]
-    if not key or len(blamed) != 1:
-        return f"{f'{key}: ' if key else ''}{name} cannot be made: {reason}"
-    value = failure.arguments[blamed[0]]
-    end = f"must be given for {name}" if value is None else f"is {shown(value)}, but {name} cannot be made with it"
-    return f"{key}.init_args.{blamed[0]} {end}: {reason}"
+    key = f"{of_class[0].key}: " if of_class else ""
+    return f"{key}{failure.class_type.__name__} cannot be made: {reason}"
 
 
 def _names(node: Any, class_type: type) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_deployable, serve
 from fedmoe_pl.evaluation.results import Evaluation
-from fedmoe_pl.phases.client_failures import RETRIES, ClientError
+from fedmoe_pl.phases.client_failures import RETRIES, ClientError, RoundWarning
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 
@@ -131,8 +130,8 @@ def plain_warnings(command: str) -> Iterator[None]:
 
     def say(message: Warning | str, *details: Any, **others: Any) -> None:
         text = " ".join(str(message).split()).rstrip(".")
-        if (without_round := re.sub(r", round \d+", "", text)) not in said:
-            said.add(without_round)
+        if (same := message.without_round if isinstance(message, RoundWarning) else text) not in said:
+            said.add(same)
             rank_zero_info(f"{command}: {text}.")
 
     with warnings.catch_warnings():

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.files import exclusive
@@ -75,9 +74,9 @@ def _csv_rows(condition: Condition) -> Iterator[dict[str, object]]:
             }
 
 
-def benchmark(arguments: Sequence[str], configured: Configured, parser: ArgumentParser) -> int:
+def benchmark(arguments: Sequence[str], configured: Configured) -> int:
     """Runs a grid, prints and writes its table, and returns the exit code: 1 if a cell failed, 128 + n for signal n."""
-    grid = read_grid(arguments, parser)
+    grid = read_grid(arguments)
     print(f"checking the configurations of {grid.number} runs", flush=True)
     cells = make_cells(grid, configured)
     with locked(Path(grid.folder), "benchmark"):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse import ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt, register_type
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.callbacks.hparams import short_names
 from fedmoe_pl.catalogue import parser_of, with_files
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.cli.parsing import CheckingParser, ConfigFile
 
 SEED = "seed_everything"
 PARTITION_SEED = "data.init_args.partition_seed"
@@ -140,7 +138,7 @@ class Grid:
         return {".".join(path): name for path, name in short_names(tuple(key.split(".")) for key in self.keys).items()}
 
 
-class GridFile(ActionConfigFile):
+class GridFile(ConfigFile):
     """A file over others: it changes single keys of ``values`` and ``overrides``, where the parser replaces all."""
 
     of_keys: tuple[str, ...] = ("values", "overrides")
@@ -148,11 +146,6 @@ class GridFile(ActionConfigFile):
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
         before = {name: dict(cfg.get(name) or {}) for name in self.of_keys}
-        with suppress(OSError):  # which the parser says
-            content = get_loader("yaml")(values if "{" in values else Path(values).read_text(encoding="utf-8"))
-            if type(self) is GridFile and isinstance(content, Mapping) and "config" in content:
-                # the parser would take it for its own option
-                raise MisconfigurationException("config is not an argument; did you mean configs?")
         super().__call__(parser, cfg, values, option_string)
         for name, old in before.items():
             cfg[name] = {**old, **(cfg.get(name) or {})}
@@ -160,39 +153,19 @@ class GridFile(ActionConfigFile):
 
 def grid_parser() -> ArgumentParser:
     """The parser of ``fedmoe benchmark``."""
-    parser = parser_of("benchmark")
+    parser = parser_of("benchmark", CheckingParser)
     parser.add_argument("--config", action=GridFile, help="A grid file; may be given more than once, as overlays.")
     parser.add_class_arguments(Grid, as_group=False)
     return parser
 
 
-def read_grid(arguments: Sequence[str], parser: ArgumentParser | None = None) -> Grid:
-    """The grid that a command line gives, as ``grid_parser`` or another one with the same arguments parses it."""
-    given = (parser or grid_parser()).parse_args([*as_overlays(arguments, GridFile.of_keys)]).as_dict()
+def read_grid(arguments: Sequence[str]) -> Grid:
+    """The grid that a command line gives."""
+    given = grid_parser().parse_args([*arguments]).as_dict()
     del given["config"]
     given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
     given["paper"] = [Published(**published) for published in given["paper"]]
     return Grid(**given)
-
-
-def as_overlays(arguments: Iterable[str], of_keys: Sequence[str]) -> Iterator[str]:
-    """Yields the arguments with each value of a key, such as ``--values.KEY``, as an overlay.
-
-    The parser takes the first word of the key for the whole, and forgets what another argument says below it.
-
-    Example:
-        >>> [*as_overlays(["--values.trainer.max_epochs", "[1, 2]", "--parallel=2"], ["values"])]
-        ['--config', '{"values": {"trainer.max_epochs": [1, 2]}}', '--parallel=2']
-    """
-    rest = iter(arguments)
-    for word in rest:
-        option, _, key = word.partition(".")
-        if option[2:] not in of_keys or not key:
-            yield word
-            continue
-        key, equals, value = key.partition("=")
-        value = get_loader("yaml")(value if equals else next(rest, ""))
-        yield from ("--config", json.dumps({option[2:]: {key: value}}))
 
 
 def value_name(value: Any) -> str:

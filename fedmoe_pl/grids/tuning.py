@@ -14,7 +14,8 @@ from jsonargparse import ArgumentParser, get_loader  # pyright: ignore[reportPri
 from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from fedmoe_pl.catalogue import parser_of
-from fedmoe_pl.grids.grid import SEED, GridFile, as_overlays
+from fedmoe_pl.cli.parsing import CheckingParser
+from fedmoe_pl.grids.grid import SEED, GridFile
 
 _OF_RUN = {SEED, "model", "data", "trainer", "federation"}
 
@@ -59,7 +60,8 @@ class _SpaceFile(GridFile):
 
 def tune_parser() -> ArgumentParser:
     """The parser of ``fedmoe tune``."""
-    parser = parser_of("tune", usage="fedmoe tune --config RUN.yaml --config SPACE.yaml [--KEY VALUE ...]")
+    usage = "fedmoe tune --config RUN.yaml --config SPACE.yaml [--KEY VALUE ...]"
+    parser = parser_of("tune", CheckingParser, usage=usage)
     parser.add_argument(
         "--config",
         action=_SpaceFile,
@@ -92,7 +94,7 @@ def read_tuning(arguments: Sequence[str]) -> tuple[Tuning, list[str]]:
         if option.startswith("--"):
             last = of_run if option[2:].partition(".")[0] in _OF_RUN else own
         last.append(word)
-    given = tune_parser().parse_args([*as_overlays(own, _SpaceFile.of_keys)]).as_dict()
+    given = tune_parser().parse_args(own).as_dict()
     del given["config"]
     return Tuning(**given), of_run
 

@@ -18,6 +18,8 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyr
 from tensorboard.util.tensor_util import make_tensor_proto
 from typing_extensions import TypeIs
 
+from fedmoe_pl.checks import tried
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -45,6 +47,9 @@ class RunLoggers:
 
     def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str | None, int] | None = None) -> None:
         self.all = [*loggers]
+        for logger in self.all:
+            with tried(f"federation.logger: {type(logger).__name__} cannot be opened"):
+                getattr(logger, "experiment", None)  # opens it, before any training
         self._completed = dict(completed or {})
         self._tensorboards = [each for each in self.all if isinstance(each, TensorBoardLogger)]
         self._others = [each for each in self.all if not isinstance(each, TensorBoardLogger)]

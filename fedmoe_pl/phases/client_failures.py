@@ -27,6 +27,14 @@ class ClientError(RuntimeError):
     """The training of clients failed; the message names the phase, the round and the client first."""
 
 
+class RoundWarning(UserWarning):
+    """A warning of a round; ``without_round`` is what it has in common with those of other rounds."""
+
+    def __init__(self, phase: Phase, round: int, text: str) -> None:
+        super().__init__(f"{phase}, round {round}: {text}")
+        self.without_round = f"{phase}: {text}"
+
+
 @dataclass(frozen=True)
 class ClientFailures:
     """What a federation does when clients fail, or drop out.
@@ -112,7 +120,7 @@ class ClientFailures:
             clients.setdefault(failed[client].reason, []).append(client)
         for reason, ids in clients.items():
             who = f"{names.text(ids)} {'is' if len(ids) == 1 else 'are'}"
-            rank_zero_warn(f"{phase}, round {round}: {who} left out: {reason}")
+            rank_zero_warn(RoundWarning(phase, round, f"{who} left out: {reason}"))
 
 
 def client_error(message: str, failure: Failure | None) -> ClientError:

@@ -32,7 +32,7 @@ from fedmoe_pl.checkpoints.client_state import EXCHANGED, readable
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.evaluation.results import Evaluation
-from fedmoe_pl.phases.client_failures import RETRIES, ClientError, client_error
+from fedmoe_pl.phases.client_failures import RETRIES, ClientError, RoundWarning, client_error
 from fedmoe_pl.phases.participation import cohort_of, phase_cohort
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients, freeze_shared, share_memory
@@ -216,14 +216,14 @@ def train_round(
             client_states = run.store.updated(phase.name, state.clients, written)
             return Trained(combined, [*dropped, *failed], client_states, asked)
         run.progress.end_round()
-        reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
+        reason = f"{len(answered)} of {len(drawn)} clients answered, but {why}"
         is_of_code = len(failed) > 1 and len(failed) == len(clients) and _fail_alike([*failed.values()])
         if attempt == RETRIES or is_of_code:
             client, failure = min(failed.items(), key=lambda item: item[0], default=(0, None))
             example = f"; client {run.datamodule.client_names[client]}: {failure.reason}" if failure else ""
             tries = " and all failed alike" if is_of_code else f", also after {RETRIES} more tries"
-            raise client_error(f"{reason}{tries}{example}", failure)
-        rank_zero_warn(f"{reason}; the round is tried again.")
+            raise client_error(f"{phase}, round {state.round + 1}: {reason}{tries}{example}", failure)
+        rank_zero_warn(RoundWarning(phase, state.round + 1, f"{reason}; the round is tried again."))
         plan.before_another_try()
         unfinished.end()
         attempt += 1

@@ -13,6 +13,7 @@ import torch
 from helpers.evaluations import mixture
 from helpers.reports import csv_rows
 from helpers.runs import Notes, data, federation, model
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
@@ -301,3 +302,11 @@ def test_partition_in_tensorboard(shown):
     (image,), (text,) = log.Images("partition"), log.Tensors("partition/text_summary")
     assert image.width == 700
     assert b"3 clients, 3 classes" in make_ndarray(text.tensor_proto).item()
+
+
+def test_a_logger_that_cannot_be_opened_is_named_before_any_training(tmp_path):
+    (tmp_path / "file").touch()
+    sentence = r"^federation.logger: CSVLogger cannot be opened: .* directory"
+    with pytest.raises(MisconfigurationException, match=sentence):
+        fitted(tmp_path / "runs", loggers=CSVLogger(tmp_path / "file"))
+    assert not [*tmp_path.rglob("rounds.csv")]

@@ -79,14 +79,14 @@ REFUSED = [
         phase("Untyped"),
         "federation.phases.A.algorithm.init_args.rate is None, but must be given.",
     ),
-    (  # an argument that a library's exception names
+    (
         *("federation", "metrics", {"f1": {"class_path": "torchmetrics.F1Score", "init_args": {"task": "multiclass"}}}),
-        "federation.metrics.f1.init_args.num_classes must be given for F1Score: ValueError: `num_classes` is expected "
-        "to be `int` but `<class 'NoneType'> was passed.`",
+        "federation.metrics.f1: F1Score cannot be made: ValueError: `num_classes` is expected to be `int` but `<class "
+        "'NoneType'> was passed.`",
     ),
     (
         *("trainer", "callbacks", [{"class_path": "EarlyStopping", "init_args": {"monitor": "loss", "mode": "least"}}]),
-        "trainer.callbacks[0].init_args.mode is 'least', but EarlyStopping cannot be made with it: "
+        "trainer.callbacks[0]: EarlyStopping cannot be made: "
         "MisconfigurationException: `mode` can be min, max, got least",
     ),
     ("federation", "phases", phase("Broken"), KeyError("of the user")),  # where one class fits, it stays as it is

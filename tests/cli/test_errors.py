@@ -25,9 +25,7 @@ def refusal(*arguments: str) -> str:
 OPTIMIZER = "model.init_args.optimizer.init_args"
 REFUSED = {
     "trainer.max_epoch is not an argument; did you mean trainer.max_epochs?": ["--trainer.max_epoch=3"],
-    "dat.init_args.num_clients is not an argument; did you mean data?": [
-        *("--config", "{dat: {init_args: {num_clients: 3}}}")
-    ],
+    "dat is not an argument; did you mean data?": [*("--config", "{dat: {init_args: {num_clients: 3}}}")],
     "data.init_args.num_cliets is not an argument of Digits; did you mean num_clients?": ["--data.num_cliets", "3"],
     "data.init_args.num_clients is 'ten', but must be int or null.": ["--data.init_args.num_clients", "ten"],
     "federation.phases.FedAvg.rounds is True, but must be int.": [  # although true == 1, which was right before
@@ -44,7 +42,7 @@ REFUSED = {
     "federation.backend is 'Stacked', but must be Backend or 'auto'; did you mean StackedBackend?": (
         ["--federation.backend", "Stacked"]
     ),
-    "federation.backend: Expected an instantiatable class, but Backend is abstract.": (
+    "federation.backend is 'Backend', but must be a class that can be made; it is abstract.": (
         ["--federation.backend", "Backend"]
     ),
     "seed is not an argument; did you mean seed_everything?": ["--seed", "3"],
@@ -58,16 +56,20 @@ REFUSED = {
     "data.class_path is 'Digitz', but must be FederatedDataModule or its import path; did you mean Digits?": (
         ["--data.class_path", "Digitz"]
     ),
-    "data: fedmoe_pl.federation has no class Federatio; similar ones are Federation.": (
+    "data.class_path is 'fedmoe_pl.federation.Federatio', but fedmoe_pl.federation has no Federatio; did you": (
         ["--data.class_path", "fedmoe_pl.federation.Federatio"]
     ),
-    "data: fedmoe_pl.data has no class Digitz; did you mean Digits?": ["--data.class_path", "fedmoe_pl.data.Digitz"],
-    "model.init_args.gate: fedmoe_pl.models has no class Constant; similar ones are ConstantGate.": [
-        *("--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"),
+    "data.class_path is 'fedmoe_pl.data.Digitz', but fedmoe_pl.data has no Digitz; did you mean Digits?": (
+        ["--data.class_path", "fedmoe_pl.data.Digitz"]
+    ),
+    "model.init_args.gate.class_path is 'fedmoe_pl.models.Constant', but fedmoe_pl.models has no Constant; did you "
+    "mean ConstantGate?": ["--model.init_args.gate", "{class_path: fedmoe_pl.models.Constant}"],
+    f"federation.logger is 'nothing.X', but there is no module nothing in {os.getcwd()}, PYTHONPATH or the installed "
+    "packages; install nothing, run fedmoe from the folder that has nothing.py, or add that folder": [
+        "--federation.logger",
+        "nothing.X",
     ],
-    f"federation.logger: no module nothing in {os.getcwd()}, PYTHONPATH or the installed packages; install nothing, "
-    "run fedmoe from the folder that has nothing.py, or add that folder": ["--federation.logger", "nothing.X"],
-    "model.init_args.global_expert is 3, but must be Module or its import path, such as SmallMLP or {class_path: my_": [
+    "model.init_args.global_expert is 3, but must be Module, such as SmallMLP or {class_path: my_": [
         *("--model.global_expert", "3")
     ],
     "model.init_args.optimizer is 0.1, but must be Optimizer, such as {class_path: torch.optim.SGD, init_args: {lr:": [
@@ -94,7 +96,7 @@ REFUSED = {
     "model.init_args.optimizer is 'Adamm', but must be Optimizer or its import path; did you mean Adam?": (
         ["--model.init_args.optimizer", "Adamm"]
     ),
-    "model.init_args.optimizer: torch.optim has no AdamWW; did you mean AdamW?": (
+    "model.init_args.optimizer is 'torch.optim.AdamWW', but torch.optim has no AdamWW; did you mean AdamW?": (
         ["--model.init_args.optimizer", "torch.optim.AdamWW"]
     ),
     "federation.callbacks[1] is 'EarlyStopping', but must be FederationCallback or its import path; `fedmoe list": [
@@ -108,7 +110,10 @@ REFUSED = {
         "--federation.metrics",
         "{e: {class_path: torchmetrics.MeanSquaredError, init_args: {squard: false}}}",
     ],
-    "trainer.callbacks[0] is 'GateMonitor', but must be Callback.": ["--trainer.callbacks", "[GateMonitor]"],
+    "trainer.callbacks[0] is 'GateMonitor', but must be Callback; `fedmoe list": [
+        "--trainer.callbacks",
+        "[GateMonitor]",
+    ],
     "federation.phases.FedAvg.algorithm is 'SmallMLP', but must be Algorithm; `fedmoe list": [
         *("--federation.phases.FedAvg.algorithm", "SmallMLP")
     ],
@@ -167,13 +172,13 @@ REFUSED = {
     "federation.callbacks is 'GateMonitor', but must be a list, as in [GateMonitor].": [
         *("--federation.callbacks", "GateMonitor")
     ],
-    "federation.logger is 'TensorboardLogger', but must be Logger or its import path; did you mean TensorBoardL": [
+    "federation.logger is 'TensorboardLogger', but must be Logger or list[Logger] or bool; did you mean TensorBoardL": [
         *("--federation.logger", "TensorboardLogger")
     ],
     "data.init_args.augmentation is 'RandomCorp', but must be list[Augmentation] or null; did you mean RandomCrop?": [
         *("--data.augmentation", "RandomCorp")
     ],
-    "data.init_args.augmentation is ['RandomCorp'], but must be list[Augmentation] or null; did you mean RandomCrop?": [
+    "data.init_args.augmentation[0] is 'RandomCorp', but must be Augmentation or its import path; did you mean R": [
         *("--data.augmentation", "[RandomCorp]")
     ],
     "federation.phases.FedAvg.train.lr is not an argument of Phase; it belongs to an optimizer (model.init_args.": [
@@ -186,16 +191,16 @@ REFUSED = {
     "model.init_args.in_features is not an argument of PersonalizedMoE; it belongs to SmallMLP": [
         *("--model.in_features", "12")
     ],
-    "fit.model is not an argument; a file with the section fit comes before the command, as in fedmoe --config FILE": [
+    "fit is not an argument; a file with the section fit comes before the command, as in fedmoe --config FILE": [
         *("--config", "{fit: {model: 1}}")
     ],
     "federation.rounds is not an argument; it belongs to a phase, as federation.phases.NAME.rounds.": [
         *("--config", "{federation: {rounds: 3}}")
     ],
-    "federation.phases must be a list, as in [{name: FedAvg, algorithm: FedAvg}].": [
+    "federation.phases is {'FedAvg': {'rounds': 3}}, but must be list[Phase], such as [{name: ": [
         *("--config", "{federation: {phases: {FedAvg: {rounds: 3}}}}")
     ],
-    "federation.failures is ignore, but must have arguments, as": ["--federation.failures", "ignore"],
+    "federation.failures is 'ignore', but must have arguments, as": ["--federation.failures", "ignore"],
     "federation.phases.FedAvg.gate is 0.5, but must be Gate or null; `fedmoe list gates` has": [
         *("--federation.phases.FedAvg.gate", "0.5")
     ],
@@ -205,7 +210,7 @@ REFUSED = {
     "federation.metrics is ['accuracy'], but must be dict[str, Metric] or null, such as {error: torchmetrics.": [
         *("--federation.metrics", "[accuracy]")
     ],
-    "federation.logger is 'wandb', but must be Logger or its import path; did you mean WandbLogger?": [
+    "federation.logger is 'wandb', but must be Logger or list[Logger] or bool; did you mean WandbLogger?": [
         *("--federation.logger", "wandb")
     ],
     "data is 'cifar10', but must be FederatedDataModule or its import path; did you mean CIFAR10?": [
@@ -214,7 +219,7 @@ REFUSED = {
     "federation.phases.FedAvg.aggregation is 'Median', but must be Aggregation or null; did you mean CoordinateM": [
         *("--federation.phases.FedAvg.aggregation", "Median")
     ],
-    "init_args.mixing is not an argument; it belongs below what it is of, as in model: {class_path:": [
+    "init_args is not an argument; it belongs below what it is of, as in model: {class_path:": [
         *("--config", "{model: PersonalizedMoE, init_args: {mixing: logits}}")
     ],
     "run.yaml is not an argument; a file comes after --config, as in --config run.yaml.": ["run.yaml"],
@@ -262,20 +267,24 @@ OF_PHASE = "federation.phases.FedAvg"
 UNKNOWN = [  # what is changed, the key that is named then, its owner, and what it is like
     ("clients_per_round: 0.5", "clients_pr_round: 0.5", "clients_pr_round", "Phase", "clients_per_round"),
     ("shared: global", "shard: global", "algorithm.init_args.shard", "FedAvg", "shared"),
-    ("rounds: 20", "optimizer: {lr: 0.1}", "optimizer.lr", "Phase", "train.optimizer"),
+    ("rounds: 20", "optimizer: {lr: 0.1}", "optimizer", "Phase", "train.optimizer"),
     ("rounds: 20", "evaluate_after: both", "evaluate_after", "Phase", "evaluate.after"),
     ("rounds: 20", "patience: 3", "patience", "Phase", "select.patience"),
     ("rounds: 20", "train: {max_epoch: 3}", "train.max_epoch", "Phase", "train.max_epochs"),
 ]
 WRONG = [  # what is changed, and what is said of the phase
-    ("class_path: FedAvg", "class_path: FedAvgg", "algorithm is 'FedAvgg', but must be Algorithm or its import path"),
+    (
+        "class_path: FedAvg",
+        "class_path: FedAvgg",
+        "algorithm.class_path is 'FedAvgg', but must be Algorithm or its import path",
+    ),
     ("rounds: 20", "rounds: null", "rounds is None, but must be int."),
     ("rounds: 20", "rounds: x", "rounds is 'x', but must be int."),
     ("rounds: 20", "train: 3", "train is 3, but must have arguments, as in {name: value}."),
     (
         "rounds: 20",
         "train: {callbacks: [TrafficLedger]}",
-        "train.callbacks is ['TrafficLedger'], but must be list[Call",
+        "train.callbacks[0] is 'TrafficLedger', but must be Callback; `fedmoe list client_callbacks` has",
     ),
 ]
 
@@ -290,7 +299,11 @@ WRONG = [  # what is changed, and what is said of the phase
         ),
         *((old, new, f"{OF_PHASE}.{sentence}") for old, new, sentence in WRONG),
         ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha must be given for Dirichlet: float."),
-        ("torch.optim.SGD", "torch.optim.SGDD", "model.init_args.optimizer: torch.optim has no SGDD; did you mean SGD"),
+        (
+            "torch.optim.SGD",
+            "torch.optim.SGDD",
+            "model.init_args.optimizer.class_path is 'torch.optim.SGDD', but torch.optim has no SGDD; did you mean SGD",
+        ),
         ("name: FedAvg", "names: FedAvg", "federation.phases[1].names is not an argument of Phase; did you mean name?"),
     ],
 )
@@ -309,7 +322,7 @@ def test_a_fault_in_a_file_that_another_one_names_has_the_key(section, tmp_path)
         owner, name, sentence = config["federation"], "phases", "federation.phases.FedAvg.rounds is 'abc', but"
     else:
         config["model"]["init_args"]["optimzer"] = config["model"]["init_args"].pop("optimizer")
-        owner, name, sentence = config, "model", "model.init_args.optimzer.init_args.lr is not an argument of "
+        owner, name, sentence = config, "model", "model.init_args.optimzer is not an argument of PersonalizedMoE; "
     (tmp_path / "part.yaml").write_text(yaml.safe_dump(owner[name]))
     owner[name] = "part.yaml"
     (tmp_path / "whole.yaml").write_text(yaml.safe_dump(config))
@@ -326,7 +339,10 @@ def test_an_overlay_without_its_base_says_so():
     ("arguments", "sentence"),
     [
         ([], "a command must be given, as in"),
-        (["--config", "quickstart", "fit"], "options must come after the command, as in fedmoe"),
+        (
+            ["--config", "quickstart", "fit"],
+            "seed_everything is not an argument; options come after the command, as in fedmoe",
+        ),
         (["serve", "--config", QUICKSTART], "num_clients must be given."),
     ],
 )

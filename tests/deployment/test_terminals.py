@@ -27,6 +27,7 @@ from fedmoe_pl.deployment import Message, serve_and_join
 from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
 from fedmoe_pl.deployment.serve_and_join import own_folder, plain_warnings, private
 from fedmoe_pl.deployment.server import callbacks_of_server
+from fedmoe_pl.phases.client_failures import RoundWarning
 
 METHOD = METHODS["FedPer"]
 
@@ -59,7 +60,8 @@ def test_a_client_that_is_away_is_named_once_in_each_phase_and_without_paths(lin
     with plain_warnings("serve"):
         for phase in ("A", "B"):
             for round in range(1, 6):
-                warnings.warn(f"{phase}, round {round}: client 1 is left out: it is not connected", stacklevel=1)
+                text = "client 1 is left out: it is not connected"
+                warnings.warn(RoundWarning(phase, round, text), stacklevel=1)
     away = "client 1 is left out: it is not connected."
     assert lines() == [f"serve: A, round 1: {away}", f"serve: B, round 1: {away}"]
 

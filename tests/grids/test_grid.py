@@ -119,8 +119,12 @@ def test_published_numbers_are_a_number_or_two(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--config", '{"valuess": {"a": 1}}'], "fedmoe: valuess.a is not an argument; did you mean values?"),
+        (["--config", '{"valuess": {"a": 1}}'], "fedmoe: valuess is not an argument; did you mean values?"),
         (["--configs+", "none.yaml"], "none.yaml"),
+        (
+            ["--variants.A.overides", "{a: 1}"],
+            "variants.A.overides is not an argument of Variant; did you mean overrides?",
+        ),
         (["--values.seed_everything", "[]"], "fedmoe: benchmark: values.seed_everything is [], but must be a list"),
     ],
 )
@@ -138,9 +142,12 @@ def test_the_command_line_refuses_in_one_line(arguments, sentence, tmp_path, cap
     [
         (
             {"variants": {"few": {}, "many": {"overides": {"a": 1}}}},
-            "variants.many.overides.a is not an argument of Var",
+            "variants.many.overides is not an argument of Var",
         ),
-        ({"variants": {"few": {}, "many": {"configs": ["none.yaml"]}}}, "variants.many.configs: File does not exist"),
+        (
+            {"variants": {"few": {}, "many": {"configs": ["none.yaml"]}}},
+            "variants.many.configs[0] is 'none.yaml', but must be a file",
+        ),
         ({"paper": [*published({})["paper"], {"table": "T", "metric": "f1", "cells": {}}]}, "paper[1].metric is 'f1'"),
     ],
 )

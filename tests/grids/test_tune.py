@@ -279,7 +279,7 @@ REFUSED = [
     ({"seed_everything": {"low": 1, "high": 3}}, [], "left out, because the best one of some seeds is luck"),
     ({}, [], "keys of the run with their values"),
     (RATES, ["--trails", "3"], r"trails is not an argument; did you mean trials\?"),
-    (RATES, ["--sampler", "TPE"], "sampler is 'TPE', but must be a class"),
+    (RATES, ["--sampler", "TPE"], "sampler is 'TPE', but must be BaseSampler"),
     (RATES, ["--sampler.seed", "3"], "tune derives one for each trial"),
     (RATES, ["--metric", "local_test"], "validation samples, because what is chosen by test samples looks better"),
     (RATES, ["--metric", "valdiation"], "one of validation, validation_loss"),
