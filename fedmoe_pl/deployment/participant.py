@@ -302,18 +302,17 @@ class Participant:
         datamodule = copy.copy(self.datamodule)
         add_clients(datamodule, message.values["num_clients"], message.values["num_classes"])
         self.close()
-        run: Run = self.federation.run_of_client(self.model, datamodule, self.folder)
-        self.run = run
-        self._run_name, self._phase = message.values["run"], ""
-        self._remember("run", message)
-        own = OwnClient(self.client, datamodule.num_clients, datamodule.num_classes)
-        own.write(self._files)
-        checkpoint = self._files / FILE
-        self.run.folder = self._files
+        self._run_name = self._phase = ""  # until all that follows has succeeded
+        self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
+        self.run.folder = files = self.folder / message.values["run"]
+        OwnClient(self.client, datamodule.num_clients, datamodule.num_classes).write(files)
+        checkpoint = files / FILE
         self.run.writer = CheckpointWriter(checkpoint)
         self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}
-        self._private = PrivateRounds(self.folder, self._run_name, self.client)
-        self._reported.begin(self._files)
+        self._private = PrivateRounds(self.folder, message.values["run"], self.client)
+        self._reported.begin(files)
+        self._remember("run", message)
+        self._run_name = message.values["run"]
         return Message("prepared")
 
     def _begin(self, message: Message) -> Message:
@@ -333,10 +332,12 @@ class Participant:
         if training.sample_privacy is not None:
             training = replace(training, secret_seed=self._private.begin(training))
             self._private.check_target(self.run, phase, training)
-        self._own, self._masked = OwnFiles(self.run, phase, self.client), None
-        self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
-        self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
+        own = OwnFiles(self.run, phase, self.client)
+        initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
+        plan = self.run.backend.plan(training).begin(training)
         self._remember("phase", message)
+        self._own, self._plan, self._initial_server, self._masked = own, plan, initial_server, None
+        self._phase = phase.name
         return Message("begun")
 
     def close(self) -> None:
@@ -367,6 +368,10 @@ class Participant:
         if (message.kind == "train") != (secure is None):
             needs = "only masked" if secure is not None else "as they are"
             raise BadMessageError(f"its own configuration says that updates of phase '{self._phase}' leave it {needs}")
+        num_clients = self.run.datamodule.num_clients
+        cohort = cohort_of(self._own.phase, num_clients, self.run.seed)
+        if self.client not in cohort.participants:
+            raise BadMessageError(f"its own configuration says that it takes no part in phase '{self._phase}'")
         kept = {self.client: self._own.read(message)}
         self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
@@ -378,9 +383,7 @@ class Participant:
         if secure is None:
             return Message("update", values, group.update.sent)
         kind = module_of_flower("join", "secure.masked_round").MaskedUpdate
-        num_clients = self.run.datamodule.num_clients
-        cohort = cohort_of(self._own.phase, num_clients, self.run.seed).size
-        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
+        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort.size, num_clients)
         return Message("trained", values, self._masked.keys)
 
     def _take_step(self, message: Message) -> Message:

@@ -58,7 +58,7 @@ class Clients:
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
         self.max_change = max_change
-        self._phases: dict[int, str] = {}  # the last one in which each client has begun
+        self._phases: dict[int, str] = {}  # the last one in which each client has begun for this process
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_clients))
@@ -83,7 +83,8 @@ class Clients:
         most = max(map(len, messages.values()), default=1)
         seconds = math.inf if training.client_timeout is None else most * training.client_timeout
         end = time.monotonic() + 2 * seconds  # also for a client that answers again and again that it must be prepared
-        elsewhere = [client for client in asked if self._phases.get(client, training.phase_name) != training.phase_name]
+        # what a client has begun with may come from a server that went on from another checkpoint
+        elsewhere = [client for client in asked if self._phases.get(client) != training.phase_name]
         pending = asked | {client: self._begin(training, client) for client in elsewhere}
         for _ in range(_TRIES):
             left = min(seconds, end - time.monotonic())
