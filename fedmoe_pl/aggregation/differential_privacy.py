@@ -92,7 +92,7 @@ class DifferentialPrivacy(Aggregation):
         if imaginary := [name for name, tensor in shared.items() if tensor.is_complex()]:
             raise MisconfigurationException(
                 f"DifferentialPrivacy: the complex '{imaginary[0]}' is shared, but must be kept by the clients, "
-                "because noise and clipping are those of real numbers, of which torch.view_as_complex makes complex ones."
+                "because noise and clipping are for real numbers, which torch.view_as_complex turns into complex ones."
             )
         self.noise_of_changes(cohort)
         self.epsilon([[self.probability(cohort), self.noise_multiplier, 1]])

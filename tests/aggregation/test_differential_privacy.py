@@ -144,7 +144,7 @@ def test_bits_and_changes_together_cost_the_noise_multiplier():
 def test_shared_complex_numbers_are_refused():
     """Their imaginary parts would be in no norm, and their noise too little."""
     shared = {"weight": torch.zeros(2), "spectrum": torch.zeros(2, dtype=torch.complex64)}
-    with pytest.raises(MisconfigurationException, match=r"'spectrum' is shared, .* real numbers"):
+    with pytest.raises(MisconfigurationException, match=r"'spectrum' is shared, .* for real numbers"):
         DifferentialPrivacy(0.0, 1.0, 1e-5).check(shared, {*shared}, COHORT)
 
 
