@@ -401,7 +401,7 @@ class Participant:
         self._reported.check(*asked)
         said = without_values(self._plan.training, self.client)
         if names := self.federation.reports.names(self.run.phases, self.run.metrics):
-            evaluation = self._evaluation(message, round, point)
+            evaluation = self._evaluation(message, kept, round, point)
             said = self.federation.reports.reported(evaluation, names, self._numbers_of_samples())
         self._reported.add(*asked, said)
         tensors = {} if said.gate_weights is None else {"gate_weights": said.gate_weights}
@@ -423,9 +423,9 @@ class Participant:
             raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
         return phase
 
-    def _evaluation(self, message: Message, round: int, point: EvaluationPoint) -> ClientEvaluation:
+    def _evaluation(self, message: Message, kept: Tree, round: int, point: EvaluationPoint) -> ClientEvaluation:
         """The evaluation of the model that a message gives the client after so many rounds; all of it, for itself."""
-        phase, receives, kept = self._evaluated(point), self._plan.training.algorithm, self._own.read(message)
+        phase, receives = self._evaluated(point), self._plan.training.algorithm
         training = replace(self._plan.training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
         (found,) = evaluate_clients(training, self._server(message), of_client, round, point, [self.client])
@@ -436,14 +436,14 @@ class Participant:
 
         The client evaluates it itself: the server knows only what was reported.
         """
-        evaluations = []
+        evaluations, kept = [], self._own.read(message)
         for point, values in zip(self._own.phase.evaluation_points, message.values["evaluations"], strict=False):
-            own = replace(self._evaluation(message, values["round"], point), gate_weights=None, gate_labels=None)
+            own = replace(self._evaluation(message, kept, values["round"], point), gate_weights=None, gate_labels=None)
             evaluations.append(Evaluation(**{**values, "clients": [own]}))
         state = PhaseState(
             initial=self._plan.training.initial,
             server=self._server(message),
-            clients={self.client: self._own.read(message)},
+            clients={self.client: kept},
             evaluations=evaluations,
             finished=True,
             **message.values["state"],

@@ -45,7 +45,8 @@ class AtClient(dict[str, Tensor]):
 class Clients:
     """All clients, with what each has said of itself, and in which phase each of them is.
 
-    ``name`` is the run's name, which no other run has, and ``states`` those of its phases that have begun.
+    ``name`` is the run's name, which no other run has, and ``states`` those of its phases that have begun. In one that
+    ``is_continued``, each client begins anew: it may have begun for a server that went on from another checkpoint.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class Clients:
         self.transport = transport
         self.descriptions = descriptions
         self.states: Mapping[str, PhaseState] = {}
-        self.name = ""
+        self.name, self.is_continued = "", False
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
         self.max_change = max_change
-        self._phases: dict[int, str] = {}  # the last one in which each client has begun for this process
+        self._phases: dict[int, str] = {}  # the last one in which each client has begun
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_clients))
@@ -83,8 +84,8 @@ class Clients:
         most = max(map(len, messages.values()), default=1)
         seconds = math.inf if training.client_timeout is None else most * training.client_timeout
         end = time.monotonic() + 2 * seconds  # also for a client that answers again and again that it must be prepared
-        # what a client has begun with may come from a server that went on from another checkpoint
-        elsewhere = [client for client in asked if self._phases.get(client) != training.phase_name]
+        unknown = "" if self.is_continued else training.phase_name
+        elsewhere = [client for client in asked if self._phases.get(client, unknown) != training.phase_name]
         pending = asked | {client: self._begin(training, client) for client in elsewhere}
         for _ in range(_TRIES):
             left = min(seconds, end - time.monotonic())

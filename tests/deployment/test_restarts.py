@@ -160,7 +160,7 @@ def test_a_client_that_is_away_when_phases_end_has_no_accuracy_and_gets_their_re
     before, deployed.before, deployed.participants[2] = len(deployed.heard), None, away[0]
     deployed.run("last")
     assert [*states(2)] == ["FedAvg", "tuned", "MF"]
-    assert {message.kind for _, message in deployed.heard[before:]} == {"describe", "finish"}
+    assert {message.kind for _, message in deployed.heard[before:]} == {"describe", "begin", "finish"}
 
 
 @pytest.mark.slow
