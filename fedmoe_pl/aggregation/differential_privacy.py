@@ -83,11 +83,16 @@ class DifferentialPrivacy(Aggregation):
         check_number(self, "bit_noise", bit_noise, above=0)
 
     def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
-        """Refuses shared buffers, noise that hides no bits, and noise without Opacus."""
+        """Refuses shared buffers and complex numbers, noise that hides no bits, and noise without Opacus."""
         if buffers := [name for name in shared if name not in parameters]:
             raise MisconfigurationException(
                 f"DifferentialPrivacy: the buffer '{buffers[0]}' is shared, but must be kept by the clients, because "
                 "noise would break it; use FedBN, GroupNorm, or another `shared`."
+            )
+        if imaginary := [name for name, tensor in shared.items() if tensor.is_complex()]:
+            raise MisconfigurationException(
+                f"DifferentialPrivacy: the complex '{imaginary[0]}' is shared, but must be kept by the clients, "
+                "because noise and clipping are for real numbers, which torch.view_as_complex turns into complex ones."
             )
         self.noise_of_changes(cohort)
         self.epsilon([[self.probability(cohort), self.noise_multiplier, 1]])
@@ -124,12 +129,16 @@ class DifferentialPrivacy(Aggregation):
         """The clipping norm, if it is adapted."""
         return state
 
+    def _max_norm(self, tensors: Tree) -> float:
+        """The clipping norm: one that is sent counts only if it is adapted."""
+        return self.max_norm if self.quantile is None else float(tensors.get(_MAX_NORM, self.max_norm))
+
     def of_client(self, client: Client, update: Update) -> Update:
         """The clipped change, 0 if it is not finite, and whether it was within the norm; its weight is 1."""
         change = {name: tensor - client.loaded[name] for name, tensor in update.sent.items()}
         again = {name for _, *others in names_of_same_tensors(client.module) for name in others}
         norm = math.sqrt(sum(float(change[name].double().square().sum()) for name in change if name not in again))
-        max_norm = float(client.loaded.get(_MAX_NORM, self.max_norm))
+        max_norm = self._max_norm(client.loaded)
         if not math.isfinite(norm):  # no factor makes it short enough for the noise
             change = {name: torch.zeros_like(tensor) for name, tensor in change.items()}
         elif norm > max_norm:
@@ -154,7 +163,7 @@ class DifferentialPrivacy(Aggregation):
     ) -> tuple[Update, Tree]:
         """Adds the noisy sum over the expected number of clients; adapts the clipping norm."""
         clients = 0 if combined is None else combined.weight
-        max_norm = float(state.get(_MAX_NORM, self.max_norm))
+        max_norm = self._max_norm(state)
         std = self.noise_of_changes(cohort) * max_norm if self.noise_multiplier else 0.0
         sent = {}
         for name, before in start.items():

@@ -30,7 +30,7 @@ from torch import Generator, Tensor
 from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_at_least, check_number
-from fedmoe_pl.trees import Tree, precise, same_values
+from fedmoe_pl.trees import Tree, precise
 
 
 @dataclass
@@ -45,7 +45,7 @@ class CollectedUpdates(Update):
 
 
 class CollectingAggregation(Aggregation, ABC):
-    """Aggregates the vectors of clients' changes: all shared floating-point tensors, minus the server's.
+    """Aggregates the vectors of clients' changes: all shared tensors of real or complex numbers, minus the server's.
 
     Statistics of batch normalization are part of the vectors; of integers, such as its counters, the server takes the
     lower median. A change that is not finite counts as none. The updates of the whole cohort are in memory at once.
@@ -89,7 +89,7 @@ class CollectingAggregation(Aggregation, ABC):
         assert isinstance(combined, CollectedUpdates), "cohorts have one size"
         clients = sorted(combined.updates)  # results do not depend on who was trained with whom
         updates = [combined.updates[client] for client in clients]
-        names = [name for name, tensor in start.items() if tensor.is_floating_point()]
+        names = [name for name, tensor in start.items() if tensor.is_floating_point() or tensor.is_complex()]
         before, after = _flat(start, names), torch.stack([_flat(update.sent, names) for update in updates])
         changes = (after - before).where(after != before, 0.0)  # in a mask, infinite values stay what they are
         changes = changes.where(changes.isfinite().all(1, keepdim=True), 0.0)
@@ -97,10 +97,7 @@ class CollectingAggregation(Aggregation, ABC):
         sent = _unflat(before + change, start, names)
         for name in start.keys() - sent.keys():
             values = [update.sent[name] for update in updates]
-            if all(same_values(each, start[name]) for each in values):
-                sent[name] = start[name]  # of any type, even complex
-            else:
-                sent[name] = torch.stack(values).sort(dim=0).values[(len(values) - 1) // 2]
+            sent[name] = torch.stack(values).sort(dim=0).values[(len(values) - 1) // 2]
         return Update({name: sent[name] for name in start}, combined.weight), state
 
 
@@ -132,15 +129,23 @@ class RobustAggregation(CollectingAggregation, ABC):
         return self.of_vectors(vectors, generator)
 
 
+def _real(tensor: Tensor) -> Tensor:
+    """The tensor, with two real numbers in the last dimension in place of a complex one."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _flat(tree: Tree, names: Sequence[str]) -> Tensor:
-    """The tensors as one vector, at least in float32."""
-    return torch.cat([precise(tree[name]).flatten() for name in names])
+    """The tensors as one vector of real numbers, at least in float32."""
+    return torch.cat([_real(precise(tree[name])).flatten() for name in names])
 
 
 def _unflat(vector: Tensor, like: Tree, names: Sequence[str]) -> Tree:
     """The inverse of :func:`_flat`, with the shapes and types of ``like``."""
-    parts = vector.split([like[name].numel() for name in names])
-    return {name: part.reshape(like[name].shape).to(like[name].dtype) for name, part in zip(names, parts, strict=True)}
+    tree = {name: torch.empty(like[name].shape, dtype=like[name].dtype) for name in names}
+    reals = [*map(_real, tree.values())]
+    for real, part in zip(reals, vector.split([real.numel() for real in reals]), strict=True):
+        real.copy_(part.view(real.shape))
+    return tree
 
 
 _MOST_STEPS = 1000  # of Weiszfeld's algorithm, which is slow if the median is close to a vector, but not at it

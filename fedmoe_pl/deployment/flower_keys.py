@@ -30,7 +30,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 
-_AUTHORITY, _DAYS_OF_AUTHORITY = "authority of a federation", 3650
+# common names, of at most 64 characters; how the server is reached is in other fields
+_AUTHORITY, _SERVER = "authority of a federation", "server of a federation"
+_DAYS_OF_AUTHORITY = 3650
 _LOCAL = ("localhost", "127.0.0.1")  # where the server connects to itself
 _SIGNS = ("key_cert_sign", "crl_sign")
 _USAGES = (
@@ -57,12 +59,12 @@ def provision(
     authority, server = folder / "authority", folder / "server"
     signer, ca = _private_key(authority / "ca.key"), authority / "ca.pem"
     if not ca.is_file():
-        write_file(ca, _certificate(_AUTHORITY, signer.public_key(), signer, _DAYS_OF_AUTHORITY))
+        write_file(ca, _certificate(signer.public_key(), signer, _DAYS_OF_AUTHORITY))
     write_file(server / "ca.pem", ca.read_bytes())
     key = _private_key(server / "server.key").public_key()
     path, wanted = server / "server.pem", [*(names or ())]
     if not path.is_file():
-        write_file(path, _certificate([*wanted, *_LOCAL][0], key, signer, days, [*_LOCAL, *wanted]))
+        write_file(path, _certificate(key, signer, days, [*_LOCAL, *wanted]))
     certificate = x509.load_pem_x509_certificate(path.read_bytes())
     alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     has = [str(each.value) for each in alternatives]
@@ -99,11 +101,12 @@ def _private_key(path: Path, form: PrivateFormat = PrivateFormat.PKCS8, load: An
     return load(path.read_bytes(), None)
 
 
-def _certificate(subject: str, public_key: Any, signer: Any, days: int, names: Sequence[str] = ()) -> bytes:
+def _certificate(public_key: Any, signer: Any, days: int, names: Sequence[str] = ()) -> bytes:
     """A certificate as PEM: that of a server with these names, or without names that of the authority."""
     now, is_authority = datetime.now(timezone.utc), not names
     of_subject, of_authority = (
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in (subject, _AUTHORITY)
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        for name in (_AUTHORITY if is_authority else _SERVER, _AUTHORITY)
     )
     builder = x509.CertificateBuilder(
         issuer_name=of_authority,

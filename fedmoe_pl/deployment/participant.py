@@ -302,18 +302,17 @@ class Participant:
         datamodule = copy.copy(self.datamodule)
         add_clients(datamodule, message.values["num_clients"], message.values["num_classes"])
         self.close()
-        run: Run = self.federation.run_of_client(self.model, datamodule, self.folder)
-        self.run = run
-        self._run_name, self._phase = message.values["run"], ""
-        self._remember("run", message)
-        own = OwnClient(self.client, datamodule.num_clients, datamodule.num_classes)
-        own.write(self._files)
-        checkpoint = self._files / FILE
-        self.run.folder = self._files
+        self._run_name = self._phase = ""  # until all that follows has succeeded
+        self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
+        self.run.folder = files = self.folder / message.values["run"]
+        OwnClient(self.client, datamodule.num_clients, datamodule.num_classes).write(files)
+        checkpoint = files / FILE
         self.run.writer = CheckpointWriter(checkpoint)
         self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}
-        self._private = PrivateRounds(self.folder, self._run_name, self.client)
-        self._reported.begin(self._files)
+        self._private = PrivateRounds(self.folder, message.values["run"], self.client)
+        self._reported.begin(files)
+        self._remember("run", message)
+        self._run_name = message.values["run"]
         return Message("prepared")
 
     def _begin(self, message: Message) -> Message:
@@ -333,10 +332,12 @@ class Participant:
         if training.sample_privacy is not None:
             training = replace(training, secret_seed=self._private.begin(training))
             self._private.check_target(self.run, phase, training)
-        self._own, self._masked = OwnFiles(self.run, phase, self.client), None
-        self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
-        self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
+        own = OwnFiles(self.run, phase, self.client)
+        initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
+        plan = self.run.backend.plan(training).begin(training)
         self._remember("phase", message)
+        self._own, self._plan, self._initial_server, self._masked = own, plan, initial_server, None
+        self._phase = phase.name
         return Message("begun")
 
     def close(self) -> None:
@@ -367,6 +368,10 @@ class Participant:
         if (message.kind == "train") != (secure is None):
             needs = "only masked" if secure is not None else "as they are"
             raise BadMessageError(f"its own configuration says that updates of phase '{self._phase}' leave it {needs}")
+        num_clients = self.run.datamodule.num_clients
+        cohort = cohort_of(self._own.phase, num_clients, self.run.seed)
+        if self.client not in cohort.participants:
+            raise BadMessageError(f"its own configuration says that it takes no part in phase '{self._phase}'")
         kept = {self.client: self._own.read(message)}
         self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
@@ -378,9 +383,7 @@ class Participant:
         if secure is None:
             return Message("update", values, group.update.sent)
         kind = module_of_flower("join", "secure.masked_round").MaskedUpdate
-        num_clients = self.run.datamodule.num_clients
-        cohort = cohort_of(self._own.phase, num_clients, self.run.seed).size
-        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
+        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort.size, num_clients)
         return Message("trained", values, self._masked.keys)
 
     def _take_step(self, message: Message) -> Message:
@@ -398,7 +401,7 @@ class Participant:
         self._reported.check(*asked)
         said = without_values(self._plan.training, self.client)
         if names := self.federation.reports.names(self.run.phases, self.run.metrics):
-            evaluation = self._evaluation(message, round, point)
+            evaluation = self._evaluation(message, kept, round, point)
             said = self.federation.reports.reported(evaluation, names, self._numbers_of_samples())
         self._reported.add(*asked, said)
         tensors = {} if said.gate_weights is None else {"gate_weights": said.gate_weights}
@@ -420,9 +423,9 @@ class Participant:
             raise BadMessageError(f"clients are not evaluated {point!r} in phase '{self._phase}'")
         return phase
 
-    def _evaluation(self, message: Message, round: int, point: EvaluationPoint) -> ClientEvaluation:
+    def _evaluation(self, message: Message, kept: Tree, round: int, point: EvaluationPoint) -> ClientEvaluation:
         """The evaluation of the model that a message gives the client after so many rounds; all of it, for itself."""
-        phase, receives, kept = self._evaluated(point), self._plan.training.algorithm, self._own.read(message)
+        phase, receives = self._evaluated(point), self._plan.training.algorithm
         training = replace(self._plan.training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
         (found,) = evaluate_clients(training, self._server(message), of_client, round, point, [self.client])
@@ -433,14 +436,14 @@ class Participant:
 
         The client evaluates it itself: the server knows only what was reported.
         """
-        evaluations = []
+        evaluations, kept = [], self._own.read(message)
         for point, values in zip(self._own.phase.evaluation_points, message.values["evaluations"], strict=False):
-            own = replace(self._evaluation(message, values["round"], point), gate_weights=None, gate_labels=None)
+            own = replace(self._evaluation(message, kept, values["round"], point), gate_weights=None, gate_labels=None)
             evaluations.append(Evaluation(**{**values, "clients": [own]}))
         state = PhaseState(
             initial=self._plan.training.initial,
             server=self._server(message),
-            clients={self.client: self._own.read(message)},
+            clients={self.client: kept},
             evaluations=evaluations,
             finished=True,
             **message.values["state"],

@@ -52,18 +52,16 @@ class PrivateRounds:
 
     def add(self, run: Run, training: LocalTraining, message: Message) -> None:
         """Notes that a round is trained, before it is; refuses one with noise that was trained with anything else."""
-        round, rounds = message.values["round"], self._phases.setdefault(training.phase_name, {})
+        round, rounds = message.values["round"], self._phases.get(training.phase_name, {})
         if training.sample_privacy is None:
             if self._path.is_file():  # from the first phase with noise on
-                rounds[str(round)] = ["", *NOT_PRIVATE, 1]
-                self._write()
+                self._add(training, round, ["", *NOT_PRIVATE, 1])
             return
         if round >= training.rounds:
             raise BadMessageError(f"round {round} is none of phase '{training.phase_name}'")
         digest = _digest(run, training, message, self.client)
         if str(round) not in rounds:
-            rounds[str(round)] = [digest, *steps_of_round(training, self.client)]
-            self._write()
+            self._add(training, round, [digest, *steps_of_round(training, self.client)])
         elif rounds[str(round)][0] != digest:
             raise BadMessageError(
                 "it has trained this round with other tensors, samples or settings, and sample_privacy allows no others"
@@ -101,7 +99,7 @@ class PrivateRounds:
             raise MisconfigurationException(
                 f"'{path}', from which the noise of this client followed, is missing or another's; put it back, {anew}"
             )
-        self._write()  # first, so that a kill leaves no secret without it
+        self._write(self._phases)  # first, so that a kill leaves no secret without it
         secret = secrets.token_bytes(_BYTES)
         with replacing(path) as temporary:
             temporary.touch(mode=0o600)
@@ -111,9 +109,15 @@ class PrivateRounds:
     def _rounds_of(self, run_name: str) -> Path:
         return self.folder / run_name / _ROUNDS
 
-    def _write(self) -> None:
+    def _add(self, training: LocalTraining, round: int, row: list) -> None:
+        name = training.phase_name
+        self._write({**self._phases, name: {**self._phases.get(name, {}), str(round): row}})
+
+    def _write(self, phases: dict[str, dict[str, list]]) -> None:
+        """Writes the rounds, which count only then: a full disk, for instance, must not make a round forgotten."""
         with replacing(self._path) as temporary:
-            write_json(temporary, {"phases": self._phases})
+            write_json(temporary, {"phases": phases})
+        self._phases = phases
 
 
 def _read(path: Path) -> dict[str, dict[str, list]]:

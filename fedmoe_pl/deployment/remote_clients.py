@@ -45,7 +45,8 @@ class AtClient(dict[str, Tensor]):
 class Clients:
     """All clients, with what each has said of itself, and in which phase each of them is.
 
-    ``name`` is the run's name, which no other run has, and ``states`` those of its phases that have begun.
+    ``name`` is the run's name, which no other run has, and ``states`` those of its phases that have begun. In one that
+    ``is_continued``, each client begins anew: it may have begun for a server that went on from another checkpoint.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Clients:
         self.transport = transport
         self.descriptions = descriptions
         self.states: Mapping[str, PhaseState] = {}
-        self.name = ""
+        self.name, self.is_continued = "", False
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
         self.max_change = max_change
@@ -83,7 +84,8 @@ class Clients:
         most = max(map(len, messages.values()), default=1)
         seconds = math.inf if training.client_timeout is None else most * training.client_timeout
         end = time.monotonic() + 2 * seconds  # also for a client that answers again and again that it must be prepared
-        elsewhere = [client for client in asked if self._phases.get(client, training.phase_name) != training.phase_name]
+        unknown = "" if self.is_continued else training.phase_name
+        elsewhere = [client for client in asked if self._phases.get(client, unknown) != training.phase_name]
         pending = asked | {client: self._begin(training, client) for client in elsewhere}
         for _ in range(_TRIES):
             left = min(seconds, end - time.monotonic())

@@ -152,15 +152,15 @@ class Reported:
         """Notes what is reported, before it is; other arguments as in :meth:`check`."""
         if (phase, round, point) in {(row["phase"], row["round"], row["evaluation_point"]) for row in self._rows}:
             return
-        self._models[phase, round, point] = model
         values = {name: getattr(said, name) for name in (*METRICS, "validation_loss")} | said.metrics
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         if said.gate_weights is not None:
             values[_GATE] = said.gate_weights.flatten().tolist()
         where = {"phase": phase, "round": round, "evaluation_point": point, "model": model}
-        self._rows.append({**where, "ends_early": not is_scheduled, "reported": values})
+        rows = [*self._rows, {**where, "ends_early": not is_scheduled, "reported": values}]
         with replacing(self._path) as temporary:
-            write_json(temporary, {"evaluations": self._rows})
+            write_json(temporary, {"evaluations": rows})
+        self._rows, self._models[phase, round, point] = rows, model
 
 
 def digest_of(*trees: Tree) -> str:

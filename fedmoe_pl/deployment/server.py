@@ -286,7 +286,8 @@ def _existing(ckpt_path: str | None, runs: Path) -> str | None:
 def _make_store(clients: Clients, run: Run) -> ClientsStore:
     """The store of a run; a resumed run has its old name, by which clients find what they keep of it."""
     path = run.folder / "deployment.json"
-    if not path.is_file():
+    clients.is_continued = path.is_file()
+    if not clients.is_continued:
         with replacing(path) as temporary:
             write_json(temporary, {"run": uuid.uuid4().hex})
     try:

@@ -48,6 +48,11 @@ def test_a_change_is_one_vector_that_is_clipped_to_the_norm():
     assert far.weight == 1, "not the number of samples"
 
 
+def test_a_server_cannot_lift_a_norm_that_is_not_adapted():
+    far = clipped(DifferentialPrivacy(0.0, 1.0, 1e-5), SENT[0], {"aggregation/max_norm": torch.tensor(1e9)})
+    assert far.sent["a"].tolist() == pytest.approx([0.6, 0]) and far.sent["b"].item() == pytest.approx(0.8)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_change_that_is_not_finite_counts_as_none(value):
     adaptive = DifferentialPrivacy(0.0, 1.0, 1e-5, quantile=0.5)
@@ -134,6 +139,13 @@ def test_bits_and_changes_together_cost_the_noise_multiplier():
     assert changes > 1.1
     norms = [state["aggregation/max_norm"].log() for _, state in results]
     assert torch.stack(norms).std().item() == pytest.approx(0.2 * 0.7 / 4, rel=0.1)
+
+
+def test_shared_complex_numbers_are_refused():
+    """Their imaginary parts would be in no norm, and their noise too little."""
+    shared = {"weight": torch.zeros(2), "spectrum": torch.zeros(2, dtype=torch.complex64)}
+    with pytest.raises(MisconfigurationException, match=r"'spectrum' is shared, .* for real numbers"):
+        DifferentialPrivacy(0.0, 1.0, 1e-5).check(shared, {*shared}, COHORT)
 
 
 def test_without_opacus_noise_is_refused(monkeypatch):

@@ -324,3 +324,23 @@ def test_masks_stay_as_they_are_and_hide_no_change_of_other_tensors():
     sent = TrimmedMean(0).aggregate(start, combined, {}, Cohort(3, range(3)), Generator())[0].sent
     assert sent["weight"].tolist() == [1.0, 1.0]
     assert all(torch.equal(sent[name], mask[name]) for name in mask)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_complex_numbers_are_pairs_of_real_ones(rule):
+    pairs = torch.randn(10, 5, 2, generator=Generator().manual_seed(0))
+    bias = torch.randn(10, 3, generator=Generator().manual_seed(1))
+
+    def aggregated(start, sent):
+        combined = None
+        for client, tensors in enumerate(sent):
+            update = rule.of_client(SimpleNamespace(id=client), Update(tensors, 1))
+            combined = rule.combine(combined, update) if combined else update
+        return rule.aggregate(start, combined, {}, Cohort(10, range(10)), Generator().manual_seed(0))[0].sent
+
+    start = {"bias": torch.ones(3), "w": torch.ones(5, 2)}
+    real = aggregated(start, [{"bias": bias[client], "w": pairs[client]} for client in range(10)])
+    of_complex = [{"bias": bias[client], "w": torch.view_as_complex(pairs[client])} for client in range(10)]
+    found = aggregated({**start, "w": torch.view_as_complex(start["w"])}, of_complex)
+    assert found["w"].dtype == torch.complex64 and torch.equal(found["bias"], real["bias"])
+    assert torch.equal(torch.view_as_real(found["w"]), real["w"]) and not torch.equal(real["w"], start["w"])

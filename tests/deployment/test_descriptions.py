@@ -116,7 +116,7 @@ def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none_and_need
     del deployed.participants[CLIENT]
     before = len(deployed.passed)
     deployed.run("last")  # without a warning
-    assert {message.kind for _, message in deployed.passed[before:]} == {"describe", "finish"}
+    assert {message.kind for _, message in deployed.passed[before:]} == {"describe", "begin", "finish"}
 
 
 @pytest.mark.slow

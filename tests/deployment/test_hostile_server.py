@@ -1,5 +1,6 @@
 """A client gives away what its own settings say, and removes what its own files say, whatever a server asks for."""
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -10,7 +11,7 @@ from helpers.deployed import Deployment, method_of, reason_of, simulated
 from helpers.methods import METHODS, Method, alone, everything, linear_gate, one, phase
 
 from fedmoe_pl import Select, Train
-from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
+from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local, OptInFedAvg
 from fedmoe_pl.checkpoints.checkpoint import load_federation
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.models import GlobalOnly
@@ -191,6 +192,25 @@ def test_a_later_round_makes_no_file_old(round, tmp_path):
         ((_, number, _),) = load_federation(path)["phases"]["FedPer"].clients.files[CLIENT]
         referred |= {each for each in before if each.name.startswith(f"{number}_")}
     assert len(referred) == 2 and all(each.is_file() for each in referred)
+
+
+NO_PART = {
+    "opts out": (lambda: OptInFedAvg("global_expert.*", opt_out_clients=0.3), {}),
+    "is not among the clients": (lambda: FedAvg("global_expert.*"), {"clients": [0, 2, 3]}),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("why", NO_PART)
+def test_a_client_that_takes_no_part_by_its_own_configuration_trains_for_nobody(why, tmp_path):
+    algorithm, of_phase = NO_PART[why]
+    deployed = Deployment(Method(one(algorithm, **everything(**of_phase))), tmp_path)
+    deployed.run()
+    trained = {client: message for client, message in deployed.heard if message.kind == "train"}
+    (absent, *_) = {*range(5)} - {*trained}
+    message = next(iter(trained.values()))
+    reason = reason_of(deployed.participants[absent], replace(message, values={**message.values, "kept": []}))
+    assert reason.endswith("its own configuration says that it takes no part in phase 'it'")
 
 
 def test_a_message_names_no_file_twice(tmp_path):

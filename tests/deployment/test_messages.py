@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.odd_messages import raw
 
+from fedmoe_pl.checkpoints import files
 from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import one_line
 from fedmoe_pl.deployment.schema import DTYPES
@@ -26,6 +27,10 @@ def test_tensors_arrive_bit_for_bit(dtype, shape):
     sent = torch.randn(shape).mul(50).to(dtype)
     came = Message.from_bytes(Message("requested", tensors={"x": sent}).to_bytes()).tensors["x"]
     assert (came.dtype, came.shape, bits(came)) == (sent.dtype, sent.shape, bits(sent))
+
+
+def test_messages_carry_all_types_that_checkpoints_do():
+    assert {*files._DTYPES} <= {*DTYPES.values()}
 
 
 def test_odd_numbers_and_views_arrive_bit_for_bit():

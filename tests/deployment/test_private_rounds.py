@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.checkpoints.files import write_json
+from fedmoe_pl.checkpoints.files import read_json, write_json
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.private_rounds import PrivateRounds
 from fedmoe_pl.models import GlobalOnly
@@ -200,6 +200,27 @@ def test_a_client_counts_rounds_without_noise_in_a_run_that_has_rounds_with_nois
     without = PrivateRounds(tmp_path / "elsewhere", name_of(server), 1)
     without.add(server.run, SimpleNamespace(phase_name="it", sample_privacy=None), Message("train", {"round": 0}))
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_round_that_could_not_be_counted_is_counted_at_the_next_try(tmp_path, monkeypatch):
+    """Otherwise a client that is started again would train it with another message, and the same noise."""
+    deployed = run(tmp_path)
+    training, (message, _) = deployed.participants[1]._plan.training, trained(deployed, 1)
+    path = tmp_path / "client 1" / name_of(deployed.server) / "private_rounds.json"
+    rounds = read_json(path)["phases"]
+    digest = rounds["it"].pop("0")
+    write_json(path, {"phases": rounds})
+    own, of_client = PrivateRounds(tmp_path / "client 1", name_of(deployed.server), 1), deployed.participants[1].run
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedmoe_pl.deployment.private_rounds.write_json", full)
+        with pytest.raises(MisconfigurationException, match="No space left"):
+            own.add(of_client, training, message)
+    own.add(of_client, training, message)
+    assert read_json(path)["phases"]["it"]["0"] == digest
 
 
 LOST = {

@@ -16,7 +16,7 @@ from fedmoe_pl.checkpoints.files import read_json
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.messages import FAILED
-from fedmoe_pl.deployment.reports import is_private
+from fedmoe_pl.deployment.reports import Reported, is_private
 from fedmoe_pl.evaluation.results import METRICS as ACCURACIES
 from fedmoe_pl.evaluation.results import ClientEvaluation
 from fedmoe_pl.report.report import report
@@ -172,6 +172,23 @@ def test_a_client_keeps_a_record_of_what_it_has_reported(tmp_path):
         weights = {"gate_weights": answer.tensors["gate_weights"].flatten().tolist()} if answer.tensors else {}
         numbers = {name: answer.values[name] for name in (*ACCURACIES, "validation_loss")}
         assert row["reported"] == {name: value for name, value in numbers.items() if not math.isnan(value)} | weights
+
+
+def test_what_could_not_be_recorded_is_recorded_before_it_is_reported(tmp_path, monkeypatch):
+    said, reported = ClientEvaluation(0, 9, math.nan, math.nan, 0.5, math.nan), Reported()
+    arguments = "it", 1, "aggregation", "a digest", True, said
+    reported.begin(tmp_path)
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedmoe_pl.deployment.reports.write_json", full)
+        with pytest.raises(MisconfigurationException, match="No space left"):
+            reported.add(*arguments)
+    reported.add(*arguments)
+    (row,) = read_json(tmp_path / "evaluations.json")["evaluations"]
+    assert row["model"] == "a digest" and row["reported"] == {"global_test": 0.5}
 
 
 def test_what_is_reported_has_enough_samples_and_no_more_digits():

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
 from fedmoe_pl.deployment import BadMessageError, Message
+from fedmoe_pl.deployment.messages import FAILED
 
 METHOD = method_of("PFLMoE", 3, evaluate=True)
 
@@ -47,6 +48,17 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, simulatio
     deployed.assert_ends_as(simulation)
 
 
+def test_a_server_that_goes_on_has_clients_begin_as_it_does_itself(tmp_path):
+    """A client may have begun the phase for a server that went on from a later checkpoint, after other rounds."""
+    deployed = Deployment(METHODS["FedPer"], tmp_path)
+    deployed.run_until(lambda _, message: message.kind == "train" and message.values["round"] == 1)
+    for client, message in [each for each in deployed.heard if each[1].kind == "begin"]:
+        begin = replace(message, values={**message.values, "rounds_before": 7})
+        assert deployed.participants[client].answer(begin).kind == "begun"
+    deployed.run("last")
+    deployed.assert_ends_as(simulated(METHODS["FedPer"], tmp_path))
+
+
 @pytest.mark.parametrize(("name", "bit"), [("run.message", 1), ("phase.message", 128)])
 @pytest.mark.few(1)
 def test_a_client_that_restarts_with_a_damaged_message_gets_it_again(name, bit, tmp_path):
@@ -65,6 +77,26 @@ def test_a_client_that_restarts_with_a_damaged_message_gets_it_again(name, bit, 
     deployed.run()
     assert damaged and not deployed.server.run.states["FedPer"].failed
     deployed.assert_ends_as(simulated(METHODS["FedPer"], tmp_path))
+
+
+def test_a_client_whose_preparation_fails_is_prepared_again(tmp_path, monkeypatch):
+    client, run = participant(METHODS["FedPer"], tmp_path, 0), {"run": "0" * 32}
+    description = client.answer(Message("describe")).values
+    prepare = Message("prepare", {**run, "num_clients": 5, "num_classes": 3, "description": description})
+    begin = Message("begin", {**run, "phase": "FedPer", "rounds_before": 0})
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedmoe_pl.deployment.participant.write_file", full)
+        assert "No space left" in reason_of(client, prepare)
+    assert [client.answer(each).kind for each in (begin, prepare, begin)] == ["unprepared", "prepared", "begun"]
+    checkpoint = tmp_path / "client 0" / run["run"] / FILE
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"damaged")
+    other = replace(prepare, values={**prepare.values, "run": "1" * 32})
+    assert [client.answer(each).kind for each in (other, prepare, begin)] == ["prepared", FAILED, "unprepared"]
 
 
 def test_a_run_whose_name_among_clients_is_damaged_does_not_go_on(tmp_path):
@@ -129,7 +161,7 @@ def test_a_client_that_is_away_when_phases_end_has_no_accuracy_and_gets_their_re
     before, deployed.before, deployed.participants[2] = len(deployed.heard), None, away[0]
     deployed.run("last")
     assert [*states(2)] == ["FedAvg", "tuned", "MF"]
-    assert {message.kind for _, message in deployed.heard[before:]} == {"describe", "finish"}
+    assert {message.kind for _, message in deployed.heard[before:]} == {"describe", "begin", "finish"}
 
 
 @pytest.mark.slow
