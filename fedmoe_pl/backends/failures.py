@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import cloudpickle
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -106,6 +107,7 @@ def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tenso
     total = weight
     new = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor is not known.get(name)]
     floating = [(name, tensor) for name, tensor in new if tensor.is_floating_point()]
+    floating += [(name, torch.view_as_real(tensor)) for name, tensor in new if tensor.is_complex()]
     for _, tensor in floating:
         total += tensor.sum().item()
     if math.isfinite(total):

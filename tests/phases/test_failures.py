@@ -17,7 +17,7 @@ from helpers.workers import SIZES, TwoInThisProcess
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.aggregation import MultiKrum
 from fedmoe_pl.algorithms import FedAvg, FedKD, FedMoEDA, Scaffold
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import NotFiniteError, StackedBackend, TrainerBackend, check_finite
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import ConstantGate, LocalOnly, SmallMLP
 from fedmoe_pl.phases.client_failures import ClientError, ClientFailures
@@ -182,6 +182,15 @@ def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
     run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), failures=ClientFailures(timeout=2))
     fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than failures.timeout, 2 s"])
     assert sorted(run.run.states["FedAvg"].clients) == [0, 1, 3]
+
+
+def test_values_of_all_types_must_be_finite():
+    for dtype in (torch.bfloat16, torch.float64, torch.complex64):
+        tensor = torch.ones(3, dtype=dtype)
+        check_finite([{"w": tensor}], 1, {})
+        tensor[1] = torch.nan
+        with pytest.raises(NotFiniteError, match="its w is not finite"):
+            check_finite([{"w": tensor}], 1, {})
 
 
 def test_a_server_that_is_not_finite_ends_the_run(tmp_path):
