@@ -47,7 +47,7 @@ def test_python_m_is_the_command_and_finds_modules_in_the_current_folder(tmp_pat
     monkeypatch.setattr("sys.argv", ["fedmoe", "fit", "--model", "my_own_module.MyModel"])
     with pytest.raises(SystemExit):
         runpy.run_module("fedmoe_pl", run_name="__main__")
-    assert capsys.readouterr().err == "fedmoe: model: my_own_module has no MyModel.\n"
+    assert capsys.readouterr().err == "fedmoe: model is 'my_own_module.MyModel', but my_own_module has no MyModel.\n"
 
 
 def test_version(capsys):
