@@ -33,6 +33,7 @@ from fedmoe_pl.catalogue import COMMANDS, configs_parser, list_parser, with_file
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.errors import as_refusal, with_key
+from fedmoe_pl.cli.grid_files import grid_parser, read_grid, read_tuning, tune_parser
 from fedmoe_pl.cli.help import arrange, with_class_to_help
 from fedmoe_pl.cli.parsing import (
     CheckingParser,
@@ -48,8 +49,6 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import benchmark
 from fedmoe_pl.grids.forks import serve_forks
-from fedmoe_pl.grids.grid import grid_parser
-from fedmoe_pl.grids.tuning import tune_parser
 from fedmoe_pl.phases.client_failures import ClientError
 from fedmoe_pl.report.report import report, report_parser
 from fedmoe_pl.version import __version__
@@ -333,7 +332,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 def _benchmark(arguments: list[str]) -> None:
     """Runs ``fedmoe benchmark``, and exits with its code."""
-    sys.exit(benchmark(arguments, configured))
+    sys.exit(benchmark(read_grid(arguments), configured, arguments))
 
 
 def _tune(arguments: list[str]) -> None:
@@ -342,7 +341,7 @@ def _tune(arguments: list[str]) -> None:
         importlib.import_module("optuna")
     except ImportError as error:
         raise MisconfigurationException('tune needs Optuna: pip install ".[tune]" in the repository.') from error
-    sys.exit(importlib.import_module("fedmoe_pl.grids.tune").tune(arguments, configured))
+    sys.exit(importlib.import_module("fedmoe_pl.grids.tune").tune(*read_tuning(arguments), configured, arguments))
 
 
 class _Configured(FederationCLI):

@@ -54,7 +54,7 @@ _EXAMPLES = {
 _NAMES = {"NoneType": "null", "PositiveInt": "int above 0", "PositiveFloat": "float above 0", "ConfigPath": "a file"}
 _MEANINGS = {"method": "the name of a row of the run's table"}  # of arguments of commands
 _MOST_LISTED = 8  # arguments of a class
-_NOT_CLASSES = (str, int, float, dict, list, tuple, set, type(None), os.PathLike)
+_NOT_CLASSES: tuple[type, ...] = (str, int, float, dict, list, tuple, set, type(None), os.PathLike)
 
 
 class RefusedKeyError(MisconfigurationException, TypeError):

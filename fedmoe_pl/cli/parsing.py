@@ -105,9 +105,16 @@ class CheckingParser(LightningArgumentParser):
         except RefusedKeyError as error:
             self.error(str(error), error)
 
-    def validate(self, namespace: Namespace, skip_unset: bool = True, skip_required: bool = False, **more: Any) -> None:
+    def validate(
+        self,
+        namespace: Namespace,
+        skip_unset: bool = True,
+        skip_required: bool = False,
+        branch: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Refuses wrong values, and arguments that are missing; the signature is the base's."""
-        super().validate(namespace, skip_unset, skip_required=True, **more)
+        super().validate(namespace, skip_unset, True, branch, **kwargs)
         if skip_required or lenient_check.get():
             return
         hints = hints_of(self)

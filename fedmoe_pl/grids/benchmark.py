@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.checkpoints.files import exclusive
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.grids.cells import Cell, Configured, finished_run, is_row_of, make_cells
-from fedmoe_pl.grids.grid import PARTITION_SEED, SEED, Grid, read_grid, value_name
+from fedmoe_pl.grids.grid import PARTITION_SEED, SEED, Grid, value_name
 from fedmoe_pl.grids.processes import run_cells
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.report.latex import latex
@@ -74,9 +74,11 @@ def _csv_rows(condition: Condition) -> Iterator[dict[str, object]]:
             }
 
 
-def benchmark(arguments: Sequence[str], configured: Configured) -> int:
-    """Runs a grid, prints and writes its table, and returns the exit code: 1 if a cell failed, 128 + n for signal n."""
-    grid = read_grid(arguments)
+def benchmark(grid: Grid, configured: Configured, arguments: Sequence[str]) -> int:
+    """Runs a grid that arguments gave, prints and writes its table, and returns the exit code.
+
+    It is 1 if a cell failed, and 128 + n for signal n.
+    """
     print(f"checking the configurations of {grid.number} runs", flush=True)
     cells = make_cells(grid, configured)
     with locked(Path(grid.folder), "benchmark"):

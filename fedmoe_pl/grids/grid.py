@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jsonargparse import ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt, register_type
 
 from fedmoe_pl.callbacks.hparams import short_names
-from fedmoe_pl.catalogue import parser_of, with_files
+from fedmoe_pl.catalogue import with_files
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
-from fedmoe_pl.cli.parsing import CheckingParser, ConfigFile
 
 SEED = "seed_everything"
 PARTITION_SEED = "data.init_args.partition_seed"
@@ -136,36 +134,6 @@ class Grid:
     def words(self) -> dict[str, str]:
         """The last words of each key, as many as tell it from the others; for names of cells and for tables."""
         return {".".join(path): name for path, name in short_names(tuple(key.split(".")) for key in self.keys).items()}
-
-
-class GridFile(ConfigFile):
-    """A file over others: it changes single keys of ``values`` and ``overrides``, where the parser replaces all."""
-
-    of_keys: tuple[str, ...] = ("values", "overrides")
-
-    def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        """Applies the file to what the arguments before it say."""
-        before = {name: dict(cfg.get(name) or {}) for name in self.of_keys}
-        super().__call__(parser, cfg, values, option_string)
-        for name, old in before.items():
-            cfg[name] = {**old, **(cfg.get(name) or {})}
-
-
-def grid_parser() -> ArgumentParser:
-    """The parser of ``fedmoe benchmark``."""
-    parser = parser_of("benchmark", CheckingParser)
-    parser.add_argument("--config", action=GridFile, help="A grid file; may be given more than once, as overlays.")
-    parser.add_class_arguments(Grid, as_group=False)
-    return parser
-
-
-def read_grid(arguments: Sequence[str]) -> Grid:
-    """The grid that a command line gives."""
-    given = grid_parser().parse_args([*arguments]).as_dict()
-    del given["config"]
-    given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
-    given["paper"] = [Published(**published) for published in given["paper"]]
-    return Grid(**given)
 
 
 def value_name(value: Any) -> str:

@@ -30,7 +30,7 @@ from fedmoe_pl.grids.grid import Grid, Variant
 from fedmoe_pl.grids.processes import run_cells
 from fedmoe_pl.grids.space import distribution_of, ends_of
 from fedmoe_pl.grids.trials import Trials, of_optuna
-from fedmoe_pl.grids.tuning import Tuning, read_tuning
+from fedmoe_pl.grids.tuning import Tuning
 from fedmoe_pl.report.search import TRIALS
 from fedmoe_pl.rounds.interruption import Interruption
 from fedmoe_pl.setup.data import check_direction, measured
@@ -40,10 +40,9 @@ _VALIDATION = "validation"
 _ONLY_VALIDATION = "a metric on validation samples", "what is chosen by test samples looks better on them than it is"
 
 
-def tune(arguments: Sequence[str], configured: Configured) -> int:
-    """Runs trials, and returns the exit code: 1 if none has a value, 128 + n for signal n."""
+def tune(tuning: Tuning, of_run: Sequence[str], configured: Configured, arguments: Sequence[str]) -> int:
+    """Runs the trials that arguments gave, and returns the exit code: 1 if none has a value, 128 + n for signal n."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    tuning, of_run = read_tuning(arguments)
     space = {key: distribution_of(key, entry) for key, entry in tuning.space.items()}
     if tuning.sampler["init_args"].get("seed", 0) is not None:
         allowed, because = "a sampler with a seed, which is left out", "tune derives one for each trial from its own"

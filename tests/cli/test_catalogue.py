@@ -17,8 +17,8 @@ import fedmoe_pl.algorithms
 from fedmoe_pl.catalogue import COMMANDS, configs, did_you_mean, folder, names, with_files
 from fedmoe_pl.cli import entry, main
 from fedmoe_pl.cli.command_line import OTHER_PARSERS, FederationCLI
+from fedmoe_pl.cli.grid_files import read_grid
 from fedmoe_pl.cli.kinds import KINDS, listing
-from fedmoe_pl.grids.grid import read_grid
 
 
 def test_every_class_has_a_line(capsys):

@@ -18,9 +18,9 @@ from helpers.reports import csv_rows, markdown_tables
 
 from fedmoe_pl.cli import main
 from fedmoe_pl.cli.command_line import configured
+from fedmoe_pl.cli.grid_files import read_grid
 from fedmoe_pl.grids import processes
 from fedmoe_pl.grids.cells import cut_run, finished_run, make_cells
-from fedmoe_pl.grids.grid import read_grid
 
 PAPER = [
     {"table": "A 2026, Table 1", "metric": "reweighted_test", "cells": {"FedAvg": [60, 0.5]}},

@@ -8,8 +8,9 @@ from helpers.grids import pretended_configured, write_grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.cli.command_line import configured
+from fedmoe_pl.cli.grid_files import read_grid
 from fedmoe_pl.grids.cells import configuration_of, make_cells
-from fedmoe_pl.grids.grid import published_for, read_grid
+from fedmoe_pl.grids.grid import published_for
 
 ALPHA = "data.init_args.partitioner.init_args.alpha"
 GRIDS = sorted((REPOSITORY / "configs/papers").glob("*.yaml"))

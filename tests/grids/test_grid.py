@@ -14,7 +14,7 @@ from helpers.grids import write_grid
 from fedmoe_pl.catalogue import folder
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli import main
-from fedmoe_pl.grids.grid import read_grid
+from fedmoe_pl.cli.grid_files import read_grid
 
 ALPHA = "data.init_args.partitioner.init_args.alpha"
 

@@ -19,11 +19,11 @@ pytest.importorskip("optuna")
 import optuna
 
 from fedmoe_pl.cli import command_line, main
+from fedmoe_pl.cli.grid_files import read_grid, read_tuning
 from fedmoe_pl.grids import processes, tune
-from fedmoe_pl.grids.grid import read_grid
 from fedmoe_pl.grids.space import distribution_of, value_of
 from fedmoe_pl.grids.trials import Trials
-from fedmoe_pl.grids.tuning import Tuning, read_tuning
+from fedmoe_pl.grids.tuning import Tuning
 
 LR = "model.init_args.optimizer.init_args.lr"
 RATES = {LR: {"choices": [0.001, 0.5]}}
