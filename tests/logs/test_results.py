@@ -12,7 +12,7 @@ from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation, expert_us
 from fedmoe_pl.logs.summary import evaluation_row, format_table, summary_row, write_csv
 
 
-def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
+def test_an_evaluation_s_row_names_what_was_evaluated_and_spreads_over_clients():
     row = evaluation_row(evaluation(selection="best round by global_test"))
     assert {k: row[k] for k in ("method", "round", "model", "clients", "evaluation_point", "selection")} == {
         "method": "FedAvg",
