@@ -136,14 +136,16 @@ def hints_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
 def check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Refuses an option that a parser does not have."""
     known, hints = {option for action in parser._actions for option in action.option_strings}, hints_of(parser)
-    rest = iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
+    rest = [*reversed(words)]
+    while rest:
+        option, equals, value = (word := rest.pop()).partition("=")
         if not word.startswith("-"):
             if any(not action.option_strings for action in parser._actions):  # those after it belong to a command
                 return
             raise errors.unknown(word, hints, None)
-        value, name = value if equals else next(rest, ""), option.removeprefix("--").removesuffix("+")
+        if not equals and rest and not re.match(r"-[^\d.]", rest[-1]):  # some options, such as print_config, need none
+            value = rest.pop()
+        name = option.removeprefix("--").removesuffix("+")
         if option not in known or any(each.startswith(f"{name}.") for each in hints):
             check_names({name: value if option in known else None}, parser)
 

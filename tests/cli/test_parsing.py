@@ -9,6 +9,7 @@ from helpers.configurations import QUICKSTART
 from helpers.grids import TINY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.cli import main
 from fedmoe_pl.cli.command_line import configured
 
 
@@ -114,6 +115,13 @@ def test_a_list_in_an_object_replaces_the_whole_list():
 )
 def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments):
     configured(["--config", QUICKSTART, *arguments], False)
+
+
+def test_an_option_without_a_value_does_not_take_the_next_option_for_one(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", QUICKSTART, "--print_config", "--trainer.max_epochs", "3"])
+    assert not exit.value.code
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_epochs"] == 3
 
 
 UNREADABLE = {
