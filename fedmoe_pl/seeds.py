@@ -15,6 +15,25 @@ import torch
 _WORDS, _FIRST = 624, 24  # of a CPU generator's state, a Mersenne twister: its words, and the first one's byte
 
 
+class Purpose:
+    """The first key of every seed that is derived from a run's, which tells one use of random numbers from others.
+
+    Methods of the package use numbers from 70 to 99 for random numbers of their own, each in its file.
+    """
+
+    TRAINING = 0  # the global generators of a client's training: dropout, a user's code
+    COHORT = 1  # of a round
+    SPLIT = 2  # of a client's samples
+    BATCHES = 3  # of a client
+    DROPOUT = 5  # of clients
+    OPT_OUT = 7  # of clients and of their samples
+    EVALUATED = 8  # clients
+    NOISE = 9  # of aggregations
+    SHARE_OF_BATCH = 11  # of a process, with ddp
+    PRIVATE_BATCHES = 12  # with ``sample_privacy``
+    PRIVATE_NOISE = 13
+
+
 def derive_seed(seed: int, *keys: int) -> int:
     """Derives a 63-bit seed from a run's seed and any number of non-negative keys, such as (client, round).
 

@@ -46,6 +46,7 @@ def pytest_collection_modifyitems(config, items):
     chooses_repetitions = config.getoption("lf", False) or any("::" in argument for argument in config.args)
     if unknown and not chooses_repetitions:
         raise pytest.UsageError("{}: the mark 'few' names {}, which are no repetitions".format(*unknown[0]))
+    items.sort(key=lambda item: item.path.name != "test_readme.py")  # the longest: no process waits for it at the end
     if not (torch.cuda.is_available() or PRETENDS_GPU):
         for item in items:
             if item.get_closest_marker("gpu"):

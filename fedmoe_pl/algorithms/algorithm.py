@@ -164,22 +164,6 @@ class Messages:
     period: int = 1
 
 
-_REPLACED = {
-    "needed_parts": "parts.needed",
-    "copied_parts": "parts.copied",
-    "computed_parts": "parts.computed",
-    "gate_starts_anew": "parts.new_gate",
-    "predicts_with_local_expert": "parts.local_expert_predicts",
-    "aggregates": "messages.combined",
-    "sends_changes": "messages.changes",
-    "own_weights": "messages.weights",
-    "per_client": "messages.per_client",
-    "request": "messages.request",
-    "exchanged": "messages.exchanged",
-    "message_period": "messages.period",
-}
-
-
 class Algorithm:
     """What clients and server send each other, and how it is trained and combined; the defaults are FedAvg.
 
@@ -420,10 +404,7 @@ class Algorithm:
 
 
 def check_declarations(algorithm: Algorithm) -> None:
-    """Refuses declarations of other kinds, or under the names that they had before the release."""
-    for name, now in _REPLACED.items():
-        if hasattr(algorithm, name) and not callable(getattr(algorithm, name)):
-            raise MisconfigurationException(f"{type(algorithm).__name__}.{name} is now `{now}`.")
+    """Refuses declarations of other kinds."""
     for name, kind in (("parts", Parts), ("messages", Messages), ("opt_out", OptOut)):
         check_kind(algorithm, name, getattr(algorithm, name), kind)
     for need in algorithm.needs:

@@ -11,14 +11,13 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor
 
 from fedmoe_pl.data import FederatedDataModule, SampleBatches
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.seeds import Purpose, derive_seed
 from fedmoe_pl.trees import Tree
 
 Constants = dict[str, Any]
 """What ``client_init`` returns for the loss; backends move its tensors to the training's device."""
 Exchange = Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]
 """Clients, what the server sends each of them, and which parts it receives from other clients, by their ids."""
-_SPLIT = 2  # separates the random numbers of a client's split from those of its training
 
 
 @dataclass
@@ -66,14 +65,14 @@ class Client:
         Args:
             purpose: a number that tells one use from others, so that two splits are independent of each other.
         """
-        generator = Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id, purpose))
+        generator = Generator().manual_seed(derive_seed(self.seed, Purpose.SPLIT, self.id, purpose))
         return self.samples[torch.randperm(len(self.samples), generator=generator)]
 
     def generator(self, purpose: int) -> Generator:
         """Random numbers of the round for one purpose, so that training does not depend on how many were drawn.
 
         Args:
-            purpose: a number from 10 on that tells one use from others.
+            purpose: a number from 100 on that tells one use from others; those below are the package's.
         """
         return Generator().manual_seed(derive_seed(self.seed, purpose, self.id, self.rounds_before + self.round))
 

@@ -9,9 +9,8 @@ import torch
 from torch import Generator, Tensor
 
 from fedmoe_pl.data import ClientSamples
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.seeds import Purpose, derive_seed
 
-_OPT_OUT = 7  # separates the random numbers of the opt-out from those of clients, cohorts and splits
 _TRAINING, _VALIDATION = 1, 2  # separate the draws of a client's training and validation samples
 
 
@@ -34,7 +33,7 @@ class OptOut:
         number = min(floor_of_share(self.clients, len(clients)), len(clients) - 1)
         if number <= 0:
             return clients
-        rng = np.random.default_rng(derive_seed(seed, _OPT_OUT))
+        rng = np.random.default_rng(derive_seed(seed, Purpose.OPT_OUT))
         out = set(rng.choice(len(clients), number, replace=False).tolist())
         return [client for place, client in enumerate(clients) if place not in out]
 
@@ -44,7 +43,7 @@ class OptOut:
         if number <= 0:
             return samples
         purpose = _VALIDATION if validation else _TRAINING
-        generator = Generator().manual_seed(derive_seed(seed, _OPT_OUT, client_id, purpose))
+        generator = Generator().manual_seed(derive_seed(seed, Purpose.OPT_OUT, client_id, purpose))
         return samples[torch.randperm(len(samples), generator=generator)[number:]]
 
     def opted_in_of_all(self, parts: ClientSamples, seed: int, validation: bool = False) -> ClientSamples:

@@ -26,7 +26,7 @@ class AutoBackend(Backend):
     def plan(self, training: LocalTraining) -> Plan:
         """Chooses a stack if, in this order, all of this holds.
 
-        * On a CPU, nothing that is trained convolves (``LocalTraining.convolves``).
+        * On a CPU, nothing that is trained convolves (``LocalTraining.trains_convolutions``).
         * Outside experts and gates, no code of a user runs in the steps (``code_of_user``).
         * Nothing must see a client's batches (``loop.needs_every_batch``), and the module, the algorithm and the
           Trainer have nothing that a stack lacks (``trial.check_without_trial``).
@@ -35,13 +35,13 @@ class AutoBackend(Backend):
         """
         on_cpu = training.device.type == "cpu"
         try:
-            if on_cpu and training.convolves:
+            if on_cpu and training.trains_convolutions:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
             if of_user := code_of_user(training):
                 because = "auto does not stack; choose StackedBackend if steps depend on tensors and batch alone"
                 raise NotStackable(f"{of_user} is code of your own, which {because}")
             trial = try_to_stack(training, _MOST_OPERATIONS_ON_CPU if on_cpu else math.inf)
-            if on_cpu and trial.convolves:
+            if on_cpu and trial.computes_convolutions:
                 raise NotStackable("convolutions gain nothing from stacking on a CPU")
         except NotStackable as reason:
             return TrainerPlan(training, f"a Trainer per client ({reason})")

@@ -18,9 +18,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches, Share
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.mixtures.tasks import OF_CLASSES, loss_weight
-from fedmoe_pl.seeds import derive_seed, seed_all
-
-_DRAWS = 11  # seed key that separates the random numbers of a process's share from the client's
+from fedmoe_pl.seeds import Purpose, derive_seed, seed_all
 
 
 class Sharing(Callback):
@@ -44,7 +42,7 @@ class Sharing(Callback):
         self.weight = 1.0
         self.is_spare = False  # whether the share counts for nothing, because other processes have the whole batch
         keys = client.id, client.rounds_before + client.round, self.rank
-        self.seed = derive_seed(training.seed, _DRAWS, *keys)
+        self.seed = derive_seed(training.seed, Purpose.SHARE_OF_BATCH, *keys)
 
     def of_batch(self, trainer: Trainer, means: Mapping[str, tuple[Tensor, float]]) -> dict[str, tuple[Tensor, float]]:
         """The means over a whole batch, each with what it counts, from those over this process's share."""

@@ -20,14 +20,11 @@ from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.checks import with_article
 from fedmoe_pl.data import Batches, FederatedDataModule, PoissonBatches
-from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
+from fedmoe_pl.seeds import Purpose, derive_seed, generator_of, seed_all
 from fedmoe_pl.trees import Tree, changed, of_module, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Name prefix of a tensor's value after the client's local training, before aggregation."""
-# keys that separate a client's streams of random numbers from each other and from those of other modules
-_TRAINING, _BATCHES = 0, 3
-_PRIVATE_BATCHES, _PRIVATE_NOISE = 12, 13
 
 
 def begin_client(
@@ -40,7 +37,7 @@ def begin_client(
 ) -> tuple[Client, dict[str, Any], Tensor]:
     """Seeds the client's random numbers and loads its state into a copy of the phase's module."""
     algorithm = training.algorithm
-    seed_all(derive_seed(training.private_seed, _TRAINING, client_id, training.rounds_before + round))
+    seed_all(derive_seed(training.private_seed, Purpose.TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
     sent = received(algorithm, server, client_id, client.state)
     client.loaded = {**training.initial, **sent}
@@ -149,7 +146,9 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
     batches = training.datamodule.batches(
         samples,
         batch_size=training.batch_size,
-        generator=_private_generator(training, client, _PRIVATE_BATCHES) if is_private else client.generator(_BATCHES),
+        generator=_private_generator(training, client, Purpose.PRIVATE_BATCHES)
+        if is_private
+        else client.generator(Purpose.BATCHES),
         augment=True,
         drop_single=training.has_batch_norm,
         device=training.device,
@@ -163,7 +162,7 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
 
 def noise_of_client(training: LocalTraining, client: Client) -> Generator:
     """The generator of a client's DP-SGD noise in this round."""
-    return _private_generator(training, client, _PRIVATE_NOISE)
+    return _private_generator(training, client, Purpose.PRIVATE_NOISE)
 
 
 def _private_generator(training: LocalTraining, client: Client, purpose: int) -> Generator:

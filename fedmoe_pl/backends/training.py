@@ -289,7 +289,7 @@ class LocalTraining:
         return frozenset(name for name in self.frozen_modules if not f"{name}.".startswith(self.idle))
 
     @cached_property
-    def convolves(self) -> bool:
+    def trains_convolutions(self) -> bool:
         """Whether some convolution is trained, and thus computed in every step."""
         trained = frozenset().union(*self.trainable)
         layers = [f"{name}." for name, part in self.module.named_modules() if isinstance(part, _ConvNd)]

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from fedmoe_pl.callbacks.figures import log_figure, new_figure, styled, styles
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
 from fedmoe_pl.callbacks.sample_monitor import check_clients
-from fedmoe_pl.evaluation.results import METRICS, Evaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, Evaluation
 from fedmoe_pl.logs.summary import format_table, present_metrics, scale
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -117,7 +117,7 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
                 style = of_methods[evaluation.method]
                 line = {"color": style.color, "linestyle": style.linestyle, "label": evaluation.method}
                 axes.ecdf(values, orientation="horizontal", **line)
-        label = "accuracy in percent" if metric in METRICS else metric.replace("_", " ")
+        label = "accuracy in percent" if metric in ACCURACIES else metric.replace("_", " ")
         axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel=label)
         axes.grid()
     panels[-1].set_xlabel("share of clients with at most this value")

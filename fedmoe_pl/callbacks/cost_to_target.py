@@ -9,7 +9,7 @@ from typing import Any
 from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.metrics import lower_is_better
-from fedmoe_pl.evaluation.results import METRICS, Evaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, Evaluation
 from fedmoe_pl.logs.summary import value_text, write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -38,7 +38,7 @@ class CostToTarget(FederationCallback):
     """
 
     def __init__(self, target: float, metric: str = "local_test") -> None:
-        if metric in METRICS and not 0 < target <= 1:
+        if metric in ACCURACIES and not 0 < target <= 1:
             raise InvalidArgumentError(self, "target", target, "a fraction above 0 and at most 1")
         self.target = target
         self.metric = metric
@@ -106,7 +106,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     width = max(len("method"), *(len(row["method"]) for row in rows))
     columns = "".join(f"   {name:>10}" for name in ("rounds", "parameters", "bytes", "FLOPs", "best", "in round"))
     metric, target = rows[0]["metric"], rows[0]["target"]
-    percents = " percent" if metric in METRICS else ""
+    percents = " percent" if metric in ACCURACIES else ""
     of = f"{metric.replace('_', ' ')} of {value_text(metric, target)}{percents}, and the best of all rounds:"
     lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}   evaluated"]
     for row in rows:

@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-from fedmoe_pl.evaluation.results import METRICS, Evaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, Evaluation
 from fedmoe_pl.logs.summary import present_metrics, value_text
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -107,7 +107,7 @@ def _accuracies(evaluation: Evaluation, at_most: int = 2) -> str:
 
 def _text(metric: str, mean: float) -> str:
     name = metric.replace("_test", "", 1).replace("_", " ")
-    return f"{name} {value_text(metric, mean)}{' %' if metric in METRICS else ''}"
+    return f"{name} {value_text(metric, mean)}{' %' if metric in ACCURACIES else ''}"
 
 
 def _in_notebook() -> bool:

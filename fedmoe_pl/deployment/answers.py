@@ -19,7 +19,7 @@ from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_fin
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.remote_clients import AtClient
 from fedmoe_pl.evaluation.metrics import measures_loss, names_of
-from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, ClientEvaluation
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree
 
@@ -74,7 +74,7 @@ def evaluation_of(answer: Message, training: LocalTraining, client: int) -> Clie
         return Failure(f"its metrics must be {', '.join(without.metrics) or 'none'}")
     if weights is not None and not _are_weights(weights, training.of(client).module):
         return Failure("its gate_weights are none of its model's gate")
-    of_client = {name: values[name] for name in (*METRICS, "validation_loss", "has_global_expert")}
+    of_client = {name: values[name] for name in (*ACCURACIES, "validation_loss", "has_global_expert")}
     metrics = {name: values["metrics"][name] for name in without.metrics}
     return replace(without, **of_client, metrics=metrics, gate_weights=weights)
 
@@ -84,7 +84,7 @@ def without_values(training: LocalTraining, client: int) -> ClientEvaluation:
     data = training.datamodule
     metrics = names_of(training.metrics, measures_loss(training.of(client).module, data))
     sizes = {"n_train": len(data.train_samples[client]), "n_test": len(data.test_samples[client])}
-    return ClientEvaluation(client, **sizes, **dict.fromkeys(METRICS, nan), metrics=dict.fromkeys(metrics, nan))
+    return ClientEvaluation(client, **sizes, **dict.fromkeys(ACCURACIES, nan), metrics=dict.fromkeys(metrics, nan))
 
 
 def _are_weights(weights: Tensor, module: LightningModule) -> bool:

@@ -16,7 +16,7 @@ from fedmoe_pl.checkpoints.files import read_json, replacing, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.deployment.messages import BadMessageError
 from fedmoe_pl.evaluation.metrics import names_of
-from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, ClientEvaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import Tree, bits_of
 
@@ -92,7 +92,7 @@ class Reports:
             weights = weights.double().mean(0, keepdim=True).apply_(self._rounded) if enough else None
         return replace(
             evaluation,
-            **{name: value(name, getattr(evaluation, name)) for name in (*METRICS, "validation_loss")},
+            **{name: value(name, getattr(evaluation, name)) for name in (*ACCURACIES, "validation_loss")},
             metrics={name: value(name, each) for name, each in evaluation.metrics.items()},
             gate_weights=weights,
             gate_labels=None,
@@ -104,7 +104,7 @@ class Reports:
 
 
 def _known(metrics: Mapping[str, Metric]) -> list[str]:
-    return [*METRICS, "validation_loss", *names_of(metrics, with_loss=True), _GATE]
+    return [*ACCURACIES, "validation_loss", *names_of(metrics, with_loss=True), _GATE]
 
 
 def is_private(phase: Phase) -> bool:
@@ -152,7 +152,7 @@ class Reported:
         """Notes what is reported, before it is; other arguments as in :meth:`check`."""
         if (phase, round, point) in {(row["phase"], row["round"], row["evaluation_point"]) for row in self._rows}:
             return
-        values = {name: getattr(said, name) for name in (*METRICS, "validation_loss")} | said.metrics
+        values = {name: getattr(said, name) for name in (*ACCURACIES, "validation_loss")} | said.metrics
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         if said.gate_weights is not None:
             values[_GATE] = said.gate_weights.flatten().tolist()

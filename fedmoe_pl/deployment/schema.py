@@ -16,7 +16,7 @@ import torch
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 
 Check = Callable[[Any], bool]
 # isprintable() refuses other spaces than ' ', and the joiners of Persian and Indian scripts
@@ -151,7 +151,7 @@ _EVALUATION_OF_CLIENT = {
     "client": _CLIENT,
     "n_train": _SIZE,
     "n_test": _SIZE,
-    **dict.fromkeys(METRICS, _share),
+    **dict.fromkeys(ACCURACIES, _share),
     # a tensor, and what stays on the clients' machines
     **dict.fromkeys(("gate_weights", "gate_labels", "name"), _nothing),
     "validation_loss": _number,

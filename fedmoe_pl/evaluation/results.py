@@ -15,9 +15,9 @@ from fedmoe_pl.checks import InvalidArgumentError
 if TYPE_CHECKING:
     import pandas
 
-METRICS = ("local_test", "reweighted_test", "global_test", "validation")
+ACCURACIES = ("local_test", "reweighted_test", "global_test", "validation")
 """The accuracies; unless another is named, the first one that clients have is shown and compared."""
-MONITORS = (*METRICS, "validation_loss")
+MONITORS = (*ACCURACIES, "validation_loss")
 LOSS = "loss"
 """The name of the mean loss, a metric of mixtures for data without class labels."""
 SPLITS = ("local_test", "global_test", "validation")
@@ -155,7 +155,7 @@ class Evaluation:
     @property
     def metrics(self) -> list[str]:
         """The names of the accuracies and of the other metrics."""
-        return [*METRICS, *(self.clients[0].metrics if self.clients else ())]
+        return [*ACCURACIES, *(self.clients[0].metrics if self.clients else ())]
 
     @property
     def rows(self) -> list[dict[str, object]]:
@@ -167,7 +167,7 @@ class Evaluation:
                 **({"name": client.name} if client.name else {}),
                 "n_train": client.n_train,
                 "n_test": client.n_test,
-                **{metric: getattr(client, metric) for metric in METRICS},
+                **{metric: getattr(client, metric) for metric in ACCURACIES},
                 "mean_gate_weight": client.mean_gate_weight,
                 **client.metrics,
                 **({"validation_loss": client.validation_loss} if client.metrics else {}),
@@ -187,7 +187,7 @@ class Evaluation:
     def __repr__(self) -> str:
         spreads = {metric: self.spread(metric).mean for metric in self.metrics if self.values(metric)}
         means = ", ".join(
-            f"{metric} {100 * mean:.2f} %" if metric in METRICS else f"{metric} {mean:.4g}"
+            f"{metric} {100 * mean:.2f} %" if metric in ACCURACIES else f"{metric} {mean:.4g}"
             for metric, mean in spreads.items()
         )
         return f"Evaluation({self.method}, round {self.round}, {self.evaluated} clients: {means})"

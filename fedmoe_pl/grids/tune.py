@@ -22,7 +22,7 @@ from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import lower_is_better
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import locked, say_how_to_continue
 from fedmoe_pl.grids.cells import Configured, make_cells
@@ -98,7 +98,7 @@ def _check_metric(
     known = [
         name for name in measured(data, federation.metrics, [phase.model or model]) if name.startswith(_VALIDATION)
     ]
-    if metric.startswith(tuple(name for name in METRICS if name != _VALIDATION)):
+    if metric.startswith(tuple(name for name in ACCURACIES if name != _VALIDATION)):
         raise InvalidArgumentError("tune", "metric", metric, *_ONLY_VALIDATION)
     if not known:
         raise MisconfigurationException(

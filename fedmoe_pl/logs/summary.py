@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from fedmoe_pl.checkpoints.files import replacing, unwritable
-from fedmoe_pl.evaluation.results import LOSS, METRICS, Evaluation, Spread
+from fedmoe_pl.evaluation.results import ACCURACIES, LOSS, Evaluation, Spread
 
 DESCRIPTIONS = {
     "local_test": "accuracy on the client's held-out samples",
@@ -40,11 +40,11 @@ def evaluation_row(evaluation: Evaluation) -> dict[str, object]:
         "evaluation_point": evaluation.evaluation_point,
         "selection": evaluation.selection,
     }
-    for metric in METRICS:
+    for metric in ACCURACIES:
         row |= _spread_columns(evaluation, metric)
     row["local_test_pooled"] = evaluation.local_test_pooled
     row["validation_loss_mean"] = evaluation.spread_or_nan("validation_loss").mean
-    for metric in evaluation.metrics[len(METRICS) :]:
+    for metric in evaluation.metrics[len(ACCURACIES) :]:
         row |= _spread_columns(evaluation, metric) | {f"{metric}_clients": len(evaluation.values(metric))}
     lower = [metric for metric in evaluation.metrics if metric in evaluation.lower_is_better]
     return row | ({"lower_is_better": " ".join(lower)} if lower else {})
@@ -108,17 +108,17 @@ def value_text(metric: str, value: float) -> str:
     if math.isnan(value):
         return "-"
     texts = (f"{value:.{digits}g}" for digits in (4, 3, 2, 1))
-    return f"{100 * value:.2f}" if metric in METRICS else next(text for text in texts if len(text) <= 7)
+    return f"{100 * value:.2f}" if metric in ACCURACIES else next(text for text in texts if len(text) <= 7)
 
 
 def axis_label(metric: str) -> str:
     """The name of a metric in words, for a picture in which accuracies are in percent."""
-    return metric.replace("_", " ") + (", percent" if metric in METRICS else "")
+    return metric.replace("_", " ") + (", percent" if metric in ACCURACIES else "")
 
 
 def scale(metric: str) -> int:
     """The factor of a metric in pictures: 100 for accuracies, which are fractions."""
-    return 100 if metric in METRICS else 1
+    return 100 if metric in ACCURACIES else 1
 
 
 def change_text(metric: str, change: float) -> str:
@@ -128,7 +128,7 @@ def change_text(metric: str, change: float) -> str:
         >>> change_text("local_test", 0.0123), change_text("local_test_rmse", -0.0123)
         ('+1.23', '-0.0123')
     """
-    return f"{100 * change:+.2f}" if metric in METRICS else f"{change:+.3g}"
+    return f"{100 * change:+.2f}" if metric in ACCURACIES else f"{change:+.3g}"
 
 
 def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | None = None) -> str:
@@ -180,7 +180,7 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     """Lines that explain the numbers; methods with the same description share a line."""
     asked = max((e.evaluated for e in evaluations), key=lambda each: each.startswith("all"))
     clients = "one client" if asked == "all 1" else f"{asked} clients"
-    what = "Accuracy in percent" if any(metric in METRICS for metric in metrics) else "Metrics"
+    what = "Accuracy in percent" if any(metric in ACCURACIES for metric in metrics) else "Metrics"
     lines = [f"{what} over {clients}: mean, standard deviation, mean of the worst tenth."]
     lower = {metric for e in evaluations for metric in e.lower_is_better}
     lines += [

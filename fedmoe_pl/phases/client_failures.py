@@ -16,11 +16,10 @@ from fedmoe_pl.backends import Failure
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number, is_finite
 from fedmoe_pl.data import ClientNames
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.seeds import Purpose, derive_seed
 
 RETRIES = 3
 """How often a round is tried again, with another cohort, after too few clients answered."""
-_DROPOUT = 5  # separates the random numbers of simulated dropout from those of cohorts and others
 
 
 class ClientError(RuntimeError):
@@ -91,7 +90,9 @@ class ClientFailures:
         """
         if not self.dropout or not cohort:
             return []
-        draws = np.random.default_rng(derive_seed(seed, _DROPOUT, round, attempt)).random(max(cohort) + 1)[[*cohort]]
+        draws = np.random.default_rng(derive_seed(seed, Purpose.DROPOUT, round, attempt)).random(max(cohort) + 1)[
+            [*cohort]
+        ]
         if one_stays:
             draws[draws.argmax()] = 1
         return [client for client, draw in zip(cohort, draws, strict=True) if draw < self.dropout]

@@ -9,9 +9,7 @@ import numpy as np
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.seeds import derive_seed, phase_seed
-
-_COHORT, _EVALUATED = 1, 8  # separate the random numbers of cohorts and of evaluated clients from each other and others
+from fedmoe_pl.seeds import Purpose, derive_seed, phase_seed
 
 
 def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
@@ -42,7 +40,7 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int, attempt:
         >>> sample_cohort(range(100), 3, seed=0, round=5) == sample_cohort(range(100), 3, seed=0, round=5)
         True
     """
-    rng = np.random.default_rng(derive_seed(seed, _COHORT, round, *([attempt] if attempt else [])))
+    rng = np.random.default_rng(derive_seed(seed, Purpose.COHORT, round, *([attempt] if attempt else [])))
     chosen = np.sort(rng.choice(len(ids), size, replace=False))
     return [ids[i] for i in chosen]
 
@@ -54,7 +52,7 @@ def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int, att
         >>> sample_poisson(range(3), 3, seed=0, round=0), sample_poisson(range(6), 2, seed=0, round=2)
         ([0, 1, 2], [4])
     """
-    rng = np.random.default_rng(derive_seed(seed, _COHORT, round, *([attempt] if attempt else [])))
+    rng = np.random.default_rng(derive_seed(seed, Purpose.COHORT, round, *([attempt] if attempt else [])))
     return [client for client, draw in zip(ids, rng.random(len(ids)), strict=True) if draw * len(ids) < expected]
 
 
@@ -88,5 +86,5 @@ def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[i
     """
     if number is None:
         return [*range(num_clients)]
-    rng = np.random.default_rng(derive_seed(seed, _EVALUATED))
+    rng = np.random.default_rng(derive_seed(seed, Purpose.EVALUATED))
     return np.sort(rng.choice(num_clients, number, replace=False)).tolist()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedmoe_pl.callbacks.cost_to_target import between, target_rows
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.tables import Condition, Method, Table, words
 
@@ -45,7 +45,7 @@ def target_of(condition: Condition) -> float:
 def cost_text(condition: Condition, target: float) -> str:
     """What the numbers of the table are."""
     metric = condition.metric
-    reached = value_text(metric, target) + (" percent" if metric in METRICS else "")
+    reached = value_text(metric, target) + (" percent" if metric in ACCURACIES else "")
     several = max(len(method.runs) for method in condition.methods) > 1
     return (
         f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds (11 to "
@@ -89,7 +89,7 @@ def default_target(condition: Condition, metric: str) -> float:
     lower = condition.lower_is_better(metric)
     bests = sorted((cost.best for cost in costs(condition, metric, 1.0) if not math.isnan(cost.best)), reverse=lower)
     middle = bests[len(bests) // 2] if bests else math.nan
-    if metric in METRICS:
+    if metric in ACCURACIES:
         return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle + 1e-6) / 100
     if not middle or not math.isfinite(middle):
         return middle if middle == 0 else math.nan

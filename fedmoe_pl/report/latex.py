@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.logs.summary import change_text, value_text
 from fedmoe_pl.report.statistics import SIGNIFICANCE, OverSeeds
 from fedmoe_pl.report.tables import Condition, Method, difference, failures, meaning, one_line, words
@@ -65,7 +65,7 @@ def _block(condition: Condition, metric: str) -> dict[str, list[str]]:
     if any(method.published(metric) for method in methods):
         block = {"ours": numbers, "paper": [_published(method, metric) for method in methods]}
     else:
-        block = {"accuracy" if metric in METRICS else "mean": numbers}
+        block = {"accuracy" if metric in ACCURACIES else "mean": numbers}
     if baseline is not None and metric == condition.metric:
         block[r"$\Delta$"] = [
             r"\textemdash" if method is baseline else _difference(method, baseline, metric) for method in methods

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from fedmoe_pl.callbacks.figures import INK, Style, by_class, gate_figure, partition_figure
-from fedmoe_pl.evaluation.results import METRICS, Spread
+from fedmoe_pl.evaluation.results import ACCURACIES, Spread
 from fedmoe_pl.logs.summary import axis_label, value_text
 from fedmoe_pl.report.costs import cost_table, cost_text, target_of
 from fedmoe_pl.report.pictures import AMOUNTS, Picture, cost_figure, curves_figure, distribution_figure, picture
@@ -121,7 +121,7 @@ def section_of(condition: Condition, styles: Mapping[str, Style]) -> Section:
 def _every(condition: Condition) -> Table:
     """The rows of all files ``summary.csv``: accuracies in percent, other metrics as they are."""
     rows = [(run, row) for run in condition.runs for row in run.summary]
-    metrics = dict.fromkeys((*METRICS, *(metric for _, row in rows for metric in metrics_of(row))))
+    metrics = dict.fromkeys((*ACCURACIES, *(metric for _, row in rows for metric in metrics_of(row))))
     spreads = {f"{metric}_{name}": metric for metric in metrics for name in Spread._fields}
     columns = spreads | {f"{name}_mean": name for name in ("validation_loss", "mean_gate_weight")}
     columns = {c: name for c, name in columns.items() if any(not math.isnan(row.get(c, math.nan)) for _, row in rows)}

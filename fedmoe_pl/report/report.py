@@ -15,7 +15,7 @@ from fedmoe_pl.callbacks.figures import styles
 from fedmoe_pl.catalogue import parser_of
 from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.report.latex import latex
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, section_of
@@ -39,7 +39,7 @@ def report_parser() -> ArgumentParser:
     parser.add_argument("--section", help="write only this section of the Markdown file, between its two marks")
     parser.add_argument("--title", default="Results", help="the page's title")
     parser.add_argument("--baseline", help="method with which the others are compared; by default, the grid's")
-    parser.add_argument("--metric", help=f"accuracy, or other metric, that is compared: {', '.join(METRICS)}")
+    parser.add_argument("--metric", help=f"accuracy, or other metric, that is compared: {', '.join(ACCURACIES)}")
     parser.add_argument("--target", type=float, help="value of it to reach; by default, what half of the methods reach")
     parser.add_argument(
         "--split", default="", metavar="KEY,KEY", help="keys whose values have tables of their own, such as model"
@@ -116,7 +116,9 @@ def _check(choices: Choices, runs: Sequence[RunFiles]) -> None:
     if choices.rounds and not {*choices.rounds} & evaluated:
         allowed = f"one that was evaluated at least, of which the last is {max(evaluated, default='none')}"
         raise InvalidArgumentError("report", "--rounds", choices.rounds, allowed)
-    of_accuracy = choices.metric in METRICS if choices.metric else any(name in METRICS for name in known["metric"])
+    of_accuracy = (
+        choices.metric in ACCURACIES if choices.metric else any(name in ACCURACIES for name in known["metric"])
+    )
     if choices.target is not None and of_accuracy and not 0 < choices.target <= 1:
         raise InvalidArgumentError("report", "--target", choices.target, "a fraction above 0 and at most 1")
 

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.configuration import RECORD
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
@@ -130,7 +130,7 @@ def phases_of(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def metrics_of(row: Row) -> list[str]:
     """The accuracies and other metrics with columns in a row of ``rounds.csv`` or ``summary.csv``."""
     names = [column.removesuffix(_WORST) for column in row if column.endswith(_WORST)]
-    return [name for name in names if name in METRICS or name.startswith(_OTHER_METRICS)]
+    return [name for name in names if name in ACCURACIES or name.startswith(_OTHER_METRICS)]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFiles]:

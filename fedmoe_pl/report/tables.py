@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.logs.summary import change_text, description, on_test_samples, value_text
 from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels, settings_of
@@ -150,7 +150,7 @@ class Condition:
     def metrics(self) -> list[str]:
         """The accuracies and other metrics on test samples that some method has, and the chosen one."""
         names = dict.fromkeys(metric for run in self.runs for metric in run.metrics)
-        shown = on_test_samples(sorted(names, key=[*METRICS, *names].index))
+        shown = on_test_samples(sorted(names, key=[*ACCURACIES, *names].index))
         chosen = self.choices.metric
         return [*shown, chosen] if chosen in names and chosen not in shown else shown
 
@@ -319,7 +319,7 @@ def data_text(values: Mapping[str, Any]) -> str:
 
 def meaning(condition: Condition) -> str:
     """What the means and deviations are over, without a final full stop."""
-    what = "Accuracy in percent, mean" if any(metric in METRICS for metric in condition.metrics) else "Mean"
+    what = "Accuracy in percent, mean" if any(metric in ACCURACIES for metric in condition.metrics) else "Mean"
     several = max(len(method.runs) for method in condition.methods) > 1
     return f"{what} over the clients{'; ± is the sample standard deviation over seeds' if several else ''}"
 

@@ -40,7 +40,7 @@ from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_
 from fedmoe_pl.rounds.privacy import count_round, count_steps, log_epsilons, update_epsilons
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.unfinished import UnfinishedRound
-from fedmoe_pl.seeds import generator_of
+from fedmoe_pl.seeds import Purpose, generator_of
 from fedmoe_pl.trees import Tree, names_of_same_tensors, of_module
 
 
@@ -351,9 +351,6 @@ def _train_clients(
     return combined, written, failed
 
 
-_NOISE = 9  # seed key that separates random numbers of aggregations from those of clients, cohorts and splits
-
-
 def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
     """The server's tensors that clients send."""
     return {name: tensor for name, tensor in server.items() if algorithm.is_shared(name)}
@@ -368,7 +365,7 @@ def aggregated(run: Run, phase: Phase, module: LightningModule, combined: Update
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
     # phases draw different noise: equal noise would cancel in the difference of their results
-    generator = generator_of(run.seed, _NOISE, phase.name, state.round)
+    generator = generator_of(run.seed, Purpose.NOISE, phase.name, state.round)
     same = {other: name for name, *others in names_of_same_tensors(module) for other in others}
     start = {name: each for name, each in shared_by(phase.algorithm, state.server).items() if name not in same}
     with one_thread():

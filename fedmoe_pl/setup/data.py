@@ -27,7 +27,7 @@ from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.measure import predict
 from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predicts_classes
 from fedmoe_pl.evaluation.outputs import described_batches, has_task, labelled_batches, mixture_of
-from fedmoe_pl.evaluation.results import METRICS, SPLITS
+from fedmoe_pl.evaluation.results import ACCURACIES, SPLITS
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.models.inputs import inputs_and_targets, inputs_of
 from fedmoe_pl.models.layers import evaluating
@@ -373,7 +373,7 @@ def measured(
     modules = [*modules]
     has_classes = any(predicts_classes(module, datamodule) for module in modules)
     has_loss = any(measures_loss(module, datamodule) for module in modules)
-    known = [*(METRICS if has_classes else ()), *names_of(metrics, has_loss)]
+    known = [*(ACCURACIES if has_classes else ()), *names_of(metrics, has_loss)]
     known += ["validation_loss"] if has_classes or has_loss else []
     lacking = {
         "validation": not len(datamodule.validation_samples.indices),

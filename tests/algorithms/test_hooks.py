@@ -112,16 +112,6 @@ def test_a_loss_that_is_never_returned_is_warned_of_as_in_lightning(tmp_path):
         federation(tmp_path, [Phase("A", Nothing(), gate=GlobalOnly())]).fit(mixture(), blobs())
 
 
-@pytest.mark.parametrize(("name", "now"), [("needed_parts", "parts.needed"), ("per_client", "messages.per_client")])
-@pytest.mark.parametrize("in_constructor", [True, False])
-def test_a_declaration_under_the_name_that_it_had_before_is_refused(name, now, in_constructor):
-    old = FedAvg() if in_constructor else type("FedAvg", (FedAvg,), {name: ("own/",)})()
-    if in_constructor:
-        setattr(old, name, ("own/",))
-    with pytest.raises(MisconfigurationException, match=f"^FedAvg.{name} is now `{now}`.$"):
-        Phase("A", old)
-
-
 def test_what_belongs_to_single_clients_is_not_sent_to_all_by_default():
     class OfClients(FedAvg):
         messages = Messages(per_client=("of/",))

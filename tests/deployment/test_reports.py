@@ -17,8 +17,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.messages import FAILED
 from fedmoe_pl.deployment.reports import Reported, is_private
-from fedmoe_pl.evaluation.results import METRICS as ACCURACIES
-from fedmoe_pl.evaluation.results import ClientEvaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, ClientEvaluation
 from fedmoe_pl.report.report import report
 
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}

@@ -10,7 +10,7 @@ from helpers.methods import METHODS, data, ledger
 from fedmoe_pl import Reports
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment.secure.masked_round import CODES, KEYS, SHARES
-from fedmoe_pl.evaluation.results import METRICS as METRICS_OF_CLIENTS
+from fedmoe_pl.evaluation.results import ACCURACIES
 
 REFUSED = ("PMMoE",)
 OF_ROUNDS = ("request", "train", "exchange", "train masked", "mask")
@@ -18,7 +18,7 @@ OF_PROTOCOL = {KEYS, SHARES, CODES}  # of secure aggregation: as headers, they a
 WAYS = {"down": "down", "between_clients": "down", "requests": "up", "up": "up"}
 """Through the server of a deployment, by the directions of the ledger."""
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
-EVERYTHING = Reports([*METRICS_OF_CLIENTS, "validation_loss", "gate_weights"])
+EVERYTHING = Reports([*ACCURACIES, "validation_loss", "gate_weights"])
 
 
 def near(a, b) -> bool:

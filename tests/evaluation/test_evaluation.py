@@ -26,7 +26,7 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Digits
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.measure import predict
-from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, ClientEvaluation, Evaluation
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, PersonalizedMoE, SmallMLP
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import load_tree
@@ -91,7 +91,7 @@ def test_accuracies_are_those_of_counting_by_hand_for_every_client(fractions):
     assert [evaluation.client for evaluation in evaluations] == [0, 1, 2]
     for client, evaluation in enumerate(evaluations):
         expected = expected_evaluation(mixture(FeatureGate(6)).eval(), kept[client], datamodule, client)
-        actual = {metric: getattr(evaluation, metric) for metric in METRICS}
+        actual = {metric: getattr(evaluation, metric) for metric in ACCURACIES}
         assert actual == pytest.approx(expected, abs=1e-6, nan_ok=True)
         assert evaluation.n_train == len(datamodule.train_samples[client])
     assert len({evaluation.reweighted_test for evaluation in evaluations}) == 3
@@ -163,12 +163,12 @@ def test_clients_are_evaluated_the_same_with_and_without_the_shortcut_for_equal_
     short = evaluated(model, datamodule, FedAvg(pattern), server, kept)
     long = evaluated(model, datamodule, Unshortened(pattern), server, kept)
     for client, (a, b) in enumerate(zip(short, long, strict=True)):
-        for metric in METRICS:
+        for metric in ACCURACIES:
             assert getattr(a, metric) == getattr(b, metric)
         torch.testing.assert_close(a.gate_weights, b.gate_weights)  # other batches: the last bit may differ
         initial = mixture(FeatureGate(6)).eval()
         expected = expected_evaluation(initial, {**server, **kept.get(client, {})}, datamodule, client)
-        assert {metric: getattr(a, metric) for metric in METRICS} == pytest.approx(expected, abs=1e-6)
+        assert {metric: getattr(a, metric) for metric in ACCURACIES} == pytest.approx(expected, abs=1e-6)
 
 
 class Individual(FedAvg):
@@ -279,20 +279,20 @@ def test_the_federation_evaluates_each_clients_own_model_and_says_what_it_is(tmp
         for client, result in enumerate(evaluation.clients):
             module = federation.client_module(name, client)
             expected = expected_evaluation(module, {}, datamodule, client)
-            assert {metric: getattr(result, metric) for metric in METRICS} == pytest.approx(expected, abs=1e-6)
+            assert {metric: getattr(result, metric) for metric in ACCURACIES} == pytest.approx(expected, abs=1e-6)
     gates = [result.mean_gate_weight for result in federation.results["Gate"].clients]
     assert len(set(gates)) == 3
 
 
 def evaluation(values, metric="reweighted_test"):
     clients = [
-        ClientEvaluation(client, 10, **{**dict.fromkeys(METRICS, 0.5), metric: value})
+        ClientEvaluation(client, 10, **{**dict.fromkeys(ACCURACIES, 0.5), metric: value})
         for client, value in enumerate(values)
     ]
     return Evaluation("FedAvg", 1, "mixture", "after aggregation", "last round", clients)
 
 
-@given(st.lists(st.floats(0, 1) | st.just(nan), min_size=1, max_size=40), st.sampled_from(METRICS))
+@given(st.lists(st.floats(0, 1) | st.just(nan), min_size=1, max_size=40), st.sampled_from(ACCURACIES))
 @settings(max_examples=100, deadline=None)
 def test_the_spread_is_that_of_numpy_over_the_clients_that_have_the_metric(values, metric):
     spread = evaluation(values, metric).spread_or_nan(metric)

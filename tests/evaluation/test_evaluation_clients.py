@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PFedMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.backends.workers import workers_backend as workers
 from fedmoe_pl.evaluation import stacked_models
-from fedmoe_pl.evaluation.results import METRICS
+from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
 from fedmoe_pl.phases.participation import evaluated_clients, sample_cohort
 
@@ -46,7 +46,7 @@ def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp
         assert [client.client for client in one.clients] == drawn
         for client in one.clients:
             same = of_all.clients[client.client]
-            for name in (*METRICS, "n_train", "validation_loss", "mean_gate_weight"):
+            for name in (*ACCURACIES, "n_train", "validation_loss", "mean_gate_weight"):
                 assert getattr(client, name) == pytest.approx(getattr(same, name), rel=1e-12, nan_ok=True)
         losses.append(sum(of_all.clients[client].validation_loss for client in drawn) / 3)
     assert found.results["FedAvg"].round == 1 + losses[:5].index(min(losses[:5]))

@@ -32,7 +32,7 @@ from fedmoe_pl.data import (
     partition_table,
 )
 from fedmoe_pl.evaluation.metrics import Meter
-from fedmoe_pl.evaluation.results import METRICS, ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.results import ACCURACIES, ClientEvaluation, Evaluation
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.report.costs import costs, default_target
 from fedmoe_pl.report.latex import latex
@@ -116,7 +116,7 @@ def test_each_client_has_the_metrics_of_its_model_on_each_set(fitted, method):
             for metric, value in expected.items():
                 if len(samples) > 1 or metric != "r2":
                     assert client.value(f"{name}_{metric}") == pytest.approx(value, rel=1e-4), (name, metric)
-        assert all(math.isnan(getattr(client, accuracy)) for accuracy in METRICS)
+        assert all(math.isnan(getattr(client, accuracy)) for accuracy in ACCURACIES)
     assert all(client.gate_labels is None for client in fitted.results[method].clients)
     assert bool(fitted.results[method].values("mean_gate_weight")) == (method == "PFL-MF")
 

@@ -47,7 +47,7 @@ class Trial:
     """What the trial steps of two clients showed."""
 
     clients_per_stack: int  # the most that fit into a quarter of the memory (on a CPU, also its cache), up to a limit
-    convolves: bool = False  # whether a step computes a convolution
+    computes_convolutions: bool = False  # in a step
 
 
 def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> Trial:
@@ -149,7 +149,7 @@ def _try_stack(
         raise _reads_trainer(trainer) from error
     if trainer.asked:  # the module may have caught the error
         raise _reads_trainer(trainer)
-    trial.convolves |= operations.convolve
+    trial.computes_convolutions |= operations.convolve
     per_client = sum(tensor[0].nbytes for tensor in stack.stacked.values())
     # parameters, gradients, two optimizer states and a temporary one, plus results of the forward and backward pass
     limit = _memory(device) // 4 // (5 * per_client + int(operations.bytes / batches) + 1)
