@@ -19,9 +19,9 @@ _COLUMNS = 80  # of a notebook's output
 class ProgressBar(FederationCallback):
     """One bar on stderr for the whole run: phase, round, time left and the phase's newest mean accuracy with its round.
 
-    Progress is counted in training samples (``Run.progress``), so that a round of 200 local epochs counts as much as it
-    costs. If stderr is neither a terminal nor a notebook's (a batch job, a log file), a short line is written at the
-    end of each phase, and about once a minute, when a client's training ends.
+    Progress is counted in training samples and steps (``Run.progress``), so that a round of 200 local epochs counts
+    about as much as it costs. If stderr is neither a terminal nor a notebook's (a batch job, a log file), a short line
+    is written at the end of each phase, and about once a minute, when a client's training ends.
     """
 
     def on_fit_start(self, run: Run) -> None:

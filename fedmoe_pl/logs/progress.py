@@ -13,14 +13,16 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
 
+_STEP = 20  # samples: on a CPU, 8 with LeNet-5, 22 with ResNet-18 and 87 with a small MLP
+
 
 class Progress:
-    """Counts the samples that clients train on, in all epochs of all rounds: a measure of how long a run takes.
+    """Estimates how long a run takes, in samples that clients train on; a step costs as much as some more samples.
 
     Only new clients have rounds to train after a result ``given`` by a checkpoint.
 
     Attributes:
-        total: samples of the whole run.
+        total: the work of the whole run.
     """
 
     def __init__(
@@ -37,12 +39,12 @@ class Progress:
         for phase in phases:
             if not phase.ckpt_path or (phase.name in given and given[phase.name].round < phase.rounds):
                 epochs = phase.epochs(trainer)
-                self._per_round[phase.name] = _samples_of_round(phase, model_of(phase), datamodule, seed, epochs)
+                self._per_round[phase.name] = _work_of_round(phase, model_of(phase), datamodule, seed, epochs)
         self._in_round = 0.0
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
 
     def completed(self, states: Mapping[str, PhaseState]) -> float:
-        """Samples so far."""
+        """The work done so far."""
         rounds = {name: self._rounds[name] if state.stopped else state.round for name, state in states.items()}
         return sum(count * self._per_round[name] for name, count in rounds.items()) + self._in_round
 
@@ -55,14 +57,15 @@ class Progress:
         self._in_round = 0.0
 
 
-def _samples_of_round(
+def _work_of_round(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int, epochs: int
 ) -> float:
-    """Samples of an average cohort in all epochs of a round, estimated from the share that the largest client uses."""
+    """The work of an average cohort in all epochs of a round, estimated from the share that the largest client uses."""
     cohort = cohort_of(phase, datamodule.num_clients, seed)
     sizes = datamodule.train_samples.sizes
     largest = max(cohort.participants, key=lambda client: int(sizes[client]))
     samples = datamodule.train_samples[largest]
     chosen = phase.algorithm.client_samples(Client(largest, 0, seed, module, samples, {}, datamodule))
     share = len(chosen) / len(samples) if len(chosen) else 1.0
-    return epochs * cohort.size * share * sizes[[*cohort.participants]].double().mean().item()
+    per_client = share * sizes[[*cohort.participants]].double().mean().item()
+    return epochs * cohort.size * per_client * (1 + _STEP / (phase.train.batch_size or datamodule.batch_size))

@@ -1,4 +1,4 @@
-"""Progress counts the samples that are trained, also those of newcomers."""
+"""Progress counts the samples and steps of training, also those of newcomers."""
 
 from helpers import blobs, mixture
 from helpers.runs import Notes, federation
@@ -22,14 +22,15 @@ def test_an_algorithm_may_choose_samples_by_the_client_s_model(tmp_path):
     assert run.run.progress.completed(run.run.states) == run.run.progress.total > 0
 
 
-def test_a_share_of_the_samples_is_that_share_of_the_work(tmp_path):
+def test_the_work_is_that_of_the_samples_and_steps(tmp_path):
+    """A step costs as much as 20 samples; three quarters of the samples are that share of the work."""
     phases = [
-        Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), train=Train(max_epochs=1)),
+        Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), train=Train(max_epochs=1, batch_size=4)),
         Phase("FB", FineTuning(gate_fraction=0.25), rounds=2, gate=LocalOnly(), train=Train(max_epochs=3)),
     ]
     run = federation(tmp_path, phases)
-    run.fit(mixture(), blobs(sizes=(8, 12, 4)))
-    assert run.run.progress.total == 24 + 2 * 3 * 0.75 * 24
+    run.fit(mixture(), blobs(sizes=(8, 12, 4), batch_size=8))
+    assert run.run.progress.total == 24 * (1 + 20 / 4) + 2 * 3 * 0.75 * 24 * (1 + 20 / 8)
 
 
 def test_the_local_rounds_of_newcomers_are_work(tmp_path):
