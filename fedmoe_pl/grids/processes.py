@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from fedmoe_pl.checkpoints.files import acquired
 from fedmoe_pl.grids.cells import Cell, cut_run, finished_run, last_round
 from fedmoe_pl.grids.forks import ForkedProcess, fork
 from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
+from fedmoe_pl.report.runs import CELL
 from fedmoe_pl.rounds.interruption import Interruption, raising
 
 _POLL = 0.1  # seconds between two looks at the processes
@@ -89,7 +91,7 @@ def _unfinished(
 ) -> Iterator[tuple[str, Cell]]:
     """Yields the cells that must be run."""
     for title, cell in cells:
-        _write(cell.folder / "cell.yaml", _document(grid, cell))
+        _write(cell.folder / CELL, json.dumps(_document(grid, cell), indent=1, default=str))
         _await_other(title, cell)
         if (run := finished_run(cell)) is None:
             yield title, cell
@@ -112,7 +114,7 @@ def _await_other(title: str, cell: Cell) -> None:
 
 
 def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
-    """What ``cell.yaml`` says of a cell, for its report."""
+    """What ``cell.json`` says of a cell, for its report."""
     return {
         "variant": cell.where.get(VARIANT),
         "values": {key: value for key, value in cell.where.items() if key != VARIANT},
@@ -131,7 +133,7 @@ def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
 def _start(title: str, cell: Cell, slot: int, parallel: int) -> _Process:
     """Starts or continues the run of a cell."""
     path = cell.folder / "config.yaml"
-    _write(path, cell.configuration)
+    _write(path, yaml.safe_dump(cell.configuration, sort_keys=False))
     checkpoint, device = cut_run(cell), _gpu(cell, slot)
     environment = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     cores = cores_of_process()
@@ -218,6 +220,6 @@ def _end(running: Sequence[_Process]) -> None:
             each.process.wait()
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    path.write_text(content)

@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.configuration import RECORD
@@ -26,8 +24,7 @@ Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
 
 # Anyone may have made the folder of a run: its files are read with these bounds.
-_MOST_BYTES, _MOST_BYTES_OF_YAML = 2**28, 2**22  # YAML's parser needs a second for some hundred kilobytes
-_MOST_REPEATED, _DEEPEST, _MOST_DIGITS = 100_000, 50, 9
+_MOST_BYTES, _DEEPEST, _MOST_DIGITS = 2**28, 50, 9
 _NO = type(None)
 _PHASE = {"name": str, "algorithm": (_NO, {"class_path": str}), "start": (_NO, str, {...: str})}
 _CONFIG = {
@@ -54,6 +51,7 @@ _ALLOWED = "the folder of a run (runs/<name>/version_<n>) or of several"
 _WORST = "_worst_tenth"
 _OTHER_METRICS = ("local_test_", "global_test_", "validation_")  # what their names begin with
 NEW_CLIENTS = "new_clients"
+CELL = "cell.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +64,8 @@ class RunFiles:
     summary: list[Row]
     partition: list[Row]
     gates: list[Row]
-    config: dict[str, Any]  # record.json, or config.yaml of a run of an earlier version
-    cell: dict[str, Any]  # cell.yaml, which `fedmoe benchmark` writes into the folder above
+    config: dict[str, Any]  # record.json
+    cell: dict[str, Any]  # cell.json, which `fedmoe benchmark` writes into the folder above
 
     @property
     def name(self) -> str:
@@ -159,11 +157,8 @@ def read_run(folder: Path) -> RunFiles:
     )
     if (path := folder / "rounds.csv").is_file():
         _check_rounds(path, rounds, summary)
-    record = folder / RECORD
-    config = _read_tree(record if record.is_file() else folder / "config.yaml", _CONFIG)
-    return RunFiles(
-        folder, rounds, clients, summary, partition, gates, config, _read_tree(folder.parent / "cell.yaml", _CELL)
-    )
+    config, cell = _read_tree(folder / RECORD, _CONFIG), _read_tree(folder.parent / CELL, _CELL)
+    return RunFiles(folder, rounds, clients, summary, partition, gates, config, cell)
 
 
 def _check_rounds(path: Path, rounds: Iterable[Row], summary: Iterable[Row]) -> None:
@@ -179,8 +174,8 @@ def _check_rounds(path: Path, rounds: Iterable[Row], summary: Iterable[Row]) -> 
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder is that of a run, which may have no results yet; that of a grid's cell holds one."""
-    return not (folder / "cell.yaml").exists() and any(
-        (folder / name).exists() for name in ("rounds.csv", "summary.csv", "config.yaml", "checkpoints")
+    return not (folder / CELL).exists() and any(
+        (folder / name).exists() for name in ("rounds.csv", "summary.csv", RECORD, "checkpoints")
     )
 
 
@@ -199,7 +194,7 @@ def read_rows(path: Path, needed: Collection[str] = ()) -> list[Row]:
 def read_texts(path: Path, needed: Collection[str] = ()) -> list[dict[str, str]]:
     """The rows of a CSV file as texts; ``needed`` are columns that it must have."""
     with reading(path):
-        text = _read(path, _MOST_BYTES)
+        text = _read(path)
         if text is None:
             return []
         if not text.endswith("\n"):
@@ -215,22 +210,13 @@ def read_texts(path: Path, needed: Collection[str] = ()) -> list[dict[str, str]]
 
 
 def _read_tree(path: Path, shape: Any) -> dict[str, Any]:
-    """The mapping in a file of JSON or YAML, which has a shape (:func:`_fits`); empty if the file is missing."""
+    """The mapping in a file of JSON, which has a shape (:func:`_fits`); empty if the file is missing."""
     with reading(path):
-        is_json = path.suffix == ".json"
-        text = _read(path, _MOST_BYTES if is_json else _MOST_BYTES_OF_YAML) or "{}"
-        tree = json.loads(text) if is_json else yaml.load(text, _Loader)
-        most = len(text) + _MOST_REPEATED  # YAML may repeat a value by a name, and again what repeats it
-        if sum(1 for _ in islice(_values(tree), most)) == most or not _fits(tree, shape):
+        tree = json.loads(_read(path) or "{}")
+        _check_values(tree)
+        if not _fits(tree, shape):
             raise ValueError("it is not what a run writes")
         return tree
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without merged mappings, which no run writes; repeated, they would take any memory."""
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leaves a mapping as it is."""
 
 
 @contextmanager
@@ -238,31 +224,29 @@ def reading(path: Path) -> Iterator[None]:
     """In this context, a file is read: what is wrong with it ends in a sentence."""
     try:
         yield
-    except (OSError, ValueError, RecursionError, csv.Error, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise MisconfigurationException(
             f"report: RUN has the file '{path}', which is damaged: {reason_of(error)}."
         ) from error
 
 
-def _read(path: Path, most: int) -> str | None:
+def _read(path: Path) -> str | None:
     if not path.is_file():
         return None
-    if path.stat().st_size > most:
-        raise ValueError(f"it has more than {most:,} bytes")
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     with path.open(newline="", encoding="utf-8") as file:
         return file.read()
 
 
-def _values(value: Any, depth: int = 0) -> Iterator[None]:
-    """Yields for each value in a tree, of which none may be deep, or of a kind that no configuration has."""
-    children = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-    if depth > _DEEPEST or not isinstance(value, dict | list | str | int | float | _NO):
-        raise ValueError("it is deep, or has other values than numbers and texts")
-    if not isinstance(value, dict | list):
-        str(value).encode()  # refuses halves of a character, and numbers of thousands of digits
-    yield
-    for child in children:
-        yield from _values(child, depth + 1)
+def _check_values(value: Any, depth: int = 0) -> None:
+    """Refuses a tree that is deep, or has halves of a character."""
+    if depth > _DEEPEST:
+        raise ValueError("it is deep")
+    if isinstance(value, str):
+        value.encode()
+    for child in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_values(child, depth + 1)
 
 
 def _fits(value: Any, shape: Any) -> bool:

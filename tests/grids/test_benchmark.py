@@ -1,5 +1,6 @@
 """The command: cells are run, skipped, continued and named when they fail; it ends with a table."""
 
+import json
 import os
 import re
 import signal
@@ -66,7 +67,7 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
     assert first[2] == ["FedAvg", "64.55 ± 0.07", "60.00 ± 0.50", "+10.00*", "60.05 ± 0.07", "+10.00"]
     assert [line[2] for line in second] == ["paper", "99.00", "60.00 ± 0.50", "-"]
     assert "### alpha 0.5" in out and "* Paper: A 2026, Table 1." in out and "* Paper: B 2026." in out
-    cell = yaml.safe_load((tmp_path / "runs/alpha=7,seed_everything=1/cell.yaml").read_text())
+    cell = json.loads((tmp_path / "runs/alpha=7,seed_everything=1/cell.json").read_text())
     assert cell["values"] == {"data.init_args.partitioner.init_args.alpha": 7, "seed_everything": 1}
     assert cell["variant"] is None and cell["baseline"] == "Local"
     assert [each["cells"] for each in cell["paper"]] == [{"FedAvg": [60.0, 0.5]}, {"Local": [99.0, None]}]

@@ -41,13 +41,14 @@ TINY = {
 
 # Writes what `fedmoe fit` writes: its first argument says how it ends, the others are those of `fedmoe`.
 _SCRIPT = """
-import csv, os, pathlib, shutil, statistics, sys, time, yaml
+import csv, json, os, pathlib, shutil, statistics, sys, time, yaml
 kind, config, checkpoint = sys.argv[1], yaml.safe_load(open(sys.argv[4])), sys.argv[6:]
 federation, seed = config["federation"], config["seed_everything"]
 folder = pathlib.Path(federation["default_root_dir"]) / federation["name"] / "version_0"
 finished = folder / "checkpoints/finished"
 finished.mkdir(parents=True, exist_ok=True)
 shutil.copy(sys.argv[4], folder / "config.yaml")
+(folder / "record.json").write_text(json.dumps(config))
 (folder / "checkpoints/last.ckpt").touch()
 with open(folder / "began", "a") as file:
     print(*checkpoint, file=file)

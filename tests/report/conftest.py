@@ -1,7 +1,7 @@
+import json
 import shutil
 
 import pytest
-import yaml
 from helpers.reports import Page, csv_rows
 from helpers.runs import data, federation, model
 
@@ -36,9 +36,8 @@ CONFIG = {
 def finished(tmp_path_factory):
     """The folder of a finished run of four methods, with a configuration as if from the command line."""
     fed = federation(tmp_path_factory.mktemp("runs"), name="tiny", enable_checkpointing=False)
-    fed.hparams = CONFIG
     fed.fit(model(), data())
-    (fed.run_dir / "record.json").unlink()  # as a run of an earlier version, whose configuration is in config.yaml
+    (fed.run_dir / "record.json").write_text(json.dumps(CONFIG))
     return fed.run_dir
 
 
@@ -49,11 +48,11 @@ def copied(finished, tmp_path):
     def copy(name, seed=0, change=lambda config: None, better=0.0):
         folder = tmp_path / "runs" / name / "version_0"
         shutil.copytree(finished, folder)
-        config = yaml.safe_load((finished / "config.yaml").read_text())
+        config = json.loads((finished / "record.json").read_text())
         config["seed_everything"] = seed
         config["federation"]["name"] = name
         change(config)
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "record.json").write_text(json.dumps(config))
         if better:
             raise_accuracies(folder, better)
         return folder

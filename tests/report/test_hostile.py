@@ -14,34 +14,24 @@ from fedmoe_pl.report.runs import find_runs
 from fedmoe_pl.report.search import divided
 from fedmoe_pl.report.tables import Table, in_markdown
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 25))
-MERGED = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 25))
-CONFIGURATIONS = {
-    "an alias bomb": BOMB,
-    "a bomb of merged mappings": MERGED,
-    "no YAML": "a: [",
-    "a list": "[1]",
-    "a text": "text",
-    "one that is deep": "[" * 1000,
-    "one that has itself": "a: &a [*a]",
-    "a number of many digits": f"seed_everything: 0x{'f' * 5000}",
-    "half of a character": 'a: "\\ud800"',
-    "a date": "a: 2020-01-01",
-    "a set": "a: !!set {b}",
-    "an object": "a: !!python/object/apply:os.getcwd []",
-    "keys of other kinds": "1: 2",
-    "phases that are none": "federation: {phases: [1]}",
-    "a phase without a name": "federation: {phases: [{rounds: 1}]}",
-    "an algorithm that is none": "federation: {phases: [{name: a, algorithm: b}]}",
-    "a seed that is a list": "seed_everything: [1]",
-    "data that are none": "data: 3",
+RECORDS = {
+    "no JSON": "[",
+    "a list": "[]",
+    "a text": '"text"',
+    "one that is deep": "[" * 10**5,
+    "one that is too deep": '{"a": ' + "[" * 60 + "]" * 60 + "}",
+    "a number of many digits": f'{{"a": {"9" * 5000}}}',
+    "half of a character": '{"a": "\\ud800"}',
+    "a part that is none": '{"federation": 1}',
+    "phases that are none": '{"federation": {"phases": [1]}}',
+    "a phase without a name": '{"federation": {"phases": [{"rounds": 1}]}}',
+    "an algorithm that is none": '{"federation": {"phases": [{"name": "a", "algorithm": "b"}]}}',
+    "a seed that is a text": '{"a": NaN, "seed_everything": "x"}',
+    "a seed that is a list": '{"seed_everything": [1]}',
+    "data that are none": '{"data": 3}',
     "bytes": b"\xff\xfe\0",
-    "too much": f"a: {'b' * 2**22}",
 }
-
-
-RECORDS = ["[", "[]", "[" * 10**5, '{"a": NaN, "seed_everything": "x"}', '{"federation": 1}']
-CELLS = ["paper: [1]", "values: 3", "paper: [{metric: a, table: b, cells: {c: [1, x]}}]"]
+CELLS = ['{"paper": [1]}', '{"values": 3}', '{"paper": [{"metric": "a", "table": "b", "cells": {"c": [1, "x"]}}]}']
 
 
 def field(column, value):
@@ -67,9 +57,8 @@ def with_column(name):
 
 
 DAMAGED = {  # a file of a run, and what it has in place of what the run wrote
-    **{kind: ("config.yaml", content) for kind, content in CONFIGURATIONS.items()},
-    **{f"a record {number}": ("record.json", content) for number, content in enumerate(RECORDS)},
-    **{f"a cell {number}": ("../cell.yaml", content) for number, content in enumerate(CELLS)},
+    **{kind: ("record.json", content) for kind, content in RECORDS.items()},
+    **{f"a cell {number}": ("../cell.json", content) for number, content in enumerate(CELLS)},
     "cut off in half": ("rounds.csv", lambda text: text[: len(text) // 2]),
     "without its last row": ("rounds.csv", lambda text: text[: text[:-1].rfind("\n") + 1]),
     "empty": ("rounds.csv", ""),

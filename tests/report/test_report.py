@@ -1,11 +1,11 @@
 """A report is one file that needs no other, and has the numbers of the runs."""
 
+import json
 import re
 import shutil
 import statistics
 
 import pytest
-import yaml
 from helpers.data import refused_argument
 from helpers.reports import Page, csv_rows, markdown_tables
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -174,7 +174,7 @@ def test_the_papers_numbers_are_beside_ours(copied, written, tmp_path):
     paper = [{"table": "Guo et al. 2021, Table I", "metric": LOCAL, "cells": {"FedAvg": [90.0, None], "X": [1, 2]}}]
     paper += [{"table": "Table II", "metric": LOCAL, "cells": {"Local": [80.5, 0.25]}}]
     cell = {"variant": None, "values": {"seed_everything": 0}, "baseline": None, "paper": paper}
-    (folder.parent / "cell.yaml").write_text(yaml.safe_dump(cell))
+    (folder.parent / "cell.json").write_text(json.dumps(cell))
     parsed, markdown = written(folder)
     ((header, *lines),) = markdown_tables(markdown)
     assert header == ["method", "reweighted test", "paper", "global test"]
@@ -397,5 +397,5 @@ def test_a_choice_that_the_runs_do_not_have_is_refused(argument, value, finished
 def test_a_folder_without_results_is_refused(name, tmp_path):
     for folder in ("empty", "begun"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "begun/config.yaml").write_text("seed_everything: 0\n")
+    (tmp_path / "begun/record.json").write_text("{}")
     assert refused_argument(lambda: find_runs([tmp_path / name])) == "RUN"
