@@ -140,10 +140,13 @@ def configs(arguments: Sequence[str]) -> list[Path]:
     for copy in copies.values():
         if copy.exists():
             raise refusal(f"configs: {copy} exists; --to names another folder.")
-    for file, copy in copies.items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
-        print(copy)
+    try:
+        for file, copy in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+            print(copy)
+    except OSError as error:
+        raise refusal(f"configs: --to is '{options.to}', but cannot be written: {error.strerror}.") from error
     return [*copies.values()]
 
 
@@ -167,10 +170,11 @@ def _path(name: str) -> Path:
 
 
 def _file(value: str) -> str:
-    if "{" in value or Path(os.path.expanduser(value)).exists():
-        return value
-    if value in names():
+    is_text = not {"{", "\n"}.isdisjoint(value)
+    if not is_text and value in names() and not os.path.isfile(value):
         return str(_path(value))
+    if is_text or os.path.exists(os.path.expanduser(value)):
+        return value
     similar = difflib.get_close_matches(value.removesuffix(".yaml").removeprefix("configs/"), names(), n=1)
     if not similar:
         return value
@@ -181,7 +185,7 @@ def _file(value: str) -> str:
 
 
 def _matching(pattern: str) -> list[str]:
-    found = fnmatch.filter(names(), pattern.removesuffix(".yaml"))
+    found = fnmatch.filter(names(), pattern.removesuffix(".yaml").removeprefix("configs/"))
     if not found:
         raise refusal(f"configs has no {pattern}{did_you_mean(pattern, names())}")
     return found

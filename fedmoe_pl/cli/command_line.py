@@ -196,7 +196,7 @@ class FederationCLI(LightningCLI):
     def _set_seed(self) -> None:
         """Refuses what is no seed, and seeds all generators with 32 bits, which is what NumPy takes."""
         seed = self._get(self.config, "seed_everything")
-        if seed < 0:
+        if seed is None or seed < 0:
             raise InvalidArgumentError(str(self.subcommand), "seed_everything", seed, "an integer of at least 0")
         seed_everything(seed % 2**32, workers=True)
 

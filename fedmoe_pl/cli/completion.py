@@ -11,6 +11,7 @@ from jsonargparse import ArgumentParser
 
 from fedmoe_pl.catalogue import names, parser_of
 from fedmoe_pl.cli.kinds import KINDS
+from fedmoe_pl.cli.parsing import CheckingParser
 
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]
 _CONFIGS = {  # names of the package's configurations, or files
@@ -21,7 +22,7 @@ _CONFIGS = {  # names of the package's configurations, or files
 
 def completion_parser() -> ArgumentParser:
     """The parser of ``fedmoe completion``."""
-    parser = parser_of("completion")
+    parser = parser_of("completion", CheckingParser)
     parser.add_argument("shell", choices=[*_CONFIGS], help="the shell")
     return parser
 

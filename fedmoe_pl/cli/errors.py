@@ -54,6 +54,7 @@ _EXAMPLES = {
 _NAMES = {"NoneType": "null", "PositiveInt": "int above 0", "PositiveFloat": "float above 0", "ConfigPath": "a file"}
 _MEANINGS = {"method": "the name of a row of the run's table"}  # of arguments of commands
 _MOST_LISTED = 8  # arguments of a class
+FILES = (".yaml", ".yml", ".json")
 _NOT_CLASSES: tuple[type, ...] = (str, int, float, dict, list, tuple, set, type(None), os.PathLike)
 
 
@@ -107,9 +108,13 @@ def refusal_of_value(key: str, value: Any, hint: Any, error: Exception) -> Refus
         return RefusedKeyError(key, f"is a file that is no text; a file of data is given to a class, {example}.")
     if not isinstance(node.get("init_args", {}), Mapping | Namespace):
         return RefusedKeyError(f"{key}.init_args", AS_MAPPING)
+    if bases and "init_args" in node and class_path is None:
+        return RefusedKeyError(key, f"must have a class_path. {_OVERLAY}")
     if not bases or not isinstance(class_path, str):
         return wrong_value(key, value, hint)
     place = f"{key}.class_path" if node else key
+    if class_path.endswith(FILES):
+        return RefusedKeyError(place, f"is '{class_path}', a file that cannot be read as YAML.")
     try:
         found = _class_of(class_path, bases, place)
     except RefusedKeyError as refusal:
@@ -211,6 +216,8 @@ def unknown(name: str, hints: Mapping[str, Any], owner: type | None) -> RefusedK
         end = "; options come after the command, as in fedmoe fit --config quickstart."
     elif owner in (LightningModule, FederatedDataModule, Optimizer):
         end = f"; a class_path must be given. {_OVERLAY}"
+    elif name == "configs" and owner is None:
+        end = "; the file is a grid, as in fedmoe benchmark --config FILE."
     elif section in COMMANDS and owner is None:
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
     elif section in OF_CLASS:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import yaml
-from jsonargparse import ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse import ArgumentParser
 
 from fedmoe_pl.catalogue import parser_of
-from fedmoe_pl.cli.parsing import CheckingParser, ConfigFile
-from fedmoe_pl.grids.grid import SEED, Grid, Published, Variant
+from fedmoe_pl.cli.parsing import CheckingParser, ConfigFile, check_values, read_config
+from fedmoe_pl.grids.grid import SEED, Grid, Published, Variant, dotted
 from fedmoe_pl.grids.tuning import Tuning
 
 _OF_RUN = {SEED, "model", "data", "trainer", "federation"}
@@ -26,10 +24,14 @@ class GridFile(ConfigFile):
 
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
-        before = {name: dict(cfg.get(name) or {}) for name in self.of_keys}
+        before = {name: self.single_keys(cfg.get(name) or {}) for name in self.of_keys}
         super().__call__(parser, cfg, values, option_string)
         for name, old in before.items():
-            cfg[name] = {**old, **(cfg.get(name) or {})}
+            cfg[name] = old | self.single_keys(cfg.get(name) or {})
+
+    def single_keys(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of nested mappings as dotted words, with their values."""
+        return dict(dotted(node))
 
 
 def grid_parser() -> ArgumentParser:
@@ -44,6 +46,7 @@ def read_grid(arguments: Sequence[str]) -> Grid:
     """The grid that a command line gives."""
     given = grid_parser().parse_args([*arguments]).as_dict()
     del given["config"]
+    check_values(Grid, given)
     given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
     given["paper"] = [Published(**published) for published in given["paper"]]
     return Grid(**given)
@@ -53,6 +56,10 @@ class _SpaceFile(GridFile):
     """A file over others: it changes single keys of ``space``."""
 
     of_keys = ("space",)
+
+    def single_keys(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys as they are: a mapping below one is a range or a list of choices."""
+        return dict(node)
 
 
 def tune_parser() -> ArgumentParser:
@@ -93,17 +100,14 @@ def read_tuning(arguments: Sequence[str]) -> tuple[Tuning, list[str]]:
         last.append(word)
     given = tune_parser().parse_args(own).as_dict()
     del given["config"]
+    check_values(Tuning, given)
     return Tuning(**given), of_run
 
 
 def _divided(file: str, own: list[str], of_run: list[str]) -> Iterator[tuple[list[str], str]]:
     """Yields a file, or its two parts if it has keys of both commands, and which arguments each belongs to."""
-    try:
-        content: Any = get_loader("yaml")(file if "{" in file else Path(file).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):  # which the parser of the run's configuration reports
-        content = None
-    keys = {*content} if isinstance(content, dict) else _OF_RUN
-    if keys <= _OF_RUN or keys.isdisjoint(Tuning.__dataclass_fields__):
+    file, content = read_config(file)
+    if content.keys() <= _OF_RUN or content.keys().isdisjoint(Tuning.__dataclass_fields__):
         yield of_run, file
         return
     parts = {name: content[name] for name in content if name in _OF_RUN}

@@ -43,31 +43,37 @@ class ConfigFile(ActionConfigFile):
 
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
-        try:
-            if values == "-":
-                values = f"{sys.stdin.read()}\n"
-            is_text = any(mark in values for mark in "{\n")
-            content = load(values if is_text else Path(values).expanduser().read_text(encoding="utf-8"))
-            if not isinstance(content, Mapping):
-                raise ValueError("it has no keys, as YAML has in key: value")
-            sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
-            keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
-            if wrong := next(keys, ""):
-                raise ValueError(f"its key {wrong} must be a text")
-        except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-            if str(values).endswith(".toml"):
-                reason = "it must be YAML, or JSON"
-            elif isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-                tab = ", a tab; YAML is indented with spaces" if "'\\t'" in str(error.problem) else ""
-                mark = error.problem_mark
-                reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{tab}"
-            raise MisconfigurationException(f"config is '{values}', but it cannot be read: {reason}.") from error
+        values, content = read_config(values)
         check_names(content, parser)
         if isinstance(content.get("config"), list):  # jsonargparse would leave it out
             one = "its key config must be one file; several come one after another, each after --config"
             raise RefusedKeyError("config", f"is '{values}', but it cannot be read: {one}.")
         super().__call__(parser, cfg, values, option_string)
+
+
+def read_config(file: str) -> tuple[str, Mapping[str, Any]]:
+    """A configuration file, or a text in its place, and what it says; ``-`` is the text on stdin."""
+    try:
+        if file == "-":
+            file = f"{sys.stdin.read()}\n"
+        is_text = any(mark in file for mark in "{\n")
+        content = load(file if is_text else Path(file).expanduser().read_text(encoding="utf-8"))
+        if not isinstance(content, Mapping):
+            raise ValueError("it has no keys, as YAML has in key: value")
+        sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
+        keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
+        if wrong := next(keys, ""):
+            raise ValueError(f"its key {wrong} must be a text")
+        return file, content
+    except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+        if file.endswith(".toml"):
+            reason = "it must be YAML, or JSON"
+        elif isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            tab = ", a tab; YAML is indented with spaces" if "'\\t'" in str(error.problem) else ""
+            mark = error.problem_mark
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{tab}"
+        raise MisconfigurationException(f"config is '{file}', but it cannot be read: {reason}.") from error
 
 
 class CheckingParser(LightningArgumentParser):
@@ -143,7 +149,8 @@ def check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> None
             if any(not action.option_strings for action in parser._actions):  # those after it belong to a command
                 return
             raise errors.unknown(word, hints, None)
-        if not equals and rest and not re.match(r"-[^\d.]", rest[-1]):  # some options, such as print_config, need none
+        # some options, such as print_config, need no value; "- name: A" is one
+        if not equals and rest and not re.match(r"--?[A-Za-z][^\s=]*(=|$)", rest[-1]):
             value = rest.pop()
         name = option.removeprefix("--").removesuffix("+")
         if option not in known or any(each.startswith(f"{name}.") for each in hints):
@@ -165,7 +172,7 @@ def check_names(node: Any, parser: argparse.ArgumentParser, prefix: str = "") ->
         value = _loaded(value)
         if isinstance(value, Mapping | Namespace):
             check_names(value, parser, f"{full}.")
-        elif (value is not None or "." in full or owner) and not str(value).endswith((".yaml", ".yml", ".json")):
+        elif (value is not None or "." in full or owner) and not str(value).endswith(errors.FILES):
             raise RefusedKeyError(full, f"is {shown(value)}, but {errors.AS_MAPPING}", owner)
 
 
@@ -263,6 +270,7 @@ class CheckedAction(ActionTypeHint):
         value, hint = self._read(value), self._typehint
         if isinstance(value, NestedArg):
             value = reduce(lambda below, name: {name: below}, reversed(value.key.split(".")), value.val)
+        value = value.as_dict() if isinstance(value, Namespace) else value
         value = [value] if append and not isinstance(value, list) else value
         if self.owner is None and self.dest in _NEEDED:  # which Lightning lets be null
             hint = Union[(*(each for each in members(hint) if each is not type(None)),)]
@@ -305,7 +313,8 @@ def _phase_of(argument: NestedArg, phases: Sequence[Namespace], appended: Any) -
     if name is None and appended and phases:
         return len(phases) - 1, argument
     if name is None:
-        hint = did_you_mean(argument.key.partition(".")[0], names)
+        first = argument.key.partition(".")[0]
+        hint = "." if first in names else did_you_mean(first, names)
         raise MisconfigurationException(
             f"federation.phases.{argument.key} must name a phase that a --config before it has, and one of its "
             f"arguments, such as federation.phases.NAME.rounds{hint}"

@@ -102,10 +102,10 @@ class Grid:
 
     def __post_init__(self) -> None:
         """Writes keys as dotted words, and checks what needs no configuration."""
-        self.values = dict(_dotted(self.values))
-        self.overrides = dict(_dotted(self.overrides))
+        self.values = dict(dotted(self.values))
+        self.overrides = dict(dotted(self.overrides))
         for variant in self.variants.values():
-            variant.overrides = dict(_dotted(variant.overrides))
+            variant.overrides = dict(dotted(variant.overrides))
         for key, values in self.values.items():
             if not isinstance(values, list) or not values:
                 raise InvalidArgumentError("benchmark", f"values.{key}", values, "a list of at least one value")
@@ -115,6 +115,8 @@ class Grid:
         if VARIANT in self.values:  # cells would differ in nothing but their names
             raise InvalidArgumentError("benchmark", "values", [*self.values], "keys of a run, beside variants")
         for seed in self.values.get(SEED, []):
+            if seed is None:
+                raise InvalidArgumentError("benchmark", f"values.{SEED}", seed, "an integer of at least 0")
             check_at_least("benchmark", f"values.{SEED}", seed, 0, highest=None)
         for published in self.paper:
             for key in published.where:
@@ -143,13 +145,13 @@ def value_name(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the keys of nested mappings as dotted words, with their values; a class with its arguments is a value."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         is_class = isinstance(value, Mapping) and "class_path" in value and set(value) <= _OF_CLASS
         if isinstance(value, Mapping) and value and not is_class:
-            yield from _dotted(value, f"{key}.")
+            yield from dotted(value, f"{key}.")
         else:
             yield key, value
 

@@ -141,6 +141,9 @@ def test_a_file_of_the_user_s_goes_first(tmp_path, monkeypatch):
         *("fit", f"--config={folder() / 'quickstart.yaml'}", "-c", str(folder() / "quickstart.yaml"))
     ]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()  # as `fedmoe configs quickstart --to quickstart` makes it
+    assert with_files(["fit", "--config", "quickstart"])[-1] == str(folder() / "quickstart.yaml")
+    (tmp_path / "quickstart").rmdir()
     (tmp_path / "quickstart").write_text("")
     assert with_files(["fit", "--config", "quickstart", "--federation.name", "zoo_digits"])[2:] == [
         *("quickstart", "--federation.name", "zoo_digits")
@@ -153,7 +156,8 @@ def test_a_file_that_is_not_here_is_told_from_one_of_the_package(tmp_path, monke
         with_files(["fit", "--config", "configs/quickstart.yaml"])
     with pytest.raises(ArgumentError, match=r"did you mean quickstart, which the package has\?"):
         with_files(["fit", "--config", "quickstat"])
-    assert with_files(["fit", "--config", "other.yaml"])[-1] == "other.yaml"
+    for name in ("other.yaml", 300 * "a"):
+        assert with_files(["fit", "--config", name])[-1] == name
 
 
 def test_every_one_is_listed_with_what_it_is(capsys):
@@ -177,6 +181,8 @@ def test_copies_have_what_their_commands_need(tmp_path, monkeypatch, capsys):
     assert all(Path(path.absolute).is_file() for path in grid.configs)
     with pytest.raises(ArgumentError, match=r"fedmoe_da_cifar10\.yaml exists; --to names"):
         configs(["fedmoe_da_svhn"])
+    with pytest.raises(ArgumentError, match=r"--to is 'configs/fedmoe_da_svhn\.yaml', but cannot be written: "):
+        configs(["configs/quickstart.yaml", "--to", "configs/fedmoe_da_svhn.yaml"])
     assert len(configs(["papers/*", "--to", "mine"])) > 14
 
 

@@ -222,6 +222,10 @@ REFUSED = {
     "init_args is not an argument; it belongs below what it is of, as in model: {class_path:": [
         *("--config", "{model: PersonalizedMoE, init_args: {mixing: logits}}")
     ],
+    "model is 'other.yaml', a file that cannot be read as YAML.": ["--config", "{model: other.yaml}"],
+    "federation.phases is {'FedAvg': {'rounds': 3}}, but must be list[Phase], such as": [
+        *("--config", "{federation.phases.FedAvg.rounds: 3}")
+    ],
     "run.yaml is not an argument; a file comes after --config, as in --config run.yaml.": ["run.yaml"],
     "seed_everything is True, but must be int.": ["--seed_everything", "true"],
     "seed_everything is None, but must be int.": ["--seed_everything", "null"],
@@ -344,6 +348,13 @@ def test_an_overlay_without_its_base_says_so():
             "seed_everything is not an argument; options come after the command, as in fedmoe",
         ),
         (["serve", "--config", QUICKSTART], "num_clients must be given."),
+        (["completion"], "shell must be given."),
+        (["fit", "--config", "{data: {init_args: {batch_size: 16}}}"], "data must have a class_path. An overlay needs"),
+        (["fit", "--config", "{configs: [a.yaml]}"], "configs is not an argument; the file is a grid, as in"),
+        (
+            ["fit", "--config", QUICKSTART, "--config", "{seed_everything: null}"],
+            "seed_everything is None, but",
+        ),
     ],
 )
 def test_a_command_line_without_what_it_needs(arguments, sentence):

@@ -52,9 +52,11 @@ def test_overlays_and_arguments_change_single_keys(tmp_path):
     arguments = write_grid(tmp_path, values={"seed_everything": [0, 1], ALPHA: [0.5, 5]}, overrides={"trainer.a": 1})
     overlay = tmp_path / "quick.yaml"
     overlay.write_text(yaml.safe_dump({"values": {"seed_everything": [7]}, "overrides": {"trainer": {"b": 2}}}))
-    grid = read_grid([*arguments, "--config", str(overlay)])
-    assert grid.values == {"seed_everything": [7], ALPHA: [0.5, 5]}
-    assert grid.overrides == {"trainer.a": 1, "trainer.b": 2}
+    for trainer in ({"trainer": {"a": 1, "b": 1}}, {"trainer.a": 1}):
+        write_grid(tmp_path, values={"seed_everything": [0, 1], ALPHA: [0.5, 5]}, overrides=trainer)
+        grid = read_grid([*arguments, "--config", str(overlay)])
+        assert grid.values == {"seed_everything": [7], ALPHA: [0.5, 5]}
+        assert grid.overrides == {"trainer.a": 1, "trainer.b": 2}
     grid = read_grid([*arguments, "--values.seed_everything", "[8]", f"--values.{ALPHA}", "[9]", "--methods", "[a]"])
     assert grid.values == {"seed_everything": [8], ALPHA: [9]}
     assert grid.methods == ["a"]
@@ -97,6 +99,9 @@ def published(where):
     [
         ("values.seed_everything", {"values": {"seed_everything": []}}),
         ("values.seed_everything", {"values": {"seed_everything": [0, -1]}}),
+        ("values.seed_everything", {"values": {"seed_everything": [None]}}),
+        ("variants", {"variants": None}),
+        ("parallel", {"parallel": None}),
         ("values", {"values": {"variant": ["A", "B"]}}),
         ("values.trainer.max_epochs", {"values": {"trainer.max_epochs": 3}}),
         ("values.trainer.max_epochs", {"values": {"trainer.max_epochs": [3, 3]}}),
