@@ -221,7 +221,9 @@ def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
     except DamagedFileError:
         return _load_lightning(path)
     try:
-        if (content := json.loads(data))["fedmoe_pl"] != _FORMAT or _KEYS - content.keys():
+        if "phase" in (content := json.loads(data)):
+            raise DamagedFileError(f"which has a single phase; the run's checkpoint is {path.parents[1] / LAST}.ckpt")
+        if content["fedmoe_pl"] != _FORMAT or _KEYS - content.keys():
             raise KeyError
         content = json.loads(data, object_hook=writer.tensors.read)
         del content["crc32"]

@@ -164,6 +164,11 @@ def test_a_checkpoint_of_another_version_ends_in_one_sentence(copy, what):
     assert "which another version of this package wrote; this one reads format" in refusal(copy)
 
 
+def test_the_file_of_one_phase_is_no_checkpoint(copy):
+    with pytest.raises(MisconfigurationException, match=r"a single phase; the run's checkpoint is .*/last\.ckpt"):
+        load_checkpoint(one_of(copy, FINISHED))
+
+
 def places_in(node, keys=()):
     """The keys to every value in a file of JSON, of a list only to its first one."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node[:1]):
