@@ -255,7 +255,7 @@ class CheckedAction(ActionTypeHint):
             return value
         except Exception as error:  # a module of the user's may raise anything while it is imported
             if isinstance(error, MisconfigurationException) and not isinstance(error, RefusedKeyError):
-                raise
+                raise RefusedKeyError(f"{self.dest}{place}", f"cannot be read: {error}.", self.owner) from error
             raise self._refusal(value, append, error).below(f"{self.dest}{place}", self.owner) from error
 
     def _read(self, value: Any) -> Any:
@@ -315,10 +315,8 @@ def _phase_of(argument: NestedArg, phases: Sequence[Namespace], appended: Any) -
     if name is None:
         first = argument.key.partition(".")[0]
         hint = "." if first in names else did_you_mean(first, names)
-        raise MisconfigurationException(
-            f"federation.phases.{argument.key} must name a phase that a --config before it has, and one of its "
-            f"arguments, such as federation.phases.NAME.rounds{hint}"
-        )
+        problem = "must name a phase that a --config before it has, and one of its arguments, such as"
+        raise RefusedKeyError(f".{argument.key}", f"{problem} {PHASES}.NAME.rounds{hint}")
     key, _, value = words.removeprefix(f"{name}.").partition("=")
     return names[name], NestedArg(key=key, val=value)
 

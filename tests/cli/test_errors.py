@@ -222,6 +222,9 @@ REFUSED = {
     "init_args is not an argument; it belongs below what it is of, as in model: {class_path:": [
         *("--config", "{model: PersonalizedMoE, init_args: {mixing: logits}}")
     ],
+    "federation.phases.FedAvg cannot be read: line 1 has the key 'max_epochs' again.": [
+        *("--federation.phases.FedAvg.train", "{max_epochs: 1, max_epochs: 2}")
+    ],
     "model is 'other.yaml', a file that cannot be read as YAML.": ["--config", "{model: other.yaml}"],
     "federation.phases is {'FedAvg': {'rounds': 3}}, but must be list[Phase], such as": [
         *("--config", "{federation.phases.FedAvg.rounds: 3}")
