@@ -144,9 +144,9 @@ def configs(arguments: Sequence[str]) -> list[Path]:
         for file, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(file.read_bytes())
-            print(copy)
     except OSError as error:
         raise refusal(f"configs: --to is '{options.to}', but cannot be written: {error.strerror}.") from error
+    print(*copies.values(), sep="\n")
     return [*copies.values()]
 
 

@@ -16,9 +16,9 @@ _WORDS, _FIRST = 624, 24  # of a CPU generator's state, a Mersenne twister: its 
 
 
 class Purpose:
-    """The first key of every seed that is derived from a run's, which tells one use of random numbers from others.
+    """What random numbers are for: the key after the run's seed in ``derive_seed`` and ``generator_of``.
 
-    Methods of the package use numbers from 70 to 99 for random numbers of their own, each in its file.
+    Methods of the package have numbers from 70 to 99, each in its file; initial parameters and phases have names.
     """
 
     TRAINING = 0  # the global generators of a client's training: dropout, a user's code

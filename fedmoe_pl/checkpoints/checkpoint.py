@@ -222,7 +222,9 @@ def _load(path: Path, writer: CheckpointWriter) -> dict[str, Any]:
         return _load_lightning(path)
     try:
         if "phase" in (content := json.loads(data)):
-            raise DamagedFileError(f"which has a single phase; the run's checkpoint is {path.parents[1] / LAST}.ckpt")
+            raise DamagedFileError(
+                f"which holds a single phase; the run's checkpoint is {path.parent.parent / Path(FILE).name}"
+            )
         if content["fedmoe_pl"] != _FORMAT or _KEYS - content.keys():
             raise KeyError
         content = json.loads(data, object_hook=writer.tensors.read)

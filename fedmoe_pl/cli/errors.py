@@ -109,12 +109,13 @@ def refusal_of_value(key: str, value: Any, hint: Any, error: Exception) -> Refus
     if not isinstance(node.get("init_args", {}), Mapping | Namespace):
         return RefusedKeyError(f"{key}.init_args", AS_MAPPING)
     if bases and "init_args" in node and class_path is None:
-        return RefusedKeyError(key, f"must have a class_path. {_OVERLAY}")
+        is_needed = not {LightningModule, FederatedDataModule}.isdisjoint(bases)
+        return RefusedKeyError(key, f"must have a class_path.{f' {_OVERLAY}' if is_needed else ''}")
     if not bases or not isinstance(class_path, str):
         return wrong_value(key, value, hint)
     place = f"{key}.class_path" if node else key
     if class_path.endswith(FILES):
-        return RefusedKeyError(place, f"is '{class_path}', a file that cannot be read as YAML.")
+        return RefusedKeyError(place, f"is '{class_path}', but there is no such file here, or it is not YAML.")
     try:
         found = _class_of(class_path, bases, place)
     except RefusedKeyError as refusal:
@@ -217,7 +218,7 @@ def unknown(name: str, hints: Mapping[str, Any], owner: type | None) -> RefusedK
     elif owner in (LightningModule, FederatedDataModule, Optimizer):
         end = f"; a class_path must be given. {_OVERLAY}"
     elif name == "configs" and owner is None:
-        end = "; the file is a grid, as in fedmoe benchmark --config FILE."
+        end = "; a file comes after --config, and that of a grid after fedmoe benchmark --config."
     elif section in COMMANDS and owner is None:
         end = f"; a file with the section {section} comes before the command, as in fedmoe --config FILE {section}."
     elif section in OF_CLASS:

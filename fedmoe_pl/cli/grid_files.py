@@ -10,6 +10,7 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from fedmoe_pl.catalogue import parser_of
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.parsing import CheckingParser, ConfigFile, check_values, read_config
 from fedmoe_pl.grids.grid import SEED, Grid, Published, Variant, dotted
 from fedmoe_pl.grids.tuning import Tuning
@@ -46,10 +47,16 @@ def read_grid(arguments: Sequence[str]) -> Grid:
     """The grid that a command line gives."""
     given = grid_parser().parse_args([*arguments]).as_dict()
     del given["config"]
-    check_values(Grid, given)
-    given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
-    given["paper"] = [Published(**published) for published in given["paper"]]
+    check_values(Grid, given, "benchmark")
+    given["variants"] = {name: _made(Variant, variant) for name, variant in given["variants"].items()}
+    given["paper"] = [_made(Published, published) for published in given["paper"]]
     return Grid(**given)
+
+
+def _made(kind: type, arguments: dict[str, Any]) -> Any:
+    """A part of a grid, from its arguments."""
+    check_values(kind, arguments, "benchmark")
+    return kind(**arguments)
 
 
 class _SpaceFile(GridFile):
@@ -100,7 +107,10 @@ def read_tuning(arguments: Sequence[str]) -> tuple[Tuning, list[str]]:
         last.append(word)
     given = tune_parser().parse_args(own).as_dict()
     del given["config"]
-    check_values(Tuning, given)
+    for name, example in {"sampler": "TPESampler", "pruner": "NopPruner"}.items():
+        if given.get(name, example) is None:
+            raise InvalidArgumentError("tune", name, None, f"a class, such as {example}")
+    check_values(Tuning, given, "tune")
     return Tuning(**given), of_run
 
 

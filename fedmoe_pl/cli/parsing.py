@@ -57,14 +57,16 @@ def read_config(file: str) -> tuple[str, Mapping[str, Any]]:
         if file == "-":
             file = f"{sys.stdin.read()}\n"
         is_text = any(mark in file for mark in "{\n")
-        content = load(file if is_text else Path(file).expanduser().read_text(encoding="utf-8"))
+        path = Path(file).expanduser()
+        text = file if is_text else path.read_text(encoding="utf-8")
+        content = load(text)
         if not isinstance(content, Mapping):
             raise ValueError("it has no keys, as YAML has in key: value")
         sections = {"": content, **{f"{key}.": each for key, each in content.items() if isinstance(each, Mapping)}}
         keys = (f"{section}{key}" for section, each in sections.items() for key in each if not isinstance(key, str))
         if wrong := next(keys, ""):
             raise ValueError(f"its key {wrong} must be a text")
-        return file, content
+        return file if is_text or path.is_file() else f"{text}\n", content  # a pipe can be read once
     except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         if file.endswith(".toml"):
@@ -150,7 +152,7 @@ def check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> None
                 return
             raise errors.unknown(word, hints, None)
         # some options, such as print_config, need no value; "- name: A" is one
-        if not equals and rest and not re.match(r"--?[A-Za-z][^\s=]*(=|$)", rest[-1]):
+        if not equals and rest and not re.match(r"-[^\d.\s]", rest[-1]):
             value = rest.pop()
         name = option.removeprefix("--").removesuffix("+")
         if option not in known or any(each.startswith(f"{name}.") for each in hints):
@@ -255,7 +257,8 @@ class CheckedAction(ActionTypeHint):
             return value
         except Exception as error:  # a module of the user's may raise anything while it is imported
             if isinstance(error, MisconfigurationException) and not isinstance(error, RefusedKeyError):
-                raise RefusedKeyError(f"{self.dest}{place}", f"cannot be read: {error}.", self.owner) from error
+                key = f"{self.dest}.{value.key}" if isinstance(value, NestedArg) else f"{self.dest}{place}"
+                raise RefusedKeyError(key, f"cannot be read: {str(error).rstrip('.')}.", self.owner) from error
             raise self._refusal(value, append, error).below(f"{self.dest}{place}", self.owner) from error
 
     def _read(self, value: Any) -> Any:
@@ -364,16 +367,17 @@ class Constructor:
             raise
 
 
-def check_values(class_type: type, arguments: Mapping[str, Any]) -> None:
+def check_values(class_type: type, arguments: Mapping[str, Any], owner: str = "") -> None:
     """Refuses nan, and null where it is no value of an argument; jsonargparse lets both pass."""
+    owner = owner or class_type.__name__
     for name, value in arguments.items():
         numbers = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(number, float) and math.isnan(number) for number in numbers):
             allowed = "a finite number" if numbers is not value else "finite numbers"
-            raise InvalidArgumentError(class_type.__name__, name, value, allowed)
+            raise InvalidArgumentError(owner, name, value, allowed)
         if value is None and name in (hints := _not_optional(class_type)):
             allowed = "given" if hints[name] is object else errors.words_of(hints[name])
-            raise InvalidArgumentError(class_type.__name__, name, value, allowed)
+            raise InvalidArgumentError(owner, name, value, allowed)
 
 
 @cache

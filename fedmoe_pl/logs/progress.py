@@ -17,7 +17,7 @@ _STEP = 20  # samples: on a CPU, 8 with LeNet-5, 22 with ResNet-18 and 87 with a
 
 
 class Progress:
-    """Estimates how long a run takes, in samples that clients train on; a step costs as much as some more samples.
+    """Estimates the work of a run in training samples; each optimizer step counts as ``_STEP`` more.
 
     Only new clients have rounds to train after a result ``given`` by a checkpoint.
 
@@ -67,5 +67,6 @@ def _work_of_round(
     samples = datamodule.train_samples[largest]
     chosen = phase.algorithm.client_samples(Client(largest, 0, seed, module, samples, {}, datamodule))
     share = len(chosen) / len(samples) if len(chosen) else 1.0
-    per_client = share * sizes[[*cohort.participants]].double().mean().item()
-    return epochs * cohort.size * per_client * (1 + _STEP / (phase.train.batch_size or datamodule.batch_size))
+    samples_of_one = share * sizes[[*cohort.participants]].double().mean().item()
+    steps = max(samples_of_one / (phase.train.batch_size or datamodule.batch_size), 1)
+    return epochs * cohort.size * (samples_of_one + _STEP * steps)

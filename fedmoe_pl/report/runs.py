@@ -242,7 +242,7 @@ def _read(path: Path) -> str | None:
 def _check_values(value: Any, depth: int = 0) -> None:
     """Refuses a tree that is deep, or has halves of a character."""
     if depth > _DEEPEST:
-        raise ValueError("it is deep")
+        raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
     if isinstance(value, str):
         value.encode()
     for child in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():

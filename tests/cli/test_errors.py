@@ -222,10 +222,10 @@ REFUSED = {
     "init_args is not an argument; it belongs below what it is of, as in model: {class_path:": [
         *("--config", "{model: PersonalizedMoE, init_args: {mixing: logits}}")
     ],
-    "federation.phases.FedAvg cannot be read: line 1 has the key 'max_epochs' again.": [
+    "federation.phases.FedAvg.train cannot be read: line 1 has the key 'max_epochs' again.": [
         *("--federation.phases.FedAvg.train", "{max_epochs: 1, max_epochs: 2}")
     ],
-    "model is 'other.yaml', a file that cannot be read as YAML.": ["--config", "{model: other.yaml}"],
+    "model is 'other.yaml', but there is no such file here, or it is not YAML.": ["--config", "{model: other.yaml}"],
     "federation.phases is {'FedAvg': {'rounds': 3}}, but must be list[Phase], such as": [
         *("--config", "{federation.phases.FedAvg.rounds: 3}")
     ],
@@ -353,7 +353,7 @@ def test_an_overlay_without_its_base_says_so():
         (["serve", "--config", QUICKSTART], "num_clients must be given."),
         (["completion"], "shell must be given."),
         (["fit", "--config", "{data: {init_args: {batch_size: 16}}}"], "data must have a class_path. An overlay needs"),
-        (["fit", "--config", "{configs: [a.yaml]}"], "configs is not an argument; the file is a grid, as in"),
+        (["fit", "--config", "{configs: [a.yaml]}"], "configs is not an argument; a file comes after --config, and"),
         (
             ["fit", "--config", QUICKSTART, "--config", "{seed_everything: null}"],
             "seed_everything is None, but",

@@ -280,7 +280,7 @@ REFUSED = [
     ({}, [], "keys of the run with their values"),
     (RATES, ["--trails", "3"], r"trails is not an argument; did you mean trials\?"),
     (RATES, ["--sampler", "TPE"], "sampler is 'TPE', but must be BaseSampler"),
-    (RATES, ["--config", "{trials: null, space: {}}"], "Tuning: trials is None, but must be int above 0"),
+    (RATES, ["--config", "{trials: null, space: {}}"], "tune: trials is None, but must be int above 0"),
     (RATES, ["--config", "nope.yaml"], "config is 'nope.yaml', but it cannot be read: No such file"),
     (RATES, ["--sampler.seed", "3"], "tune derives one for each trial"),
     (RATES, ["--metric", "local_test"], "validation samples, because what is chosen by test samples looks better"),
