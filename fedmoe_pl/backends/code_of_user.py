@@ -86,7 +86,8 @@ def changes_steps(stepping: Optimizer | lr_scheduler.LRScheduler) -> bool:
     methods = (value for name, value in vars(stepping).items() if hasattr(type(stepping), name) and callable(value))
     lambdas = getattr(stepping, "lr_lambdas", ())
     is_of_user = any(map(_is_of_user, (type(stepping), type(stepping).step, *methods, *lambdas)))
-    return is_of_user or any(map(len, (*hooks, *of_all))) or any(map(changes_steps, _parts(stepping)))
+    inner = getattr(stepping, "_schedulers", ())  # of a SequentialLR or a ChainedScheduler
+    return is_of_user or any(map(len, (*hooks, *of_all))) or any(map(changes_steps, inner))
 
 
 def _given(module: nn.Module) -> Iterator[Any]:
@@ -114,8 +115,3 @@ def _is_of_user(code: Any) -> bool:
 
 def _is_foreign(module: str) -> bool:
     return module.partition(".")[0] not in _KNOWN
-
-
-def _parts(scheduler: Any) -> list[Any]:
-    """The schedulers inside a SequentialLR or a ChainedScheduler."""
-    return [*getattr(scheduler, "_schedulers", ())]

@@ -29,9 +29,6 @@ _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
 _MOST_TIMES_SAMPLES = 4  # rows may take so many times the bytes of the samples
 
-Rows = dict[str, Tensor]
-"""Outputs of frozen submodules by name, one row per sample."""
-
 
 @dataclass(frozen=True)
 class FrozenParts:
@@ -46,7 +43,7 @@ class Features:
     """The outputs of frozen parts that a client's steps look up: a row for each of its samples, on the device."""
 
     parts: FrozenParts
-    rows: Rows
+    rows: Tree
 
 
 class FeatureCache:
@@ -58,7 +55,7 @@ class FeatureCache:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
+        self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Tree]] = {}
         self._looks_up: dict[int, bool] = {}  # whether the clients of an architecture may have features
 
     def __reduce__(self) -> tuple[type[FeatureCache], tuple[()]]:
@@ -96,7 +93,7 @@ class FeatureCache:
             self._looks_up[architecture] = not (tracing.branches or tracing.are_too_large)
             return None if parts is None else Features(parts, self._rows(tracing, client.id, samples, parts))
 
-    def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Rows:
+    def _rows(self, tracing: _Tracing, client_id: int, samples: Tensor, parts: FrozenParts) -> Tree:
         """The rows of a client; recomputed only if the frozen parts or the samples have changed."""
         if tracing.training.rounds == 1:
             return tracing.rows(samples)
@@ -186,13 +183,13 @@ class _Tracing:
                     return FrozenParts(names, reads_input)
         return None
 
-    def rows(self, samples: Tensor) -> Rows:
+    def rows(self, samples: Tensor) -> Tree:
         """Outputs of the frozen parts for some samples, in the order of the samples."""
         of_batches = [self._of_parts(self._batch(some)[0]) for some in samples.split(_BATCH_SIZE)]
         return {name: torch.cat([rows[name] for rows in of_batches]) for name in self.names}
 
     @torch.no_grad()
-    def _of_parts(self, x: Tensor) -> Rows:
+    def _of_parts(self, x: Tensor) -> Tree:
         known = [x]
         for name, arguments in self.calls:
             part = self.module.get_submodule(name).eval()  # the mode of frozen parts in steps
@@ -252,7 +249,7 @@ class _Tracing:
 
 
 @contextmanager
-def looked_up(module: nn.Module, names: Sequence[str], lookup: Rows) -> Iterator[None]:
+def looked_up(module: nn.Module, names: Sequence[str], lookup: Tree) -> Iterator[None]:
     """In this context, each named submodule ignores its input and returns the tensor under its name in ``lookup``."""
     with ExitStack() as replaced:
         for name in names:
@@ -269,7 +266,7 @@ def no_input(x: Tensor, shape: Sequence[int]) -> Tensor:
 class LookedUpBatches:
     """A client's batches; puts the frozen parts' outputs for the current batch into ``lookup``."""
 
-    def __init__(self, batches: SampleBatches, features: Features, lookup: Rows) -> None:
+    def __init__(self, batches: SampleBatches, features: Features, lookup: Tree) -> None:
         assert isinstance(batches, Batches), "there are no features of samples that are read one by one"
         self.batches = batches
         self.features = features

@@ -103,13 +103,9 @@ def _without_hooks(datamodule: FederatedDataModule) -> FederatedDataModule:
     """The data module for a client's Trainer, without its hooks, which were called once before the first round."""
     shown = copy.copy(datamodule)
     for hook in ("prepare_data", "setup", "teardown", "on_exception"):
-        setattr(shown, hook, _do_nothing)
+        setattr(shown, hook, lambda *arguments, **named: None)
     shown._log_hyperparams = False
     return shown
-
-
-def _do_nothing(*arguments: Any, **named: Any) -> None:
-    pass
 
 
 @contextmanager

@@ -107,14 +107,11 @@ def needs_every_batch(training: LocalTraining) -> str | None:
 
 
 class NeedsTrainerError(Exception):
-    """A loss reads an attribute of its Trainer that a bare loop does not have."""
+    """A loss reads an attribute of its Trainer, the argument, that a bare loop does not have."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"the loss reads {name} of its Trainer, which only a Trainer for each client knows")
-        self.name = name
-
-    def __reduce__(self) -> tuple[type[NeedsTrainerError], tuple[str]]:
-        return NeedsTrainerError, (self.name,)
+    def __str__(self) -> str:
+        """The sentence."""
+        return f"the loss reads {self.args[0]} of its Trainer, which only a Trainer for each client knows"
 
 
 class OneStep(LightningModule):

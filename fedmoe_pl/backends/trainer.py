@@ -80,7 +80,7 @@ class TrainerPlan(Plan):
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """One client per group; in a large cohort, at most 64 groups of neighbours."""
-        size = -(-len(cohort) // _MOST_GROUPS)
+        size = max(-(-len(cohort) // _MOST_GROUPS), 1)  # a round may be without clients
         return [list(cohort[start : start + size]) for start in range(0, len(cohort), size)]
 
     def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:

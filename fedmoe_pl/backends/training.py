@@ -295,8 +295,3 @@ class LocalTraining:
         layers = [f"{name}." for name, part in self.module.named_modules() if isinstance(part, _ConvNd)]
         names = [name for name in trained if not name.startswith(self.idle)]
         return any(name.startswith(layer) for name in names for layer in layers)
-
-    def is_frozen(self, name: str) -> bool:
-        """Whether a parameter or buffer belongs to one of ``frozen_modules``."""
-        parts = name.split(".")
-        return any(".".join(parts[:end]) in self.frozen_modules for end in range(1, len(parts)))

@@ -236,10 +236,10 @@ def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
 
 
 def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
-    """Joins what clients kept in several phases, under different names; all mappings must be of one kind."""
+    """Joins what clients kept in several phases, under different names; some may be on disk, the others in memory."""
     filled = [kept for kept in mappings if len(kept)]
     on_disk = [kept for kept in filled if isinstance(kept, StatesOnDisk)]
-    if on_disk:
+    if on_disk and len(on_disk) == len(filled):  # a run may be resumed with enable_checkpointing: false
         phases = [phase for kept in on_disk for phase in kept.phases]
         return StatesOnDisk(on_disk[0].files, phases, torch.cat([kept.versions for kept in on_disk], dim=1))
     clients = sorted({client for kept in filled for client in kept})

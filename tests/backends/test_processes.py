@@ -185,6 +185,19 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
     assert_same(updates, trained(TrainerBackend(), phase))
 
 
+@pytest.mark.usefixtures("clients_alone")
+def test_without_room_for_the_data_a_lazy_pool_goes_on_without(monkeypatch):
+    def full(*arguments, **named):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    monkeypatch.setattr(PoolBackend, "is_worth_starting", lambda pool, gain: True)
+    phase = training()
+    with pytest.warns(UserWarning, match="Training continues in one process: .*No space left on device"):
+        updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
+    assert_same(updates, trained(TrainerBackend(), phase))
+
+
 def test_modules_with_parametrizations_are_sent():
     layer = weight_norm(nn.Linear(3, 2))
     sent = loads(dumps(layer))

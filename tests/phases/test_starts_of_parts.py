@@ -24,7 +24,7 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.algorithms.algorithm import chooses_model
-from fedmoe_pl.checkpoints.client_state import StatesOnDisk
+from fedmoe_pl.checkpoints.client_state import StatesOnDisk, joined
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SparseMoE
 from fedmoe_pl.phases.starts import find_starts
@@ -151,6 +151,9 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_memory_and_in_files(
         assert_same_bits({name: modules[0][name] for name in of_start}, of_start)
         assert any(name.startswith("global_expert.") for name in runs[0].run.states["Mixture"].clients[client])
         assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].clients[client])
+        # as after a resume with enable_checkpointing: false
+        kept = [runs[1].run.states["FedPer"].clients, runs[0].run.states["Local"].clients]
+        assert_same(joined(kept)[client], {**kept[0].get(client, {}), **kept[1].get(client, {})})
 
 
 def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):

@@ -179,10 +179,11 @@ def test_private_phases_draw_cohorts_of_their_own():
     assert abs(sum(a and b for a, b in both) / 2000 - 0.09) < 0.02
 
 
-def test_a_round_without_clients_adds_only_noise(tmp_path):
+@pytest.mark.parametrize("backend", [StackedBackend(), TrainerBackend()])
+def test_a_round_without_clients_adds_only_noise(backend, tmp_path):
     it = phase("it", FedAvg("global_expert.*"), clients_per_round=1, aggregation=DifferentialPrivacy(0.0, 1.0, 1e-5))
     empty = next(seed for seed in range(100) if not phase_cohort(it, 3, seed, 0))
-    federation = run([it], mixture(), blobs(), tmp_path, seed=empty)
+    federation = run([it], mixture(), blobs(), tmp_path, seed=empty, backend=backend)
     state = federation.run.states["it"]
     assert_same(state.server, FedAvg("global_expert.*").server_init(mixture()))
     assert state.round == 1 and state.traffic["bytes_up"] == 0 and not state.clients

@@ -158,8 +158,13 @@ class StackedData:
         places = first[:, None] + torch.stack([order[:size] for order in orders])
         return self.share(clients, places.to(self.indices.device), torch.full_like(first, size))
 
-    def epoch(self, pads: bool) -> Iterator[list[StackedShare]]:
-        """The steps of one epoch: each is one share of all clients that still have batches, or one per batch size."""
+    def epoch(self, pads: bool) -> Iterator[Any]:
+        """The steps of one epoch: each is one share of all clients that still have batches, or one per batch size.
+
+        With ``sample_privacy``, it is a share and the mask of its samples, see ``_poisson_epoch``.
+        """
+        if self.training.sample_privacy is not None:
+            return self._poisson_epoch()
         return self._augmented_epoch(pads) if self.members[0].batches.augment is not None else self._plain_epoch(pads)
 
     def _plain_epoch(self, pads: bool) -> Iterator[list[StackedShare]]:
@@ -181,7 +186,7 @@ class StackedData:
             batches = [next(batches) for batches, size in zip(iterators, self.sizes[:, step], strict=True) if size]
             yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step, pads)]
 
-    def poisson_epoch(self) -> Iterator[tuple[StackedShare, Tensor]]:
+    def _poisson_epoch(self) -> Iterator[tuple[StackedShare, Tensor]]:
         """The steps of one epoch of Poisson batches: a share of the clients that still have batches, and a mask.
 
         The mask, of shape (clients, batch), is True for samples and False for padding.

@@ -79,10 +79,7 @@ class Stack(Learner):
     def epoch(self) -> Iterator[Any]:
         """The steps of the next epoch."""
         with self.stepping():
-            yield from self._shares()
-
-    def _shares(self) -> Iterator[Any]:
-        return self.data.epoch(self.pads)
+            yield from self.data.epoch(self.pads)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -166,7 +163,8 @@ class Stack(Learner):
     def _stack_tensors(self) -> None:
         states = [member.state for member in self.members]
         names = [name for name, _ in self.module.named_buffers() if name in states[0]]
-        self.buffers = [name for name in names if not self.training.is_frozen(name)]
+        frozen = tuple(f"{part}." for part in self.training.frozen_modules)
+        self.buffers = [name for name in names if not name.startswith(frozen)]
         changing = {*self.trained, *self.buffers}
         self.stacked: Tree = {}
         for name, tensor in states[0].items():
@@ -335,10 +333,6 @@ class PrivateStack(Stack):
         assert training.sample_privacy is not None
         self.max_norm = training.sample_privacy.max_grad_norm
         self._noise = [self._noise_of(member) for member in self.members]
-
-    def _shares(self) -> Iterator[Any]:
-        """For each step of an epoch: a share of all clients that still have batches, and the mask of its samples."""
-        return self.data.poisson_epoch()
 
     def loss(self, batch: tuple[StackedShare, Tensor]) -> Tree:
         """The sums of each client's clipped gradients, shape (clients, ...)."""

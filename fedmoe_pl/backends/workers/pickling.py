@@ -29,7 +29,7 @@ def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
     """Calls a function that pickles something for a worker; if it fails, explains why."""
     try:
         return pickle_it()
-    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError, OSError) as error:
         raise MisconfigurationException(
             f"trainer.devices must be 1 here, because {what} cannot be sent to a worker process "
             f"({str(error).splitlines()[0]})."

@@ -63,10 +63,6 @@ class LocalWorker(RemoteWorker):
         error.__cause__ = RuntimeError(f"in the worker process:\n{trace}")
         raise error
 
-    def result(self, future: Future[Any]) -> bytes:
-        """The answer, or what the call raised."""
-        return future.result()
-
     def end(self) -> None:
         """Kills the process."""
         with suppress(OSError):
@@ -78,12 +74,6 @@ class LocalWorker(RemoteWorker):
         with suppress(OSError):
             self.stream.close()
         self.connection.close()
-
-
-def _return_freed_memory() -> None:
-    """Returns freed memory, which malloc would keep, to the system; does nothing without glibc."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def work(connection: socket.socket) -> None:
@@ -100,8 +90,8 @@ def work(connection: socket.socket) -> None:
         while True:
             pickle.dump(answer, stream)
             stream.flush()
-            if not wait([connection], _IDLE):
-                _return_freed_memory()
+            if not wait([connection], _IDLE) and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+                trim(0)  # returns freed memory, which glibc would keep, to the system
             phase, server, groups = pickle.load(stream)
             try:
                 worker = worker or Worker(data.load(), device)

@@ -107,9 +107,9 @@ class RemoteWorker(ABC):
     def submit(self, phase: Any, server: bytes | None, groups: bytes) -> Future[Any]:
         """Calls :meth:`Worker.work` without waiting; ``phase`` is an object that the backend has shared, or None."""
 
-    @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
-        """The result of a finished call; raises ``WorkerDied`` if the process has ended."""
+        """The result of a finished call, or what it raised: ``WorkerDied`` if the process has ended."""
+        return future.result()
 
     @abstractmethod
     def end(self) -> None:
