@@ -124,8 +124,10 @@ def values_of(samples: Samples, argument: str, values: Values) -> np.ndarray:
     found = values(dataset) if callable(values) else _attribute(dataset, values)
     if found is None and isinstance(values, str):
         sample = samples.first()
-        if isinstance(sample, dict) and values not in sample:
-            allowed = f"an attribute of the dataset or a key of its samples ({', '.join(map(str, sample))})"
+        is_dict = isinstance(sample, dict)
+        if values not in sample if is_dict else isinstance(sample, (tuple, list, Tensor)):
+            keys = ", ".join(map(str, sample)) if is_dict else "they have none"
+            allowed = f"an attribute of the dataset or a key of its samples ({keys})"
             raise InvalidArgumentError(owner, argument, values, allowed)
         found = _column(dataset, values)
         if found is None:

@@ -103,7 +103,7 @@ class ClientFolders(ImageDataModule):
         """Client, class and path of each image in a folder."""
         # of all folders below root, torchvision's reader takes the first for a class: here, it is the client
         folders = VisibleImages(self, argument, root, allow_empty=True)
-        parts = [(client, path, Path(path).relative_to(root).parts) for path, client in folders.samples]
+        parts = [(client, path, Path(path).relative_to(folders.root).parts) for path, client in folders.samples]
         for _, path, (_, *below) in parts:
             if len(below) < 2:
                 allowed = "a folder with one folder per client, each with one folder of images per class"
