@@ -27,8 +27,7 @@ from fedmoe_pl.data.client_samples import (
 from fedmoe_pl.data.loaders import loader
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
-from fedmoe_pl.data.partitioners.iid import IID
-from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts
+from fedmoe_pl.data.partitioners.partitioner import IID, Partitioner, check_parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
 from fedmoe_pl.data.targets import quantile_bins
 

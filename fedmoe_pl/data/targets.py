@@ -93,12 +93,9 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
             return None  # batches have them under the key
     if targets is not None:
         values = values_of(samples, "targets", targets)
-    elif _transforms_targets(dataset):  # an attribute has them before the transform
-        values = _second_items(samples)
-    else:
-        values = labels_of(dataset)
-        if values is None:
-            values = _second_items(samples)
+    else:  # an attribute has them before the transform
+        values = None if _transforms_targets(dataset) else labels_of(dataset)
+        values = _second_items(samples) if values is None else values
     if values is None:
         return None
     array = _to_array(values)

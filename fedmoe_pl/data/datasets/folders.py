@@ -44,20 +44,14 @@ class ImageFolder(ImageDataModule):
         train = VisibleImages(self, "train_dir", self.train_dir)
         test = VisibleImages(self, "test_dir", self.test_dir)
         self.classes = self.classes or train.classes
-        self.files = [path for path, _ in (*train.samples, *test.samples)]
+        paths = self.files = [path for path, _ in (*train.samples, *test.samples)]
         # by name, because a folder without some of the classes numbers the others differently
         y, y_test = (
             numbered_classes(self, [part.classes[target] for target in part.targets], [f"'{part.root}'"] * len(part))
             for part in (train, test)
         )
-        return Arrays(
-            read_images(self, [path for path, _ in train.samples], self.image_size),
-            y,
-            read_images(self, [path for path, _ in test.samples], self.image_size),
-            y_test,
-            mean=self.mean,
-            std=self.std,
-        )
+        x, n = read_images(self, paths, self.image_size), len(train)
+        return Arrays(x[:n], y, x[n:], y_test, mean=self.mean, std=self.std)
 
 
 class ClientFolders(ImageDataModule):
