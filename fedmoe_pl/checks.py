@@ -134,7 +134,8 @@ def with_article(kind: str) -> str:
 
 def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = MOST_COUNTED) -> None:
     """Refuses what is not an integer, and one that is too low or, unless ``highest`` is None, too high; None passes."""
-    if value is None or (_is_integer(value) and value >= lowest and (highest is None or value <= highest)):
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if value is None or (is_integer and value >= lowest and (highest is None or value <= highest)):
         return
     range_in_words = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest:,}"
     raise InvalidArgumentError(owner, name, value, f"an integer {range_in_words}")
@@ -200,10 +201,6 @@ def is_finite(value: Any) -> bool:
 def plain(value: Any) -> Any:
     """A number of NumPy as one of Python; any other value unchanged."""
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def is_file_name(name: str) -> bool:

@@ -246,11 +246,6 @@ def same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def address(tensor: Tensor) -> int:
-    """The memory address of a tensor; 0 if it is sparse."""
-    return tensor.data_ptr() if tensor.layout is torch.strided else 0
-
-
 def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Tree:
     """Copies, on the CPU, of a client's tensors that differ from what every client starts with (``loaded``).
 
@@ -311,7 +306,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
         module: the module.
         borrowed: names of parameters that the copy is only going to read; they share the module's memory.
     """
-    _copies.free_dead_ones()
+    _free_dead_copies()
     known = dict[int, Any]()
     parameters = dict(module.named_parameters())
     size = 0
@@ -330,7 +325,7 @@ def copy_module(module: Module, borrowed: Collection[str] = ()) -> Module:
         if vars(parameter) and (copy_of := known.get(id(parameter), parameter)) is not parameter:
             given = {name: value for name, value in vars(parameter).items() if name != _BORROWED}
             vars(copy_of).update(_deep_copy(given, known))
-    _copies.bytes[copied] = size
+    _copied[copied] = size
     return copied
 
 
@@ -383,26 +378,22 @@ def _is_plain(kind: type[nn.Module]) -> bool:
     return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in names)
 
 
-class _Copies:
+_copied = WeakKeyDictionary[nn.Module, int]()  # bytes of each copy in this process
+_in_use = 0  # bytes of copies after the last collection
+
+
+def _free_dead_copies() -> None:
     """Frees copies in reference cycles before they fill the memory; Python's collector counts objects, not bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = WeakKeyDictionary[nn.Module, int]()
-        self.in_use = 0  # bytes after the last collection
-
-    def free_dead_ones(self) -> None:
-        """Runs a garbage collection if dead copies may hold enough memory to be worth it."""
-        if sum(self.bytes.values()) > self.in_use + _MOST_DEAD:
-            gc.collect()
-            self.in_use = sum(self.bytes.values())
-
-
-_copies = _Copies()  # of this process
+    global _in_use
+    if sum(_copied.values()) > _in_use + _MOST_DEAD:
+        gc.collect()
+        _in_use = sum(_copied.values())
 
 
 def is_borrowed(parameter: Tensor) -> bool:
     """Whether a parameter shares memory with the module that it was copied from."""
-    return _mark(parameter)[0] == address(parameter)
+    place = _mark(parameter)[0]
+    return place is not None and place == parameter.data_ptr()
 
 
 def is_copy_of(parameter: Tensor, tensor: Tensor) -> bool:

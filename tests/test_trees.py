@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import trees
+from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.algorithms.algorithm import Algorithm, Patterns
 from fedmoe_pl.algorithms.client import Update
@@ -75,6 +76,10 @@ def test_clients_that_send_different_tensors_are_refused():
     one, other = {"w": torch.tensor(1.0), "v": torch.tensor(1.0)}, {"w": torch.tensor(1.0)}
     with pytest.raises(MisconfigurationException, match="A client sends v, and another one"):
         trees.mean_of_two(one, 1, other, 1)
+    for combine in (Algorithm().combine, DifferentialPrivacy(0.0, 1.0, 1e-5).combine):
+        for pair in ((one, other), (other, one)):  # whoever comes first
+            with pytest.raises(MisconfigurationException, match="A client sends v, and another one"):
+                combine(*(Update(tree, 1) for tree in pair))
 
 
 @pytest.mark.parametrize("value", [-0.0, torch.inf])

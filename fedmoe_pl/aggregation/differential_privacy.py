@@ -156,6 +156,8 @@ class DifferentialPrivacy(Aggregation):
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean."""
+        if len(a.sent) < len(b.sent):
+            a, b = b, a  # or what only b sends would be left out, not refused
         return Update(mean_of_two(a.sent, a.weight, b.sent, b.weight), a.weight + b.weight)
 
     def aggregate(

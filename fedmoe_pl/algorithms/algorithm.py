@@ -366,6 +366,8 @@ class Algorithm:
         It must be associative and commutative, because backends choose the groups and their order. An algorithm that
         needs each client's update collects them by client.
         """
+        if len(a.sent) < len(b.sent):
+            a, b = b, a  # or what only b sends would be left out, not refused
         return Update(mean_of_two(a.sent, a.weight, b.sent, b.weight), a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:

@@ -30,8 +30,7 @@ from fedmoe_pl.data.partition_report import partition_rows, partition_table
 from fedmoe_pl.data.partitioners.classes import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDirichlet, Dirichlet
 from fedmoe_pl.data.partitioners.given import NaturalIds, PredefinedIndices
-from fedmoe_pl.data.partitioners.iid import IID
-from fedmoe_pl.data.partitioners.partitioner import Partitioner
+from fedmoe_pl.data.partitioners.partitioner import IID, Partitioner
 
 __all__ = [
     "CIFAR10",

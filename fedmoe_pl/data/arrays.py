@@ -91,8 +91,9 @@ class Arrays:
             _require(y.shape[:1] == x.shape[:1], owner, f"y_{part}", y, f"a target for each of the {len(x)} samples")
             check_labels(owner, f"y_{part}", y, max(self.sizes), may_lack=part == "train")
             if ids is not None:
-                has_ids = ids.shape == (len(x),) and all(i == i for i in ids.tolist())
-                _require(has_ids, owner, f"client_{part}", ids, f"an id, other than nan, for each of {len(x)} samples")
+                has_ids = ids.shape == (len(x),) and not any(map(is_missing, ids.tolist()))
+                allowed = f"an id, other than nan and None, for each of {len(x)} samples"
+                _require(has_ids, owner, f"client_{part}", ids, allowed)
             for name, values in ((f"x_{part}", x), (f"y_{part}", y)):
                 if values.is_floating_point() and not (finite := values.isfinite()).all():
                     place = tuple((~finite).nonzero()[0].tolist())  # of the sample, then in it
@@ -132,6 +133,11 @@ def type_and_shape(values: Tensor | np.ndarray) -> str:
 def _require(condition: bool, owner: object, name: str, values: Tensor | np.ndarray, allowed: str) -> None:
     if not condition:
         raise InvalidArgumentError(owner, name, values, allowed, f"it is {type_and_shape(values)}")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is None, nan or pandas' NA, which cannot be compared."""
+    return value is None or repr(value) == "<NA>" or bool(value != value)
 
 
 def are_classes(y: Tensor) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -155,7 +153,9 @@ class Batches(SampleBatches):
             if self.augment is not None:
                 x = self.augment(x, self.generator)
             pairs = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
-            yield from pairs if self.share is None else starmap(partial(_part, self.share), pairs)
+            if self.share is not None:
+                pairs = ((x[part], y[part]) for x, y in pairs for part in [self.share.part(len(y))])
+            yield from pairs
 
 
 class PoissonBatches(Batches):
@@ -204,8 +204,3 @@ def poisson_sampling(samples: int, batch_size: int) -> tuple[float, int]:
         ((0.08, 12), (1.0, 1), (0.0, 0))
     """
     return (min(batch_size / samples, 1.0), max(round(samples / batch_size), 1)) if samples else (0.0, 0)
-
-
-def _part(share: Share, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    part = share.part(len(y))
-    return x[part], y[part]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, is_finite
 from fedmoe_pl.data.arrays import NO_LABEL, Arrays, are_classes, mean_and_std, normalized
-from fedmoe_pl.data.augmentation import Augmentation
+from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import (
@@ -27,10 +27,11 @@ from fedmoe_pl.data.client_samples import (
 from fedmoe_pl.data.loaders import loader
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
-from fedmoe_pl.data.partitioners.iid import IID
-from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts
+from fedmoe_pl.data.partitioners.partitioner import IID, Partitioner, check_parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
 from fedmoe_pl.data.targets import quantile_bins
+
+_OF_IMAGES = (RandomCrop, RandomHorizontalFlip)  # an augmentation of the user's own may change anything
 
 
 class FederatedDataModule(LightningDataModule, ABC):
@@ -187,6 +188,8 @@ class FederatedDataModule(LightningDataModule, ABC):
                 if value := getattr(self, name):
                     reason = "it changes tensors in memory; a transform of the dataset can do it"
                     raise InvalidArgumentError(self, name, value, "left out", reason)
+        elif data.x_train.dim() != 4 and (wrong := [a for a in self.augmentation if isinstance(a, _OF_IMAGES)]):
+            raise InvalidArgumentError(self, "augmentation", wrong[0], "left out for samples that are not images")
         elif self.rotations is not None:
             n, copies = data.sizes[0], len(self.rotations)
             data = rotated(self, data, self.rotations, self.requested_clients, rng)

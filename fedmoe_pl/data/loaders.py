@@ -35,9 +35,7 @@ class LoadedSamples(Dataset):
         """A whole batch, as the data module makes it."""
         indices, reader = self.samples[torch.as_tensor(positions)], self.datamodule.reader
         if reader is None:
-            x, y = self.datamodule.x, self.datamodule.y
-            x, y = x.index_select(0, indices.to(x.device)), y.index_select(0, indices.to(y.device))
-            return (self.datamodule.augment(x) if self.training else x), y
+            return next(iter(self.datamodule.batches(indices, len(indices), augment=self.training)))
         if self.training:
             return reader.training[indices.tolist(), int(torch.randint(MOST_SEED, ()))]
         return reader.evaluation[indices.tolist(), 0]  # the same transforms in every epoch

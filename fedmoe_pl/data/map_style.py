@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
 from fedmoe_pl.checks import InvalidArgumentError, reason_of, tried
-from fedmoe_pl.data.arrays import are_classes, check_labels
+from fedmoe_pl.data.arrays import are_classes, check_labels, is_missing
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, SampleBatches
 from fedmoe_pl.seeds import seeded
+from fedmoe_pl.trees import bits_of
 
 MOST_SEED = 2**62
 """Seeds of batches are below it."""
@@ -115,14 +116,9 @@ def check_groups(owner: object, groups: object, ids: np.ndarray, part: str, numb
     allowed = "a group of each sample"
     if ids.shape != (number,):
         raise InvalidArgumentError(owner, "groups", groups, allowed, f"it has shape {ids.shape}")
-    if missing := next(((index, each) for index, each in enumerate(ids) if _is_missing(each)), None):
+    if missing := next(((index, each) for index, each in enumerate(ids) if is_missing(each)), None):
         reason = f"sample {missing[0]} of {part}_dataset has {missing[1]}"
         raise InvalidArgumentError(owner, "groups", groups, allowed, reason)
-
-
-def _is_missing(value: Any) -> bool:
-    """Whether a value is None, nan or pandas' NA, which cannot be compared."""
-    return value is None or repr(value) == "<NA>" or bool(value != value)
 
 
 def is_pair(batch: Any) -> bool:
@@ -262,7 +258,7 @@ class SampleReader:
         some = samples[:: max(len(samples) // _MOST_CHECKED, 1)].tolist()
         batches = [self.evaluation[[index], 0] for index in some]
         return [
-            zlib.crc32(leaf.contiguous().view(torch.uint8).numpy().data) if isinstance(leaf, Tensor) else repr(leaf)
+            zlib.crc32(bits_of(leaf).numpy().data) if isinstance(leaf, Tensor) else repr(leaf)
             for batch in batches
             for leaf in leaves_of(batch)
         ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedmoe_pl.data.arrays import NO_LABEL
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
-from fedmoe_pl.data.partitioners.iid import IID
+from fedmoe_pl.data.partitioners.partitioner import IID
 
 _MOST_CLIENTS = 40  # clients in the table; if there are more, some are left out
 _MOST_CLASSES = 20  # classes with a column in the table

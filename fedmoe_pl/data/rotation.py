@@ -28,19 +28,17 @@ def rotated(
     _check(owner, arrays, rotations, num_clients)
     assert num_clients is not None
     groups = np.array_split(np.arange(num_clients), len(rotations))
-    images = {"train": arrays.x_train, "test": arrays.x_test}
-    clients = {
-        part: np.concatenate([rng.permutation(np.resize(group, len(x))) for group in groups])
-        for part, x in images.items()
-    }
+    client_train, client_test = (
+        np.concatenate([rng.permutation(np.resize(group, n)) for group in groups]) for n in arrays.sizes
+    )
     return replace(
         arrays,
         x_train=_copies(arrays.x_train, rotations),
         y_train=torch.cat([arrays.y_train] * len(rotations)),
         x_test=_copies(arrays.x_test, rotations),
         y_test=torch.cat([arrays.y_test] * len(rotations)),
-        client_train=clients["train"],
-        client_test=clients["test"],
+        client_train=client_train,
+        client_test=client_test,
     )
 
 

@@ -93,12 +93,9 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
             return None  # batches have them under the key
     if targets is not None:
         values = values_of(samples, "targets", targets)
-    elif _transforms_targets(dataset):  # an attribute has them before the transform
-        values = _second_items(samples)
-    else:
-        values = labels_of(dataset)
-        if values is None:
-            values = _second_items(samples)
+    else:  # an attribute has them before the transform
+        values = None if _transforms_targets(dataset) else labels_of(dataset)
+        values = _second_items(samples) if values is None else values
     if values is None:
         return None
     array = _to_array(values)
@@ -124,8 +121,10 @@ def values_of(samples: Samples, argument: str, values: Values) -> np.ndarray:
     found = values(dataset) if callable(values) else _attribute(dataset, values)
     if found is None and isinstance(values, str):
         sample = samples.first()
-        if isinstance(sample, dict) and values not in sample:
-            allowed = f"an attribute of the dataset or a key of its samples ({', '.join(map(str, sample))})"
+        is_dict = isinstance(sample, dict)
+        if values not in sample if is_dict else isinstance(sample, (tuple, list, Tensor)):
+            keys = ", ".join(map(str, sample)) if is_dict else "they have none"
+            allowed = f"an attribute of the dataset or a key of its samples ({keys})"
             raise InvalidArgumentError(owner, argument, values, allowed)
         found = _column(dataset, values)
         if found is None:

@@ -100,6 +100,11 @@ def test_a_table_that_lacks_something_or_would_be_mistaken_is_refused(lacks, tmp
     assert sentence.replace("FILE", f"{tmp_path}/table.csv") in refused(table(tmp_path, lines))
 
 
+def test_a_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"No such file or directory: '{tmp_path}/tables'"):
+        CsvFile(str(tmp_path / "tables"), "y").setup()
+
+
 def test_another_encoding_is_refused(tmp_path):
     refusal = refused(table(tmp_path, ["site,größe,y", "a,1,0"], "cp1252"))
     assert f"a CSV file in UTF-8, because '{tmp_path}/table.csv' has another encoding; of Ex" in refusal

@@ -229,6 +229,12 @@ def test_a_client_s_test_images_are_its_own(folders, tmp_path):
     assert data.test_samples.sizes.tolist() == [1, 1, 1] and len(data.global_test) == 3
 
 
+def test_folders_may_be_in_the_home_folder(folders, monkeypatch):
+    monkeypatch.setenv("HOME", str(folders.parent))
+    data, expected = (read(root, test_root=str(root), test_fraction=0.0) for root in (Path("~/data"), folders))
+    assert data.client_names == expected.client_names and torch.equal(data.x, expected.x)
+
+
 def test_classes_are_those_of_all_clients_in_a_given_order(folders):
     data = read(folders, classes=["tumour", "healthy", "cyst", "other"])
     assert data.classes[data.y[data.train_samples[1]][0]] == "healthy" and data.num_classes == 4

@@ -85,6 +85,9 @@ IDS, TWICE = np.array([*"aab"]), numbered([0, 1, 2] * 2)
         ("global_test_size", numbered([0, 1, 2], [0, 0, 0, 1, 1, 2]), {"num_clients": 1, "global_test_size": 6}),
         ("num_clients", random_images(), {"num_clients": 26, "rotations": [0, 180]}),
         ("rotations", numbered([0, 1, 2], client_train=IDS), {"num_clients": 2, "rotations": [0]}),
+        ("client_train", vectors(3, client_train=np.array(["a", None, "a"], dtype=object)), {}),
+        ("augmentation", vectors(6), {"num_clients": 2, "augmentation": [data.RandomCrop()]}),
+        ("augmentation", vectors(6), {"num_clients": 2, "augmentation": [data.RandomHorizontalFlip()]}),
     ],
 )
 def test_data_that_cannot_be_dealt_as_the_arguments_ask_are_refused(argument, arrays, kwargs):
@@ -193,6 +196,8 @@ class OnDevice(DictData):
         ("targets[2]", of_noise(targets=lambda dataset: [0, 1, 3, 0])),
         ("targets", of_noise(targets=lambda dataset: [-1, 0, 1, 2])),
         ("targets", of_dicts(targets="lable")),
+        ("targets", of_noise(targets="labels")),  # samples are pairs
+        ("groups", of_noise(groups="writer")),
         ("groups", lambda: ReadOneByOne()),
         ("groups", of_dicts(groups="users")),
         ("augmentation", of_noise(augmentation=[data.RandomCrop()])),
@@ -205,6 +210,8 @@ class OnDevice(DictData):
         ("indices", of_indices({})),
         ("num_clients", of_noise(num_clients=5, partitioner=data.PredefinedIndices(lambda labels: [[0], [1]]))),
         ("datamodule", lambda: data.FromDataModule(OnDevice(), num_clients=2)),
+        ("batch_size", lambda: data.FromDataModule(DictData(), batch_size=0)),
+        ("eval_dataset", lambda: data.FromDataModule(DictData(), "trian_plain", targets="label", num_clients=2)),
     ],
 )
 def test_datasets_that_cannot_be_dealt_are_refused(argument, make):
@@ -220,6 +227,15 @@ def test_a_fault_of_a_writer_of_leaf_is_refused(wrong, argument, tmp_path):
         (tmp_path / part).mkdir()
         (tmp_path / part / "all.json").write_text(json.dumps(content))
     assert refused_argument(lambda: data.FEMNIST(str(tmp_path))) == argument
+
+
+@pytest.mark.parametrize("text", ["", '{"users": ["a"], "user', "[]", '{"users": ["a"], "user_data": {}}'])
+def test_a_file_that_is_not_leaf_s_is_named(text, tmp_path):
+    (tmp_path / "train").mkdir()
+    assert refused_argument(lambda: data.FEMNIST(str(tmp_path))) == "root", "without any file"
+    (tmp_path / "train" / "all.json").write_text(text)
+    with pytest.raises(MisconfigurationException, match=r"FEMNIST: '.*/train/all\.json' cannot be read: "):
+        data.FEMNIST(str(tmp_path)).setup()
 
 
 @pytest.mark.parametrize("row", ['"5","title","text"', '"1","title"'])

@@ -1,5 +1,6 @@
 """Mixtures on batches that are dicts: the same bits as with pairs, and what would give wrong targets is refused."""
 
+import zlib
 from collections import UserDict
 from functools import partial
 
@@ -94,6 +95,13 @@ def test_a_batch_of_another_mapping_has_its_size() -> None:
     batches, plain = set_up(data(partial(dicts, kind=UserDict))), set_up(data(dicts))
     assert batches.evaluated_at_once == 1000 and batches.reader is not None and plain.reader is not None
     assert batches.reader.checksums(torch.arange(3)) == plain.reader.checksums(torch.arange(3))
+
+
+def test_a_batch_may_have_a_tensor_without_dimensions() -> None:
+    reader = set_up(data(lambda samples: {"x": default_collate(samples)[0], "scale": torch.tensor(2.0)})).reader
+    assert reader is not None
+    expected = [zlib.crc32(tensor.numpy().tobytes()) for tensor in reader.evaluation[[0], 0].values()]
+    assert len(expected) == 2 and reader.checksums(torch.arange(1)) == expected
 
 
 def test_classes_count_that_the_data_know_and_not_those_in_batches() -> None:

@@ -115,7 +115,7 @@ class CsvFile(ImageDataModule):
     def _rows(self, argument: str, path: str) -> list[_Row]:
         """The rows of a file, or of all files of a folder."""
         is_folder = Path(path).is_dir()
-        if (self.client is None) != is_folder:
+        if (self.client is None) != is_folder and Path(path).exists():
             kind = "a folder with a file for each client" if is_folder else "one file"
             allowed, because = "left out" if is_folder else "a column", f"{argument} '{path}' is {kind}"
             raise InvalidArgumentError(self, "client", self.client, allowed, because)

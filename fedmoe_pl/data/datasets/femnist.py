@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 
@@ -43,17 +43,19 @@ class FEMNIST(FederatedDataModule):
         """Images (n, 1, 28, 28) as float32, classes and writers of all JSON files of a folder."""
         folder = os.path.join(self.root, part)
         images, labels, writers = [], [], []
+        allowed = "a folder with FEMNIST's files as LEAF writes them"
         for path in (os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".json")):
-            with open(path, encoding="utf-8") as file:
+            with tried(f"{type(self).__name__}: '{path}' cannot be read"), open(path, encoding="utf-8") as file:
                 content = json.load(file)
-            for writer in content["users"]:
-                samples = content["user_data"][writer]
-                x, y = np.array(samples["x"], dtype=np.float32).reshape(-1, 1, 28, 28), np.array(samples["y"])
-                if len(x) != len(y) or (len(y) and y.dtype.kind not in "iu"):
-                    allowed = "a folder with FEMNIST's files as LEAF writes them"
-                    reason = f"'{path}' does not have an integer for each image of writer {writer}"
-                    raise InvalidArgumentError(self, "root", self.root, allowed, reason)
-                images.append(x)
-                labels.append(y.astype(np.int64))
-                writers.append(np.full(len(y), writer))
+                for writer in content["users"]:
+                    samples = content["user_data"][writer]
+                    x, y = np.array(samples["x"], dtype=np.float32).reshape(-1, 1, 28, 28), np.array(samples["y"])
+                    if len(x) != len(y) or (len(y) and y.dtype.kind not in "iu"):
+                        reason = f"'{path}' does not have an integer for each image of writer {writer}"
+                        raise InvalidArgumentError(self, "root", self.root, allowed, reason)
+                    images.append(x)
+                    labels.append(y.astype(np.int64))
+                    writers.append(np.full(len(y), writer))
+        if not images:
+            raise InvalidArgumentError(self, "root", self.root, allowed, f"'{folder}' has no writers")
         return np.concatenate(images), np.concatenate(labels), np.concatenate(writers)

@@ -44,20 +44,14 @@ class ImageFolder(ImageDataModule):
         train = VisibleImages(self, "train_dir", self.train_dir)
         test = VisibleImages(self, "test_dir", self.test_dir)
         self.classes = self.classes or train.classes
-        self.files = [path for path, _ in (*train.samples, *test.samples)]
+        paths = self.files = [path for path, _ in (*train.samples, *test.samples)]
         # by name, because a folder without some of the classes numbers the others differently
         y, y_test = (
             numbered_classes(self, [part.classes[target] for target in part.targets], [f"'{part.root}'"] * len(part))
             for part in (train, test)
         )
-        return Arrays(
-            read_images(self, [path for path, _ in train.samples], self.image_size),
-            y,
-            read_images(self, [path for path, _ in test.samples], self.image_size),
-            y_test,
-            mean=self.mean,
-            std=self.std,
-        )
+        x, n = read_images(self, paths, self.image_size), len(train)
+        return Arrays(x[:n], y, x[n:], y_test, mean=self.mean, std=self.std)
 
 
 class ClientFolders(ImageDataModule):
@@ -103,7 +97,7 @@ class ClientFolders(ImageDataModule):
         """Client, class and path of each image in a folder."""
         # of all folders below root, torchvision's reader takes the first for a class: here, it is the client
         folders = VisibleImages(self, argument, root, allow_empty=True)
-        parts = [(client, path, Path(path).relative_to(root).parts) for path, client in folders.samples]
+        parts = [(client, path, Path(path).relative_to(folders.root).parts) for path, client in folders.samples]
         for _, path, (_, *below) in parts:
             if len(below) < 2:
                 allowed = "a folder with one folder per client, each with one folder of images per class"

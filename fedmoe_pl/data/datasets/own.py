@@ -132,6 +132,7 @@ class FromDataModule(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_at_least(self, "batch_size", batch_size, 1)
         check_kind(self, "datamodule", datamodule, LightningDataModule, "; FromDatasets takes datasets")
         self.datamodule = datamodule
         self.eval_dataset = eval_dataset
@@ -174,6 +175,9 @@ class FromDataModule(FederatedDataModule):
             allowed = f"one whose {given[0]} has a sampler that gives each sample once, or none"
             reason = "all samples of its dataset are evaluated; a torch.utils.data.Subset can choose some"
             raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
+        if self.eval_dataset is not None and not hasattr(self.datamodule, self.eval_dataset):
+            allowed = f"an attribute of {type(self.datamodule).__name__}, with its training dataset"
+            raise InvalidArgumentError(self, "eval_dataset", self.eval_dataset, allowed)
         batch_size = getattr(train.batch_sampler, "batch_size", None) if train.batch_size is None else train.batch_size
         if not self._keeps_batch_size and batch_size is not None:
             self.batch_size = batch_size

@@ -93,23 +93,13 @@ class MNIST(_InTwoParts):
         super().__init__(mean=mean, std=std, **kwargs)
 
 
-class FashionMNIST(_InTwoParts):
+class FashionMNIST(MNIST):
     """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels, 10 classes.
 
-    It is normalized by default with the constants of MNIST, as in PFL-MoE.
-
-    Args:
-        mean: mean of the images in [0, 1].
-        std: their standard deviation.
-        **kwargs: arguments of ``TorchvisionDataModule``.
+    Its arguments are those of ``MNIST``. It is normalized by default with the same constants, as in PFL-MoE.
     """
 
     dataset = datasets.FashionMNIST
-
-    def __init__(
-        self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
-    ) -> None:
-        super().__init__(mean=mean, std=std, **kwargs)
 
 
 class EMNIST(TorchvisionDataModule):

@@ -50,10 +50,7 @@ class MajorityClasses(LabelPartitioner):
         available = np.bincount(labels)
         pairs = self._pairs(num_clients, len(available), rng)
         priority = rng.random((num_clients, len(available)))  # decides between classes with equally many samples left
-
-        def counts(samples_per_client: int) -> np.ndarray | None:
-            return self._counts(samples_per_client, pairs, available, priority)
-
+        counts = partial(self._counts, pairs=pairs, available=available, priority=priority)
         return deal(labels, _possible_counts(self, counts, len(labels) // num_clients), rng)
 
     def _pairs(self, num_clients: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:

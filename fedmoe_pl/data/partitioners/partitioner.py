@@ -1,4 +1,4 @@
-"""The base of all partitioners, and functions for several of them."""
+"""The base of all partitioners, the simplest one, and functions for several of them."""
 
 from __future__ import annotations
 
@@ -69,6 +69,22 @@ class LabelPartitioner(Partitioner):
     @abstractmethod
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Returns the sample indices of every client, whose number is from 1 to that of the labels."""
+
+
+class IID(LabelPartitioner):
+    """Shuffles the samples and cuts them into parts whose sizes differ by at most one.
+
+    Example:
+        >>> parts = IID()(np.zeros(10, dtype=int), 3, np.random.default_rng(0))
+        >>> [len(part) for part in parts]
+        [4, 3, 3]
+    """
+
+    needs_classes = False
+
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples."""
+        return np.array_split(rng.permutation(len(labels)), num_clients)
 
 
 def drawn_until_enough(partitioner: Any, num_clients: int, samples: int, draw: Callable[[], Drawn]) -> Drawn:
