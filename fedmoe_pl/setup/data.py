@@ -369,15 +369,15 @@ def check_metric(
 def measured(
     datamodule: FederatedDataModule, metrics: Mapping[str, Metric], modules: Iterable[LightningModule]
 ) -> list[str]:
-    """The names of the metrics that at least one client has."""
-    modules = [*modules]
+    """The names of the metrics that at least one client has, or may have where this machine knows one client alone."""
+    modules, alone = [*modules], isinstance(datamodule.partitioner, AllToOne)
     has_classes = any(predicts_classes(module, datamodule) for module in modules)
     has_loss = any(measures_loss(module, datamodule) for module in modules)
     known = [*(ACCURACIES if has_classes else ()), *names_of(metrics, has_loss)]
     known += ["validation_loss"] if has_classes or has_loss else []
     lacking = {
-        "validation": not len(datamodule.validation_samples.indices),
-        "local_test": not len(datamodule.test_samples.indices),
+        "validation": not (alone or len(datamodule.validation_samples.indices)),
+        "local_test": not (alone or len(datamodule.test_samples.indices)),
         "reweighted_test": datamodule.rotations is not None,
     }
     lacking = [split for split, lacks in lacking.items() if lacks]
