@@ -63,7 +63,8 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
     """
     participants = phase.algorithm.opt_out.participants(range(num_clients), seed)
     if phase.clients is not None:
-        participants = [client for client in participants if client in {*phase.clients}]
+        chosen = {*phase.clients}
+        participants = [client for client in participants if client in chosen]
     all_of_them = takes_all(phase.clients_per_round)
     return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
 

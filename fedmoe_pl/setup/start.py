@@ -251,10 +251,9 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
         try:
             run.folder.mkdir(parents=True)
             break
-        except FileExistsError:  # another run began at the same time
-            continue
         except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
-            raise cannot_be_made(run.folder, error) from error
+            if not (isinstance(error, FileExistsError) and run.folder.is_dir()):  # or another run has begun just now
+                raise cannot_be_made(run.folder, error) from error
     if run.enable_checkpointing:
         (run.folder / FILE).parent.mkdir()
     with locked(run.folder / FILE):
