@@ -33,7 +33,7 @@ from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.models.mixtures.tasks import IGNORED
-from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
+from fedmoe_pl.phases.participation import cohort_of, cohort_size
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
 from fedmoe_pl.rounds.fit import shared_by
@@ -175,7 +175,7 @@ def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses a phase that lacks something that its algorithm needs (``Algorithm.needs``)."""
     datamodule, trainer = run.datamodule, phase.client_trainer(run.trainer)
     owner, size, algorithm = str(phase), phase.clients_per_round, phase.algorithm
-    number = datamodule.num_clients if takes_all(size) else cohort_size(datamodule.num_clients, size)
+    number = cohort_size(datamodule.num_clients, size)
     is_mixture = isinstance(module, MixtureOfExperts)  # a mixture also finds targets in a dict
     has_classes = (datamodule.has_pairs or is_mixture) and predicts_classes(module, datamodule)
     another = owner, "algorithm", algorithm, "another for these data and this model"
