@@ -12,6 +12,7 @@ from helpers.methods import METHODS, Method, alone, data, fedavg, ledger
 from fedmoe_pl import Reports, Select
 from fedmoe_pl.algorithms import LabelPrior
 from fedmoe_pl.callbacks import TrafficLedger
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.deployment.secure.masked_round import CODES, KEYS, SHARES
 from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.models import GlobalOnly
@@ -85,6 +86,12 @@ def test_a_client_without_held_out_samples_takes_part(phases, tmp_path):
     deployed.run()
     assert not any(state.failed for state in deployed.server.run.states.values())
     deployed.assert_ends_as(simulation)
+
+
+def test_the_server_refuses_what_no_client_has_samples_for(tmp_path):
+    deployed = Deployment(method_of("FedAvg", evaluate=True, select=Select("validation")), tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"select\.monitor is 'validation', but must be a validation metric"):
+        deployed.run()
 
 
 @pytest.mark.slow
