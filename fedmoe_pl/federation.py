@@ -104,8 +104,6 @@ class Federation:
         reports: Reports = _REPORTS,
     ) -> None:
         self.metrics = check_metrics(metrics)
-        reports.check(self.metrics)
-        self.reports = reports
         check_at_least(self, "evaluate_every_n_rounds", evaluate_every_n_rounds, 0)
         of_clients = "a list of FederationCallbacks; those of Lightning are arguments of the clients' trainer"
         for argument, value, fits, allowed in (
@@ -120,6 +118,7 @@ class Federation:
                 "a Logger, True or False",
             ),
             ("failures", failures, isinstance(failures, ClientFailures), "ClientFailures"),
+            ("reports", reports, isinstance(reports, Reports), "Reports"),
             ("seed", seed, seed is not None, "an integer of at least 0"),
             ("evaluate_every_n_rounds", evaluate_every_n_rounds, evaluate_every_n_rounds is not None, "an integer"),
         ):
@@ -128,11 +127,13 @@ class Federation:
             for each in value if isinstance(value, list) else [value]:
                 check_made(self, argument, each)
         check_phases(phases, evaluate_every_n_rounds)
+        reports.check(self.metrics)
         if name and not is_path_below(name):
             raise InvalidArgumentError(self, "name", name, "that of a folder below default_root_dir, without '..'")
         check_at_least(self, "evaluation_cohort_size", evaluation_cohort_size, 1)
         check_at_least(self, "seed", seed, 0, highest=None)
         self.failures = failures
+        self.reports = reports
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {name: plain(value) for name, value in {**LEAN_TRAINER, **(trainer or {})}.items()}

@@ -112,6 +112,7 @@ OF_ANOTHER_KIND = {
     "those of Lightning are arguments of the clients' trainer": lambda: Federation([ONE], callbacks=[Timer()]),
     "logger is 'tensorboard', but must be a Logger": lambda: Federation([ONE], logger="tensorboard"),
     "failures is {'dropout': 0.1}, but must be ClientFailures": lambda: Federation([ONE], failures={"dropout": 0.1}),
+    "reports is None, but must be Reports": lambda: Federation([ONE], reports=None),
     "algorithm is the class FedAvg, but must be an Algorithm, such as FedAvg()": lambda: Phase("A", FedAvg),
     "algorithm is 'FedAvg', but must be": lambda: Phase("A", "FedAvg"),
     "gate is 'LinearGate', but must be": lambda: Phase("A", FedAvg(), gate="LinearGate"),
@@ -128,3 +129,9 @@ def test_an_argument_of_another_kind_is_refused_in_a_sentence(sentence):
     with pytest.raises(InvalidArgumentError) as error:
         OF_ANOTHER_KIND[sentence]()
     assert sentence in str(error.value)
+
+
+def test_a_folder_of_runs_that_is_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(MisconfigurationException, match=r"default_root_dir must be a folder .* \(File exists\)"):
+        federation(tmp_path / "runs", [ONE]).fit(model(), data())

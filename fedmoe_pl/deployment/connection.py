@@ -68,8 +68,9 @@ def _found(
     command: str, address: str, keys: str | None, insecure: bool, names: tuple[str, ...]
 ) -> list[Path] | list[None]:
     """These files in the folder ``keys``; nothing without one, which is refused where other machines connect."""
+    host, _ = split_address(address)
     if keys is None:
-        if not insecure and not _is_loopback(split_address(address)[0]):
+        if not insecure and not _is_loopback(host):
             raise InvalidArgumentError(
                 command,
                 "keys",

@@ -162,6 +162,10 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: Any) -> F
     parameters = {name for kind in type(datamodule).__mro__ for name in inspect.signature(kind.__init__).parameters}
     takes_classes = "classes" in parameters and datamodule.classes is None
     set_up(datamodule, federation.phases, federation.seed)
+    if not isinstance(datamodule.dealt_by, AllToOne) or datamodule.dealt_by.client != client:
+        raise MisconfigurationException(
+            f"{name}: must not be set up before join, because then its samples are dealt to other clients."
+        )
     if len(datamodule.labelled(datamodule.train_samples.indices)) < len(datamodule.train_samples.indices):
         raise MisconfigurationException(
             f"{name}: some training samples have no label, but must have one in a deployed federation, because the "

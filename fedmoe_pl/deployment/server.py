@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,6 @@ from fedmoe_pl.callbacks import (
 )
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
-from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
@@ -35,7 +33,9 @@ from fedmoe_pl.deployment.plan import ClientsBackend, ClientsPlan
 from fedmoe_pl.deployment.remote_clients import Clients, ClientsStore, files_of
 from fedmoe_pl.deployment.transport import Transport
 from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
+from fedmoe_pl.phases.participation import cohort_of
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.interruption import requeued
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.setup.data import TooManyClassesError
 from fedmoe_pl.trees import Tree
@@ -126,21 +126,23 @@ class HandOver(FederationCallback):
                 held[client] = answer.values["phases"]
             elif client not in self._had_last:
                 rank_zero_warn(f"{phase}: client {client} has not confirmed that it has the result: {answer.reason}")
-        self._tell_untrained(phase, state, held)
+        self._tell_untrained(run, phase, held)
         return held
 
-    def _tell_untrained(self, phase: Phase, state: PhaseState, clients: Iterable[int]) -> None:
-        """Says which of these clients were away while each trained its own part alone."""
-        files = {client: files_of(state.clients, client) for client in self.clients}
+    def _tell_untrained(self, run: Run, phase: Phase, clients: Iterable[int]) -> None:
+        """Says which of these clients were to train their own part alone, and have not, such as those away."""
+        files = {client: files_of(run.states[phase.name].clients, client) for client in self.clients}
         trained = [client for client in self.clients if phase.name in [of_phase for of_phase, *_ in files[client]]]
         if phase.algorithm.federated or not trained:
             return
-        away = {client: f"{phase}: client {client} was away, so its model is not trained" for client in clients}
-        away = {client: text for client, text in away.items() if client not in trained}
-        for text in away.values():
+        participants = cohort_of(phase, self.clients.num_clients, run.seed).participants
+        asked = {*clients}.intersection(participants).difference(trained)
+        why = "has not trained, so its model is the one it began with"
+        untrained = {client: f"{phase}: client {client} {why}" for client in sorted(asked)}
+        for text in untrained.values():
             rank_zero_warn(text)
-        if away:
-            self.clients.transport.tell(away)
+        if untrained:
+            self.clients.transport.tell(untrained)
 
 
 def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:
@@ -240,8 +242,13 @@ def serve(
     not fit together, are refused before any training.
     """
     check_deployable(federation.phases)
-    ckpt_path = _existing(ckpt_path, federation.runs)
-    known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
+    known = {}
+    if ckpt_path := ckpt_path or requeued(federation.runs):
+        try:
+            known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent)
+        except MisconfigurationException as error:  # as in Lightning, `last` begins a new run if there is none
+            rank_zero_warn(f"{error} A new run begins.")
+            ckpt_path = None
     ours = settings_of(federation, model, datamodule)
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
@@ -270,17 +277,6 @@ def serve(
         owner, argument, value, allowed, because = error.args
         because = f"{because}; only {who} that many classes"
         raise TooManyClassesError(owner, argument, value, allowed, because) from error
-
-
-def _existing(ckpt_path: str | None, runs: Path) -> str | None:
-    """The checkpoint to continue from; as in Lightning, ``last`` begins a new run if there is none."""
-    if ckpt_path is not None:
-        try:
-            find_checkpoint(ckpt_path, runs)
-        except MisconfigurationException as error:
-            rank_zero_warn(f"{error} A new run begins.")
-            return None
-    return ckpt_path
 
 
 def _make_store(clients: Clients, run: Run) -> ClientsStore:

@@ -26,11 +26,6 @@ def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
     return clients_per_round
 
 
-def takes_all(clients_per_round: int | float | None) -> bool:
-    """Whether all clients that take part train in every round: None or a share of 1."""
-    return clients_per_round is None or (isinstance(clients_per_round, float) and clients_per_round == 1)
-
-
 def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int, attempt: int = 0) -> list[int]:
     """Draws ``size`` clients uniformly without replacement; the random numbers depend on (seed, round, attempt) only.
 
@@ -63,9 +58,11 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
     """
     participants = phase.algorithm.opt_out.participants(range(num_clients), seed)
     if phase.clients is not None:
-        participants = [client for client in participants if client in {*phase.clients}]
-    all_of_them = takes_all(phase.clients_per_round)
-    return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
+        chosen = {*phase.clients}
+        participants = [client for client in participants if client in chosen]
+    size = phase.clients_per_round
+    all_of_them = size is None or (isinstance(size, float) and size == 1)
+    return Cohort(len(participants) if all_of_them else cohort_size(num_clients, size), participants)
 
 
 def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt: int = 0) -> list[int]:

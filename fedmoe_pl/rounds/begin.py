@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -215,7 +215,7 @@ def state_from_start(
         if phase.gate or not same_gate(initial, tensors):
             names = [name for name in names if not name.startswith("gate.")]
         inherited.append((names, state))
-        initial |= selected(names, tensors)
+        initial |= {name: tensors[name] for name in names if name in tensors}
     load_tree(module, initial)
     with naming(phase):
         server = phase.algorithm.server_init(module)
@@ -242,8 +242,3 @@ def same_gate(tree: Tree, other: Tree) -> bool:
     """Whether the gates of two models have tensors of the same names and shapes."""
     shapes = [{name: t.shape for name, t in one.items() if name.startswith("gate.")} for one in (tree, other)]
     return shapes[0] == shapes[1]
-
-
-def selected(names: Iterable[str], tree: Tree) -> Tree:
-    """The tensors of a tree that have these names."""
-    return {name: tree[name] for name in names if name in tree}

@@ -21,7 +21,7 @@ from fedmoe_pl.models import AdapterMoE, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.models.adapter_files import read_adapter
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import in_part
-from fedmoe_pl.rounds.begin import evaluates_trained, same_gate, selected, state_from_start
+from fedmoe_pl.rounds.begin import evaluates_trained, same_gate, state_from_start
 from fedmoe_pl.trees import Tree, load_tree, of_algorithm
 
 ReadResult = Callable[[Phase, LightningModule, Mapping[str, Any]], PhaseState]
@@ -113,7 +113,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
         if missing:
             because = f"this one has no '{missing[0]}'"
             raise InvalidArgumentError(*refused, "a checkpoint with all shared parameters", because)
-        given = selected(parameters, content["state_dict"])
+        given = {name: content["state_dict"][name] for name in parameters}
         load_tree(module, given)
         return PhaseState(content["state_dict"], {**state.server, **given})
     finished = [name for name, other in content["phases"].items() if other.finished]
@@ -121,7 +121,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
         allowed = f"a checkpoint in which '{phase.name}' has finished"
         raise InvalidArgumentError(*refused, allowed, f"only {finished} have in this one")
     saved = content["phases"][phase.name]
-    load_tree(module, selected(state.initial, saved.server))
+    load_tree(module, {name: saved.server[name] for name in state.initial if name in saved.server})
     missing = [name for name in state.server if name not in saved.server]
     surplus = [name for name in saved.server if name in state.initial and name not in state.server]
     if overrides(phase.algorithm, "server_begin"):  # may add copies, or any tensors that the server only passes on

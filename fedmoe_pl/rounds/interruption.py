@@ -126,7 +126,10 @@ def requeue(runs: Path, checkpoint: Path) -> None:
     job = _job()
     if checkpoint.is_file():
         _note(runs, job).write_text(str(checkpoint))
-    result = subprocess.run(["scontrol", "requeue", job], check=False).returncode
+    try:
+        result = subprocess.run(["scontrol", "requeue", job], check=False).returncode
+    except OSError as error:  # a container may lack it
+        result = error.strerror
     if result:
         rank_zero_warn(f"The SLURM job {job} could not be requeued: scontrol gave {result}.")
 

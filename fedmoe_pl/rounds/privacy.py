@@ -186,13 +186,13 @@ def log_epsilons(run: Run, phase: Phase, training: LocalTraining) -> None:
             rank_zero_info(f"{phase}: what {what} {text}.")
         return
     epsilons = epsilon_of_clients(phase, state)
-    worst = max(epsilons, key=lambda client: epsilons[client], default="")
+    worst = max(epsilons, key=lambda client: epsilons[client], default="none")  # nobody may have been drawn
     if math.isinf(state.sample_epsilon):
         text = "no differential privacy for samples (epsilon is infinite), because steps without noise are in it"
     else:
-        of_all = f"client {worst}; mean over clients {sum(epsilons.values()) / len(epsilons):.3g}"
-        text = f"(epsilon, delta)-differential privacy for each sample with epsilon {epsilons[worst]:.3g} ({of_all}) "
-        text += f"and delta {phase.sample_privacy.delta:.3g}"
+        of_all = f"client {worst}; mean over clients {sum(epsilons.values()) / max(len(epsilons), 1):.3g}"
+        text = f"(epsilon, delta)-differential privacy for each sample with epsilon {epsilons.get(worst, 0.0):.3g} "
+        text += f"({of_all}) and delta {phase.sample_privacy.delta:.3g}"
     rank_zero_info(f"{phase}: all that it trains ({parts or 'nothing'}) has {text}.")
 
 

@@ -114,21 +114,17 @@ def check_loss(phase: Phase, module: LightningModule) -> None:
     if not overrides(phase.algorithm, "client_loss") and phase.sample_privacy is None:
         return
     because, hooks, name = "", overridden_hooks(module), type(module).__name__
+    is_own = isinstance(module, MixtureOfExperts) and not type(module).loss.__module__.startswith("fedmoe_pl.")
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
         because = f"it needs {name}'s method loss(batch) -> (loss, metrics), and automatic optimization"
     elif hooks:
         because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
-    elif {"classes", "loss_of_outputs"} & {*phase.algorithm.needs} and _has_own_loss(module):
+    elif {"classes", "loss_of_outputs"} & {*phase.algorithm.needs} and is_own:
         because = f"it computes experts' losses, and would skip {name}.loss; pass the loss as the argument loss instead"
     if because and phase.sample_privacy is not None:
         raise InvalidArgumentError(str(phase), "sample_privacy", phase.sample_privacy, "left out", because)
     if because:
         raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
-
-
-def _has_own_loss(module: LightningModule) -> bool:
-    """Whether the module is a mixture of a user's class that overrides the loss of a batch."""
-    return isinstance(module, MixtureOfExperts) and not type(module).loss.__module__.startswith("fedmoe_pl.")
 
 
 def check_shared(phase: Phase, module: LightningModule, num_clients: int) -> None:

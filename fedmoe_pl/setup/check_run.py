@@ -28,11 +28,12 @@ from fedmoe_pl.backends import is_distributed
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.models.mixtures.tasks import IGNORED
-from fedmoe_pl.phases.participation import cohort_of, cohort_size, takes_all
+from fedmoe_pl.phases.participation import cohort_of, cohort_size
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
 from fedmoe_pl.rounds.fit import shared_by
@@ -140,14 +141,13 @@ def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None
 
 def _check_selection(run: Run, phase: Phase) -> None:
     """Refuses to select a round by a metric that none of the evaluated participants can have."""
-    if phase.monitor is None:
+    if phase.monitor is None or isinstance(run.datamodule.partitioner, AllToOne):  # the others may have one
         return
     data, number, train = run.datamodule, run.evaluation_cohort_size, run.datamodule.train_samples.sizes
     validation = phase.algorithm.opt_out.opted_in_of_all(data.validation_samples, run.seed, validation=True)
     held_out = {"validation": validation.sizes, "local_test": data.test_samples.sizes}
     sizes = next((held_out[split] for split in held_out if phase.monitor.startswith(split)), train)
     participants = cohort_of(phase, data.num_clients, run.seed).participants
-    participants = [client for client in participants if train[client]]  # others of a deployed federation have none
     able = [client for client in participants if sizes[client]]
     if participants and not able:
         because = "no client that takes part has a sample for it"
@@ -175,7 +175,7 @@ def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses a phase that lacks something that its algorithm needs (``Algorithm.needs``)."""
     datamodule, trainer = run.datamodule, phase.client_trainer(run.trainer)
     owner, size, algorithm = str(phase), phase.clients_per_round, phase.algorithm
-    number = datamodule.num_clients if takes_all(size) else cohort_size(datamodule.num_clients, size)
+    number = cohort_size(datamodule.num_clients, size)
     is_mixture = isinstance(module, MixtureOfExperts)  # a mixture also finds targets in a dict
     has_classes = (datamodule.has_pairs or is_mixture) and predicts_classes(module, datamodule)
     another = owner, "algorithm", algorithm, "another for these data and this model"
@@ -187,7 +187,8 @@ def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
     lacking: dict[Need, tuple[bool, tuple[object, str, Any, str]]] = {
         "all_clients": (number < datamodule.num_clients, (owner, "clients_per_round", size, "left out")),
         "validation_samples": (
-            not len(datamodule.validation_samples.indices),
+            # a client of a deployed federation does not know what the others have; the server does
+            not (len(datamodule.validation_samples.indices) or isinstance(datamodule.partitioner, AllToOne)),
             (datamodule, "validation_fraction", fraction, "above 0"),
         ),
         "validation_samples_of_each": (

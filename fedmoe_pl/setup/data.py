@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -171,10 +170,15 @@ def check_task(
     who, whose = with_article(type(module).__name__), type(datamodule).__name__
     of_others = "" if isinstance(module, MixtureOfExperts) else " alone; with evaluate: false, a phase only trains it"
     with tried(f"{phase}: {who} does not accept the {described_batches(datamodule)} of {whose}{of_others}"):
-        with _naming_sizes(module, datamodule), evaluating(module):
-            outputs = predict(module, datamodule, samples)[0]
-            if only_shape:
-                predict(module, datamodule, datamodule.global_test[:1])
+        try:
+            with evaluating(module):
+                outputs = predict(module, datamodule, samples)[0]
+                if only_shape:
+                    predict(module, datamodule, datamodule.global_test[:1])
+        except Exception as error:
+            if datamodule.reader is None:
+                _check_sizes(module, datamodule, error)
+            raise
         targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples, mixture_of(module))])
     if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
         allowed = f"one that gives a score for each of {datamodule.num_classes} classes"
@@ -199,18 +203,6 @@ def _sized(module: LightningModule) -> tuple[Any, Collection[str]]:
     """The network that sizes a mixture, and its constructor's arguments; empty if the network does not record sizes."""
     part = getattr(module, getattr(module, "sized_by", None) or "", None)
     return part, inspect.signature(type(part)).parameters if hasattr(part, "input_shape") else ()
-
-
-@contextmanager
-def _naming_sizes(module: LightningModule, datamodule: FederatedDataModule) -> Iterator[None]:
-    """If the model fails in this context, names a size of the package's network that does not fit the samples."""
-    try:
-        yield
-    except Exception as error:
-        if datamodule.reader is not None:
-            raise
-        _check_sizes(module, datamodule, error)
-        raise
 
 
 def _check_sizes(module: LightningModule, datamodule: FederatedDataModule, error: Exception) -> None:
@@ -369,15 +361,15 @@ def check_metric(
 def measured(
     datamodule: FederatedDataModule, metrics: Mapping[str, Metric], modules: Iterable[LightningModule]
 ) -> list[str]:
-    """The names of the metrics that at least one client has."""
-    modules = [*modules]
+    """The names of the metrics that at least one client has, or may have where this machine knows one client alone."""
+    modules, alone = [*modules], isinstance(datamodule.partitioner, AllToOne)
     has_classes = any(predicts_classes(module, datamodule) for module in modules)
     has_loss = any(measures_loss(module, datamodule) for module in modules)
     known = [*(ACCURACIES if has_classes else ()), *names_of(metrics, has_loss)]
     known += ["validation_loss"] if has_classes or has_loss else []
     lacking = {
-        "validation": not len(datamodule.validation_samples.indices),
-        "local_test": not len(datamodule.test_samples.indices),
+        "validation": not (alone or len(datamodule.validation_samples.indices)),
+        "local_test": not (alone or len(datamodule.test_samples.indices)),
         "reweighted_test": datamodule.rotations is not None,
     }
     lacking = [split for split, lacks in lacking.items() if lacks]

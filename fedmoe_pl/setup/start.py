@@ -39,7 +39,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.phases.phase import INITIAL, Phase
-from fedmoe_pl.phases.starts import Start, sources
+from fedmoe_pl.phases.starts import sources
 from fedmoe_pl.rounds.begin import freeze_shared, share_memory, sized
 from fedmoe_pl.rounds.given_result import ReadResult
 from fedmoe_pl.rounds.privacy import set_noise
@@ -228,19 +228,12 @@ def plan_phases(run: Run) -> None:
         sentences = [f"{', '.join(names)}: {description}" for description, names in phases.items()]
         rank_zero_info("backend: " + "; ".join(sentences))
     names = [name for each in phases.values() for name in each]
-    starts = [f"{name} from {_in_words(run.starts[name])}" for name in names if sources(run.starts[name])]
+    starts = []
+    for name in (each for each in names if sources(run.starts[each])):
+        parts = [f"{before} ({part})" if part else before for part, before in sources(run.starts[name])]
+        starts.append(f"{name} from {' and '.join(parts)}")
     if starts:
         rank_zero_info("start: " + "; ".join(starts))
-
-
-def _in_words(start: Start) -> str:
-    """What a phase starts from: the name of a phase, or one for each part.
-
-    Example:
-        >>> _in_words("FedAvg"), _in_words({"global_expert": "FedAvg", "local_expert": "Ditto"})
-        ('FedAvg', 'FedAvg (global_expert) and Ditto (local_expert)')
-    """
-    return " and ".join(f"{name} ({part})" if part else name for part, name in sources(start))
 
 
 @contextmanager
@@ -251,10 +244,9 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
         try:
             run.folder.mkdir(parents=True)
             break
-        except FileExistsError:  # another run began at the same time
-            continue
         except (OSError, ValueError) as error:  # ValueError for a name with a zero byte
-            raise cannot_be_made(run.folder, error) from error
+            if not (isinstance(error, FileExistsError) and run.folder.is_dir()):  # or another run has begun just now
+                raise cannot_be_made(run.folder, error) from error
     if run.enable_checkpointing:
         (run.folder / FILE).parent.mkdir()
     with locked(run.folder / FILE):

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fedmoe_pl import Train
+from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
 from fedmoe_pl.deployment.descriptions import own_data, read_descriptions
@@ -117,6 +118,15 @@ def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none_and_need
     before = len(deployed.passed)
     deployed.run("last")  # without a warning
     assert {message.kind for _, message in deployed.passed[before:]} == {"describe", "begin", "finish"}
+
+
+def test_a_requeued_job_of_slurm_continues_its_run(tmp_path, monkeypatch):
+    deployed = Deployment(METHOD, tmp_path)
+    server = deployed.run()
+    (server.runs / "requeued_8").write_text(str(server.run_dir / FILE))
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert deployed.run().run_dir == server.run_dir
 
 
 @pytest.mark.slow
@@ -341,6 +351,14 @@ def test_classes_that_a_client_would_number_alone_are_refused(classes, made, tmp
     sentence = f"{made.__name__}: classes must be given in a deployed federation"
     with nullcontext() if classes else pytest.raises(MisconfigurationException, match=sentence):
         own_data(table, 0, federation(METHOD.phases(), tmp_path))
+
+
+def test_data_that_are_dealt_already_are_refused(tmp_path):
+    samples = federation(METHOD.phases(), tmp_path), lazy()
+    assert own_data(samples[1], 2, samples[0]) is own_data(samples[1], 2, samples[0]), "by itself, they are its own"
+    for dealt in (samples[1], data()):
+        with pytest.raises(MisconfigurationException, match=f"{type(dealt).__name__}: must not be set up before join"):
+            own_data(dealt, 1, samples[0])
 
 
 def test_batches_that_are_no_pairs_are_refused(tmp_path):

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.deployed import Deployment, method_of, name_of, participant, reason_of, simulated
-from helpers.methods import METHODS
+from helpers.methods import METHODS, Method, alone
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.algorithms import Local
 from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
 from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.messages import FAILED
+from fedmoe_pl.models import LocalOnly
 
 METHOD = method_of("PFLMoE", 3, evaluate=True)
 
@@ -179,10 +181,17 @@ def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model
     everybody = {**deployed.participants}
     with pytest.warns(UserWarning) as warned:
         deployed.run()
-    text = "Phase 'tuned': client 2 was away, so its model is not trained"
+    text = "Phase 'tuned': client 2 has not trained, so its model is the one it began with"
     assert text in [str(warning.message) for warning in warned]
     notes = [(client, message.values["text"]) for client, message in deployed.heard if message.kind == "note"]
     assert notes == [(2, text)]
+
+
+def test_nobody_is_told_of_a_phase_in_which_the_client_takes_no_part(tmp_path):
+    method = Method(lambda: [alone("Local", Local("local_expert.*"), gate=LocalOnly(), clients=[0, 1])])
+    deployed = Deployment(method, tmp_path)
+    deployed.run()  # without a warning
+    assert "note" not in {message.kind for _, message in deployed.heard}
 
 
 @pytest.mark.slow

@@ -2,15 +2,20 @@
 
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
+from helpers import blobs
 from helpers.deployed import Deployment, method_of, simulated
-from helpers.methods import METHODS, data, ledger
+from helpers.methods import METHODS, Method, alone, data, fedavg, ledger
 
-from fedmoe_pl import Reports
+from fedmoe_pl import Reports, Select
+from fedmoe_pl.algorithms import LabelPrior
 from fedmoe_pl.callbacks import TrafficLedger
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.deployment.secure.masked_round import CODES, KEYS, SHARES
 from fedmoe_pl.evaluation.results import ACCURACIES
+from fedmoe_pl.models import GlobalOnly
 
 REFUSED = ("PMMoE",)
 OF_ROUNDS = ("request", "train", "exchange", "train masked", "mask")
@@ -62,6 +67,31 @@ def test_every_method(name, tmp_path):
         # a simulation computes some means over other batches
         different = {key: (row[key], other[key]) for key in row if not near(row[key], other[key])}
         assert not different or (name == "FedKD" and [*different] == ["flops"])  # it counts with what clients keep
+
+
+@pytest.mark.few("validation")
+@pytest.mark.parametrize(
+    "phases",
+    [
+        pytest.param(lambda: [fedavg(evaluate=True, select=Select("validation"))], id="validation"),
+        pytest.param(lambda: [fedavg(evaluate=True, select=Select("local_test"))], id="local_test"),
+        pytest.param(lambda: [fedavg(), alone("prior", LabelPrior("auto"), gate=GlobalOnly())], id="prior"),
+    ],
+)
+def test_a_client_without_held_out_samples_takes_part(phases, tmp_path):
+    """The checks of its own machine know no other client's samples."""
+    method, three = Method(phases), partial(blobs, (13, 2, 11), **SPLIT)
+    assert not len(three().validation_samples[1]) and not len(three().test_samples[1])
+    simulation, deployed = simulated(method, tmp_path, three()), Deployment(method, tmp_path, datamodule=three())
+    deployed.run()
+    assert not any(state.failed for state in deployed.server.run.states.values())
+    deployed.assert_ends_as(simulation)
+
+
+def test_the_server_refuses_what_no_client_has_samples_for(tmp_path):
+    deployed = Deployment(method_of("FedAvg", evaluate=True, select=Select("validation")), tmp_path)
+    with pytest.raises(InvalidArgumentError, match=r"select\.monitor is 'validation', but must be a validation metric"):
+        deployed.run()
 
 
 @pytest.mark.slow

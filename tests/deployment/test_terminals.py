@@ -24,7 +24,7 @@ from fedmoe_pl.callbacks import (
     TokenGateMonitor,
 )
 from fedmoe_pl.deployment import Message, serve_and_join
-from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
+from fedmoe_pl.deployment.connection import Security, check_is_free, free_port, split_address
 from fedmoe_pl.deployment.serve_and_join import own_folder, plain_warnings, private
 from fedmoe_pl.deployment.server import callbacks_of_server
 from fedmoe_pl.phases.client_failures import RoundWarning
@@ -108,9 +108,11 @@ def test_an_address_that_another_process_has_is_refused():
 
 
 @pytest.mark.parametrize("address", ["8000", "server", "server:http", "server:0", "http://server:8000"])
-def test_what_is_no_address_is_refused(address):
+def test_what_is_no_address_is_refused(address, tmp_path):
     with pytest.raises(MisconfigurationException, match=f"address is '{address}', but must be a host and a port"):
         split_address(address)
+    with pytest.raises(MisconfigurationException, match=f"address is '{address}', but must be a host and a port"):
+        Security.of_client(address, str(tmp_path), False, 0)
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):

@@ -116,6 +116,12 @@ def test_slurm_requeues_the_job_which_continues_once(tmp_path, monkeypatch):
     assert interruption.requeued(tmp_path) is None, "another run of the same job begins anew"
 
 
+def test_a_job_whose_container_has_no_scontrol_is_said_not_to_be_requeued(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"could not be requeued: scontrol gave No such file or directory\."):
+        interruption.requeue(tmp_path, tmp_path / "last.ckpt")
+
+
 SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[4])

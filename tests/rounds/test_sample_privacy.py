@@ -237,6 +237,16 @@ def test_both_kinds_of_privacy_can_be_had_together(tmp_path):
     assert 0 < state.epsilon < math.inf and 0 < state.sample_epsilon < math.inf
 
 
+def test_rounds_in_which_nobody_was_drawn_have_an_epsilon_of_zero(tmp_path, caplog):
+    aggregation = DifferentialPrivacy(2.0, 0.5, 1e-3)
+    empty = phase(privacy=private(), aggregation=aggregation, rounds=1, clients_per_round=1)
+    seed = next(seed for seed in range(99) if not phase_cohort(empty, len(SIZES), seed, 0))
+    with caplog.at_level("INFO"):
+        run = fit(tmp_path, [empty], seed=seed)
+    assert run.run.states["it"].sample_epsilon == 0
+    assert "for each sample with epsilon 0 (" in caplog.text
+
+
 def drawn(training, client, purpose=13):
     of_client = client_of(training, training.module, client, {}, round=0)
     return torch.rand(9, generator=_private_generator(training, of_client, purpose))
