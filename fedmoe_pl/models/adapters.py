@@ -263,6 +263,9 @@ class AdaptedBase:
             because = "peft's files could not have both"
             raise InvalidArgumentError("LoRA", "modules_to_save", lora.modules_to_save, allowed, because)
         self._blocks = [*_matching(base, blocks, "blocks")]
+        for block in self._blocks:
+            if not any(path.startswith(f"{block}.") for path in self._paths):
+                raise InvalidArgumentError("LoRA", "blocks", block, "a module in which layers have adapters")
         self._pass: _Pass | None = None
         self._check = Look()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
@@ -276,10 +279,8 @@ class AdaptedBase:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Numbers of input features of what mixes experts; 0 if it is no linear layer and no block of such."""
-        first = {block: next(p for p in self._paths if p.startswith(f"{block}.")) for block in self._blocks}
-        mixing = {path: path for path in self._paths} if not self._blocks else first
-        return {path: _in_features(self.experts[0].get_submodule(layer)) for path, layer in mixing.items()}
+        """Numbers of input features of what mixes experts; 0 of one that begins with no linear layer."""
+        return {path: _in_features(self.base.get_submodule(path)) for path in self._blocks or self._paths}
 
     def __call__(self, x: Any, experts: Sequence[int], weigh: Weigh | None = None) -> Output:
         """What the base computes of inputs with some of its experts; ``weigh`` is needed for more than one."""
@@ -387,6 +388,8 @@ class _MixedBlock:
                 outputs.append(compute(block, *inputs, **options))
         finally:
             self.adapted._pass = current
+        if not isinstance(outputs[0], Tensor):
+            raise InvalidArgumentError("LoRA", "blocks", self.path, "a module that returns one tensor")
         return mixed(current.weights_in(self.path, _first(inputs, options)), outputs, self.path).to(outputs[0].dtype)
 
 
@@ -537,7 +540,11 @@ def _output_layer(base: nn.Module) -> str | None:
     return next((path for path, part in base.named_modules() if part is layer and path), None)
 
 
-def _in_features(adapter: nn.Module) -> int:
-    """Values per position that a linear adapter reads; 0 for others."""
-    lora_A = getattr(adapter, "lora_A", None)
-    return lora_A.in_features if isinstance(lora_A, nn.Linear) else 0
+def _in_features(part: nn.Module) -> int:
+    """Values per position that the first layer in a part reads, adapted or not; 0 if that is no linear layer."""
+    for layer in part.modules():
+        if isinstance(layer, (nn.Embedding, _ConvNd)):
+            break
+        if (width := getattr(layer, "in_features", getattr(layer, "nx", None))) is not None:  # nx: that of Conv1D
+            return width
+    return 0

@@ -84,7 +84,7 @@ class SparseMoE(MixtureOfExperts):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        numbers = num_experts if isinstance(num_experts, list) else [num_experts]
+        numbers = num_experts if isinstance(num_experts, list) and num_experts else [num_experts]
         for number in numbers:
             check_at_least(self, "num_experts", number, 1, MOST_EXPERTS)
         check_number(self, "load_balancing", load_balancing, least=0)
