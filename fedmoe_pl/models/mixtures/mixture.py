@@ -64,13 +64,7 @@ class Architectures(nn.ModuleList):
 
     It computes that one, and a module with all of them the first one. Tensors are named ``<index>.<name>``, so that
     those of different shapes have different names.
-
-    Args:
-        experts: one module per architecture.
     """
-
-    def __init__(self, experts: Iterable[nn.Module] = ()) -> None:
-        super().__init__(experts)
 
     @property
     def present(self) -> dict[int, nn.Module]:
