@@ -362,8 +362,7 @@ class SwitchNormGate(Gate):
 
     def __init__(self, in_features: int = 3072, hidden: int = 50, momentum: float = 0.9) -> None:
         super().__init__()
-        keep_arguments(self, {"in_features": in_features, "hidden": hidden})
-        self.momentum = momentum
+        self.in_features, self.hidden, self.momentum = in_features, hidden, momentum
         self.layers = nn.Sequential(
             nn.Flatten(),  # (B, in_features)
             SwitchNorm1d(in_features, momentum),
