@@ -211,8 +211,8 @@ class AdapterExpert(nn.Module):
 
     def forward(self, *inputs: Any, **arguments: Any) -> Tensor:
         """The base's outputs with this expert, for inputs as one value or as keyword arguments."""
-        adapted, experts = self._computes[0]
-        return adapted(*inputs or (arguments,), experts).logits
+        (adapted, experts), (x,) = self._computes[0], inputs or (arguments,)
+        return adapted(x, experts).logits
 
 
 class AdaptedBase:
