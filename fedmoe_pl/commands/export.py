@@ -249,8 +249,8 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
 def _write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
     """Writes each of a client's experts as a folder of peft, with the layers that are trained as a whole.
 
-    They are ``global_expert``, ``local_expert`` and, where a single adapter can compute what the mixture does,
-    ``mixture``. Yields what was written.
+    They are ``global_expert`` and ``local_expert``, or of clusters ``global_experts.<place>``, and, where a single
+    adapter can compute what the mixture does, ``mixture``. Yields what was written.
     """
     module = _adapter_moe(run, method, client)
     _check_base(run, method, module)
