@@ -14,7 +14,8 @@ class ClientCheckpoint(FederationCallback):
 
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one; the file of a client
     with a name is called as the client. A method whose clients all have the same model is written once, as
-    ``all_clients.ckpt``. At any later time, ``fedmoe export --format lightning`` writes the same whole models.
+    ``all_clients.ckpt``. Of a method that predicts with more than a model, such as kNN-Per, it is the model alone. At
+    any later time, ``fedmoe export --format lightning`` writes the same whole models.
 
     Args:
         methods: names of the methods to write; None for all.

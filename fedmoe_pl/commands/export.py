@@ -101,7 +101,8 @@ def export_clients(
         method: a row of the table.
         client: the client's number or name, or ``all``.
         format: ``onnx``, checked with onnxruntime; ``torch_export``, a file for ``torch.export.load``; or
-            ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model;
+            ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model,
+            also of a method that predicts with more, as kNN-Per and FedProto do;
             ``peft``, folders for ``PeftModel.from_pretrained``; or ``merged``, a folder for ``from_pretrained``.
         output: the file or, for all clients, the folder; None for ``exported/<method>`` in the run's folder.
 
@@ -248,8 +249,8 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
 def _write_adapters(run: Run, method: str, client: int, folder: Path) -> Iterator[str]:
     """Writes each of a client's experts as a folder of peft, with the layers that are trained as a whole.
 
-    They are ``global_expert``, ``local_expert`` and, where a single adapter can compute what the mixture does,
-    ``mixture``. Yields what was written.
+    They are ``global_expert`` and ``local_expert``, or of clusters ``global_experts.<place>``, and, where a single
+    adapter can compute what the mixture does, ``mixture``. Yields what was written.
     """
     module = _adapter_moe(run, method, client)
     _check_base(run, method, module)

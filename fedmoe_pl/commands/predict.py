@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.measure import predict
 from fedmoe_pl.evaluation.metrics import predicts_classes, preds_of
-from fedmoe_pl.evaluation.outputs import has_task, labelled_batches, mixture_of
+from fedmoe_pl.evaluation.outputs import has_task, mixture_of
 from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.phases.phase import Phase
@@ -53,10 +52,9 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
             test_samples = datamodule.test_samples[client]
             samples = test_samples if len(test_samples) else datamodule.global_test
             module = run.client_predictor(evaluation.method, client)
-            logits, weights = predict(module, datamodule, samples)
+            logits, weights, targets = predict(module, datamodule, samples)
             weights = weights if getattr(module, "has_global_expert", True) else None
             mixture = mixture_of(module)
-            targets = torch.cat([y.cpu() for _, y in labelled_batches(datamodule, samples, mixture)])
             if predicts_classes(module, datamodule) or (mixture is not None and mixture.task == "multiclass"):
                 columns, names = _values(logits.argmax(1), targets), dict(enumerate(datamodule.classes or ()))
             else:

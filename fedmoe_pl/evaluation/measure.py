@@ -36,10 +36,12 @@ labels (b,) or other targets."""
 
 
 @torch.inference_mode()
-def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits and gate weights for some samples of the data module."""
-    logits, weights, _ = zip(*_outputs(module, datamodule, samples), strict=True)
-    return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
+def predict(
+    module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Logits, gate weights and targets for some samples of the data module."""
+    logits, weights, targets = zip(*_outputs(module, datamodule, samples), strict=True)
+    return torch.cat(logits), None if weights[0] is None else torch.cat(weights), torch.cat(targets)
 
 
 def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> Outputs:

@@ -195,8 +195,8 @@ def _listed(names: Any) -> Any:
 
 def _names(module: AdapterMoE, expert: str) -> dict[str, str]:
     """The names of an expert's tensors, and of a common head's, by their names in peft's files."""
-    prefixes = (f"{expert}.", "head.")
-    return {_PREFIX + name.partition(".")[2]: name for name in module.state_dict() if name.startswith(prefixes)}
+    names, prefixes = [*module.state_dict()], (f"{expert}.", "head.")
+    return {_PREFIX + name.removeprefix(own): name for own in prefixes for name in names if name.startswith(own)}
 
 
 def _joined(name: str, adapters: list[Tree], weights: list[float]) -> Tensor:

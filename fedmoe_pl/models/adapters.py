@@ -158,29 +158,24 @@ experts)."""
 
 
 @dataclass
-class Output:
-    """What a base computed with some experts.
+class Pass:
+    """A forward pass of a base, and what it computed.
 
     Attributes:
-        logits: its output.
+        experts: those that take part.
+        weigh: how layers weigh them; None for a single one, which has the weight 1.
+        called: the paths of the layers that were called.
+        logits: the base's output.
         features: what the first of ``modules_to_save`` read, shape (B, ..., F); without any, the output layer that a
             language model of transformers names; None if there is none.
         weights: the weights of the experts by the path of the layer that mixed them, in the order of the calls. Of a
             layer that the base calls again, those of its second call have the name ``<path>, call 2``, and so on.
     """
 
-    logits: Tensor
-    features: Tensor | None
-    weights: dict[str, Tensor]
-
-
-@dataclass
-class _Pass:
-    """A forward pass: the experts that take part, and how layers weigh them; a single one has the weight 1."""
-
     experts: Sequence[int]
     weigh: Weigh | None
     called: set[str] = field(default_factory=set)
+    logits: Tensor = field(init=False)
     features: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
 
@@ -212,11 +207,12 @@ class AdapterExpert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._computes: list[Callable[[Any], Output]] = []  # in a list, so that the base is no part of the expert
+        self._computes: list[tuple[AdaptedBase, list[int]]] = []  # the base, which is no part of it, and its index
 
     def forward(self, *inputs: Any, **arguments: Any) -> Tensor:
         """The base's outputs with this expert, for inputs as one value or as keyword arguments."""
-        return self._computes[0](*inputs or (arguments,)).logits
+        (adapted, experts), (x,) = self._computes[0], inputs or (arguments,)
+        return adapted(x, experts).logits
 
 
 class AdaptedBase:
@@ -253,7 +249,7 @@ class AdaptedBase:
         self.head = nn.Module()
         self.prepare = prepare
         self._saved = paths_to_save(base, lora)
-        self.experts = [_tree(adapters) for adapters in _drawn(base, lora, num_experts, self._saved)]
+        self.experts = [*_drawn(base, lora, num_experts, self._saved)]
         self._read = self._saved[0] if self._saved else _output_layer(base)
         self._paths = [name for name, part in self.experts[0].named_modules() if isinstance(part, _ADAPTERS)]
         if wrong := next((path for path in self._paths if path.endswith(tuple(self._saved))), None):
@@ -263,7 +259,10 @@ class AdaptedBase:
             because = "peft's files could not have both"
             raise InvalidArgumentError("LoRA", "modules_to_save", lora.modules_to_save, allowed, because)
         self._blocks = [*_matching(base, blocks, "blocks")]
-        self._pass: _Pass | None = None
+        for block in self._blocks:
+            if not any(path.startswith(f"{block}.") for path in self._paths):
+                raise InvalidArgumentError("LoRA", "blocks", block, "a module in which layers have adapters")
+        self._pass: Pass | None = None
         self._check = Look()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
         for path in self._saved:
@@ -271,29 +270,27 @@ class AdaptedBase:
                 plant(root, path, copy_module(base.get_submodule(path)).requires_grad_(True))
         self._heads = [self.head if has_one_head else expert for expert in self.experts]
         for index, expert in enumerate(self.experts):
-            expert._computes.append(_OneExpert(self, index))
+            expert._computes.append((self, [index]))
         self._patch()
 
     @property
     def widths(self) -> dict[str, int]:
-        """Numbers of input features of what mixes experts; 0 if it is no linear layer and no block of such."""
-        first = {block: next(p for p in self._paths if p.startswith(f"{block}.")) for block in self._blocks}
-        mixing = {path: path for path in self._paths} if not self._blocks else first
-        return {path: _in_features(self.experts[0].get_submodule(layer)) for path, layer in mixing.items()}
+        """Numbers of input features of what mixes experts; 0 of one that begins with no linear layer."""
+        return {path: _in_features(self.base.get_submodule(path)) for path in self._blocks or self._paths}
 
-    def __call__(self, x: Any, experts: Sequence[int], weigh: Weigh | None = None) -> Output:
+    def __call__(self, x: Any, experts: Sequence[int], weigh: Weigh | None = None) -> Pass:
         """What the base computes of inputs with some of its experts; ``weigh`` is needed for more than one."""
         if any(getattr(part, "gradient_checkpointing", False) for part in self._checkpointing):
             reason = "it computes layers again when the gradient is, without their experts"
             raise InvalidArgumentError("LoRA", "base", type(self.base).__name__, "without checkpointing", reason)
-        self._pass = current = _Pass(experts, weigh)
+        self._pass = current = Pass(experts, weigh)
         try:
-            logits = call(self.base, self.prepare(x))
+            current.logits = call(self.base, self.prepare(x))
         finally:
             self._pass = None
         if not self._check.is_done:
             self._check_layers(current.called)
-        return Output(logits, current.features, current.weights)
+        return current
 
     def _check_layers(self, called: set[str]) -> None:
         """Refuses layers that the base does not call, because what is trained of them would change nothing."""
@@ -306,14 +303,10 @@ class AdaptedBase:
     def plain_base(self) -> nn.Module:
         """A copy of the base that computes without experts, as it was before it had any."""
         base = copy.deepcopy(self.base, {id(self): self})
-        for path in (*self._paths, *self._saved):
-            hooks = base.get_submodule(path)._forward_hooks
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _AdaptedLayer) or hook is _pass_on]:
-                del hooks[key]
-        if not self._saved and self._read:
-            hooks = base.get_submodule(self._read)._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _NotedInput)]:
-                del hooks[key]
+        for part in base.modules():
+            for hooks in (part._forward_hooks, part._forward_pre_hooks):
+                for key in [key for key, hook in hooks.items() if getattr(hook, "__module__", "") == __name__]:
+                    del hooks[key]
         for path in (*self._blocks, *self._saved):
             del vars(base.get_submodule(path))["forward"]
         return base
@@ -331,17 +324,6 @@ class AdaptedBase:
             self.base.get_submodule(path).register_forward_hook(_pass_on)
         if not self._saved and self._read:
             self.base.get_submodule(self._read).register_forward_pre_hook(_NotedInput(self), with_kwargs=True)
-
-
-@dataclass
-class _OneExpert:
-    """What an expert computes by itself."""
-
-    adapted: AdaptedBase
-    index: int
-
-    def __call__(self, x: Any) -> Output:
-        return self.adapted(x, [self.index])
 
 
 @dataclass
@@ -383,10 +365,12 @@ class _MixedBlock:
         outputs = []
         try:
             for expert in current.experts:
-                self.adapted._pass = _Pass([expert], None, current.called)
+                self.adapted._pass = Pass([expert], None, current.called)
                 outputs.append(compute(block, *inputs, **options))
         finally:
             self.adapted._pass = current
+        if not isinstance(outputs[0], Tensor):
+            raise InvalidArgumentError("LoRA", "blocks", self.path, "a module that returns one tensor")
         return mixed(current.weights_in(self.path, _first(inputs, options)), outputs, self.path).to(outputs[0].dtype)
 
 
@@ -442,8 +426,8 @@ def mixed(weights: Tensor, outputs: Sequence[Tensor], path: str) -> Tensor:
 _ADAPTERS = (LinearAdapter, EmbeddingAdapter)
 
 
-def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) -> Iterator[dict[str, nn.Module]]:
-    """New adapters of the base by the path of their layers, for each of some experts; ``saved`` parts have none."""
+def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) -> Iterator[AdapterExpert]:
+    """Experts with new adapters of the base; ``saved`` parts have none."""
     config = lora.config()
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -464,11 +448,11 @@ def _drawn(base: nn.Module, lora: LoRA, num_experts: int, saved: Sequence[str]) 
             base.set_submodule(path, layer.get_base_layer())
         if hasattr(base, "peft_config"):
             del base.peft_config
-        yield {
-            path: _adapter(path, layer)
-            for path, layer in made.items()
-            if not any(path == part or path.startswith(f"{part}.") for part in saved)
-        }
+        expert = AdapterExpert()
+        for path, layer in made.items():
+            if not any(path == part or path.startswith(f"{part}.") for part in saved):
+                plant(expert, path, _adapter(path, layer))
+        yield expert
 
 
 @contextmanager
@@ -512,13 +496,6 @@ def unlike_weight(path: str, layer: nn.Module) -> str:
     return ""
 
 
-def _tree(adapters: dict[str, nn.Module]) -> AdapterExpert:
-    expert = AdapterExpert()
-    for path, adapter in adapters.items():
-        plant(expert, path, adapter)
-    return expert
-
-
 def _matching(base: nn.Module, names: Iterable[str], argument: str) -> Iterator[str]:
     """Paths of the modules of the base with these names, whole ones or their ends after a dot."""
     paths = [path for path, _ in base.named_modules() if path]
@@ -537,7 +514,11 @@ def _output_layer(base: nn.Module) -> str | None:
     return next((path for path, part in base.named_modules() if part is layer and path), None)
 
 
-def _in_features(adapter: nn.Module) -> int:
-    """Values per position that a linear adapter reads; 0 for others."""
-    lora_A = getattr(adapter, "lora_A", None)
-    return lora_A.in_features if isinstance(lora_A, nn.Linear) else 0
+def _in_features(part: nn.Module) -> int:
+    """Values per position that the first layer in a part reads, adapted or not; 0 if that is no linear layer."""
+    for layer in part.modules():
+        if isinstance(layer, (nn.Embedding, _ConvNd)):
+            break
+        if (width := getattr(layer, "in_features", getattr(layer, "nx", None))) is not None:  # nx: that of Conv1D
+            return width
+    return 0

@@ -154,6 +154,7 @@ class ConstantGate(FixedGate):
 
     def __init__(self, weight: float | list[float] = 0.5) -> None:
         super().__init__()
+        weight = [*weight] if isinstance(weight, tuple) else weight
         weights: list[float] = weight if isinstance(weight, list) else [weight, 1 - weight]
         if not (weights and all(0 <= value <= 1 for value in weights) and abs(sum(weights) - 1) < 1e-6):
             raise InvalidArgumentError(self, "weight", weight, "from 0 to 1, or a list of such numbers whose sum is 1")
@@ -361,8 +362,7 @@ class SwitchNormGate(Gate):
 
     def __init__(self, in_features: int = 3072, hidden: int = 50, momentum: float = 0.9) -> None:
         super().__init__()
-        keep_arguments(self, {"in_features": in_features, "hidden": hidden})
-        self.momentum = momentum
+        self.in_features, self.hidden, self.momentum = in_features, hidden, momentum
         self.layers = nn.Sequential(
             nn.Flatten(),  # (B, in_features)
             SwitchNorm1d(in_features, momentum),

@@ -70,8 +70,7 @@ def call(part: nn.Module, x: Inputs, tensors: Tree | None = None) -> Tensor:
 
 def logits_of(output: Any, part: nn.Module) -> Tensor:
     """What a module has returned, if it is a tensor, or else its ``logits``."""
-    if isinstance(output, Mapping):
-        output = output.get("logits")
+    output = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(output, Tensor):
         raise TypeError(
             f"{with_article(type(part).__name__)} must return a tensor, or an output with a tensor as 'logits'"

@@ -148,11 +148,8 @@ def replaced_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[N
 
 def layer_without_reset(module: nn.Module) -> nn.Module | None:
     """The first layer that has parameters but no ``reset_parameters``; None if all parameters can be drawn anew."""
-    for layer in module.modules():
-        has_parameters = next(layer.parameters(recurse=False), None) is not None
-        if has_parameters and not callable(getattr(layer, "reset_parameters", None)):
-            return layer
-    return None
+    layers = (layer for layer in module.modules() if any(True for _ in layer.parameters(recurse=False)))
+    return next((layer for layer in layers if not callable(getattr(layer, "reset_parameters", None))), None)
 
 
 def plant(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -279,25 +276,20 @@ class SwitchNorm1d(nn.Module):
         """
         if x.dim() != 2:
             raise ValueError(f"expected 2D input (got {x.dim()}D input)")
+        if self.training and len(x) < 2:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         if self.training:
-            batch_mean, batch_var = self._batch_statistics(x)
+            batch_mean, batch_var = x.mean(0), x.var(0)
+            with torch.no_grad():
+                # in place, as in nn.BatchNorm1d, because under functional_call the buffers belong to the caller
+                self.running_mean.mul_(self.momentum).add_((1 - self.momentum) * batch_mean)
+                self.running_var.mul_(self.momentum).add_((1 - self.momentum) * batch_var)
         else:
             batch_mean, batch_var = self.running_mean, self.running_var
         of_mean, of_var = self.mean_weight.softmax(0), self.var_weight.softmax(0)
         mean = of_mean[0] * x.mean(1, keepdim=True) + of_mean[1] * batch_mean  # (B, D)
         var = of_var[0] * x.var(1, keepdim=True) + of_var[1] * batch_var
         return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
-
-    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance (D,) of every feature over the batch; updates the running statistics."""
-        if len(x) < 2:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-        mean, var = x.mean(0), x.var(0)
-        with torch.no_grad():
-            # in place, as in nn.BatchNorm1d, because under functional_call the buffers belong to the caller
-            self.running_mean.mul_(self.momentum).add_((1 - self.momentum) * mean)
-            self.running_var.mul_(self.momentum).add_((1 - self.momentum) * var)
-        return mean, var
 
     def extra_repr(self) -> str:
         """The arguments, as ``print`` shows them."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.models.gates import Gate
-from fedmoe_pl.models.layers import keep_arguments, plant
+from fedmoe_pl.models.layers import plant
 
 
 class TokenGate(Gate):
@@ -27,14 +27,11 @@ class TokenGate(Gate):
         init_std: standard deviation of the initial R, whose mean is 0; None for the distribution of ``nn.Linear``.
     """
 
-    top_k: int | None
-    init_std: float | None
-
     def __init__(self, top_k: int | None = None, init_std: float | None = None) -> None:
         super().__init__()
         check_at_least(self, "top_k", top_k, 1)
         check_number(self, "init_std", init_std, least=0)
-        keep_arguments(self, {"top_k": top_k, "init_std": init_std})
+        self.top_k, self.init_std = top_k, init_std
         self.routers = nn.Module()
 
     def fit_to_layers(self, owner: object, widths: Mapping[str, int], num_experts: int) -> None:

@@ -251,10 +251,11 @@ def test_predict_joins_batches_in_the_order_of_the_samples():
     datamodule = blobs((1500, 700))
     model = mixture(FeatureGate(6)).eval()
     samples = torch.randperm(2200)[:2100]
-    logits, weights = predict(model, datamodule, samples)
+    logits, weights, targets = predict(model, datamodule, samples)
     expected_logits, expected_weights = model.mix(datamodule.x[samples])
     torch.testing.assert_close(logits, expected_logits.detach())
     torch.testing.assert_close(weights, expected_weights.detach())
+    assert torch.equal(targets, datamodule.y[samples])
 
 
 def test_the_federation_evaluates_each_clients_own_model_and_says_what_it_is(tmp_path):

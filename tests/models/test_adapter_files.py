@@ -13,7 +13,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 from torch import nn
 
-from fedmoe_pl.models import AdapterMoE, ConstantGate, EqualWeights, GlobalOnly, LayerwiseAdapterMoE, LoRA, TokenGate
+from fedmoe_pl.models import (
+    AdapterMoE,
+    ClusteredAdapterMoE,
+    ConstantGate,
+    EqualWeights,
+    GlobalOnly,
+    LayerwiseAdapterMoE,
+    LoRA,
+    TokenGate,
+)
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, read_adapter, save_base
 
 peft = pytest.importorskip("peft")
@@ -139,6 +148,14 @@ def test_peft_loads_every_expert_of_a_mixture_of_outputs(name, tmp_path):
         loaded = saved(module, fresh, adapter_of(module, expert), tmp_path / expert)
         torch.testing.assert_close(logits_of(loaded, module), getattr(module, expert)(IDS))
     assert not torch.allclose(module.global_expert(IDS), module.local_expert(IDS))
+
+
+def test_peft_loads_every_expert_of_a_mixture_of_clusters_and_their_mixture(tmp_path):
+    module, fresh = mixture(kind=ClusteredAdapterMoE, gate=EqualWeights(), max_clusters=2)
+    for expert in module.weighed_parts:
+        loaded = saved(module, fresh, adapter_of(module, expert), tmp_path / expert)
+        torch.testing.assert_close(logits_of(loaded, module), module.get_submodule(expert)(IDS))
+    torch.testing.assert_close(logits_of(merged(module.plain_base(), adapter_of_mixture(module)), module), module(IDS))
 
 
 def test_a_gate_that_keeps_one_expert_gives_its_adapter():

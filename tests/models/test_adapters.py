@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -350,6 +351,17 @@ def test_layers_and_blocks_may_be_called_by_keyword(lora, arguments, gate):
     by_keyword.sum().backward()
 
 
+@pytest.mark.parametrize("lora", [LoRA(["mlp.2"]), LoRA(["c_proj"])])
+def test_a_token_gate_of_a_block_reads_what_the_block_does(lora):
+    base = Tokens()
+    if lora.target_modules == ["c_proj"]:
+        layers = pytest.importorskip("transformers.pytorch_utils").Conv1D
+        base.mlp = nn.Sequential(OrderedDict(c_fc=layers(10, 6), c_proj=layers(6, 10)))
+    module = LayerwiseAdapterMoE(base, lora, TokenGate(), blocks=["mlp"])
+    assert module.gate.routers.mlp.weight.shape == (2, 6)
+    assert module.mix_layers(IDS)[1]["mlp"].shape == (2, 4, 2)
+
+
 # --- names, copies, files ---
 
 
@@ -437,6 +449,10 @@ REFUSED = [
     (r"target_modules is \['q_proj'\].* peft says: .*not found", lambda: AdapterMoE(Tokens(), LoRA(["q_proj"]))),
     ("AdapterMoE: lora is {.*a fedmoe_pl.models.LoRA", lambda: AdapterMoE(Tokens(), {"target_modules": ["mlp.0"]})),
     ("blocks is 'mpl'", lambda: LayerwiseAdapterMoE(Tokens(), MLP, blocks=["mpl"])),
+    (
+        "blocks is 'mlp', but must be a module in which layers have adapters",
+        lambda: LayerwiseAdapterMoE(Tokens(), LoRA(["linear"]), blocks=["mlp"]),
+    ),
     ("no linear layer", lambda: LayerwiseAdapterMoE(Tokens(), LoRA(["embedding"]), TokenGate())),
     ("top_k is 3", lambda: LayerwiseAdapterMoE(Tokens(), MLP, TokenGate(3))),
     ("mixing is 'probabilities'", lambda: LayerwiseAdapterMoE(Tokens(), MLP, mixing="probabilities")),
@@ -466,6 +482,21 @@ def test_a_base_that_computes_layers_again_is_refused():
     module = LayerwiseAdapterMoE(base, LoRA(["mlp.0"]), EqualWeights())
     base.mlp.gradient_checkpointing = True
     with pytest.raises(MisconfigurationException, match="without checkpointing"):
+        module(IDS)
+
+
+class Pair(nn.Linear):
+    """A layer that returns two values, as attention does."""
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+def test_a_block_that_returns_a_tuple_is_refused():
+    base = Tokens()
+    base.mlp = nn.Sequential(nn.Linear(6, 6), Pair(6, 6))
+    module = LayerwiseAdapterMoE(base, MLP, EqualWeights(), blocks=["mlp"])
+    with pytest.raises(MisconfigurationException, match=r"^LoRA: blocks is 'mlp', but must be a module that returns"):
         module(IDS)
 
 

@@ -117,6 +117,10 @@ def test_reset_parameters_draws_every_weight_of_a_gate_anew(gate):
     assert not any(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
 
 
+def test_constant_weights_may_be_a_tuple():
+    assert models.ConstantGate((0.25, 0.75)).weights == [0.25, 0.75]
+
+
 def test_pfedmoes_gate_is_its_papers_layers_in_their_order():
     assert count(models.SwitchNormGate(3 * 32 * 32)) == 160_004, "by the paper"
     gate = models.SwitchNormGate(12, 5).double()

@@ -1,6 +1,6 @@
 """Batches that are dicts: mixtures compute with them what they compute with pairs, bit for bit."""
 
-from collections import UserDict
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -25,6 +25,9 @@ class Expert(nn.Module):
         return logits if self.output is torch.Tensor else self.output(loss=None, logits=logits)
 
 
+Named = namedtuple("Named", ["logits", "loss"])  # as of torchvision's GoogLeNet
+
+
 class Network(nn.Linear):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return super().forward(values)
@@ -34,7 +37,7 @@ X, Y = torch.arange(12.0).reshape(3, 4) / 12, torch.tensor([0, 1, 1])
 PAIR = (X, Y)
 
 
-@pytest.mark.parametrize("output", [torch.Tensor, dict, UserDict])
+@pytest.mark.parametrize("output", [torch.Tensor, dict, UserDict, Named])
 @pytest.mark.parametrize(
     "gate", [models.GlobalOnly(), models.LocalOnly(), models.EqualWeights(), models.NetworkGate(Network(4, 2))]
 )

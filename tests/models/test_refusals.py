@@ -44,6 +44,7 @@ GATES = [("weight", partial(models.ConstantGate, weight)) for weight in (-0.1, 1
 MIXTURES = [
     ("local_expert", partial(models.PersonalizedMoE, models.SmallMLP(), models.SmallMLP(num_classes=7))),
     ("local_expert", lambda: models.PersonalizedMoE(Expert(), Expert(classes=1))(samples()[0])),  # would broadcast
+    ("local_expert", partial(models.PersonalizedMoE, Expert(), [])),
     ("gate_lr", partial(models.PersonalizedMoE, Expert(), gate_lr=-1)),
     ("gate", partial(models.ClusteredMoE, Expert(), 2, gate=models.ConstantGate(0.5))),
     ("gate", partial(models.ClusteredMoE, Expert(), 1, gate=models.FeatureGate(6))),
@@ -62,6 +63,7 @@ MIXTURES = [
         "local_experts",
         partial(models.RepresentationMoE, network(2), [network(4), models.RepresentationMLP(5, 4, 7, 3)]),
     ),
+    ("local_experts", partial(models.RepresentationMoE, network(2), [], header=nn.Linear(2, 3))),
     ("header", partial(models.RepresentationMoE, nn.Linear(5, 2), [nn.Linear(5, 2)])),
     ("architectures", lambda: model(architectures=[0]).client_architecture(1)),
     ("load_balancing", partial(models.SparseMoE, Embedding(), small_expert(), load_balancing=-1)),
@@ -72,6 +74,7 @@ MIXTURES = [
     ("num_clusters", lambda: models.ClusteredMoE(small_expert(), num_clusters=10**9)),
     ("num_experts", lambda: models.PooledMoE(Expert(), num_experts=10**9)),
     ("num_experts", lambda: models.SparseMoE(Embedding(), small_expert(), num_experts=[2, 10**9])),
+    ("num_experts", lambda: models.SparseMoE(Embedding(), small_expert(), num_experts=[])),
 ]
 TASKS = [
     ("mixing", {"mixing": "logit"}),

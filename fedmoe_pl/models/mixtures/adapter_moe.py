@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
-from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Output, Weigh
+from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Pass, Weigh
 from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.inputs import batch_size_of, rows_of
 from fedmoe_pl.models.layers import evaluating
@@ -126,7 +126,7 @@ class AdapterMoE(MixtureOfExperts):
         """Whether the gate is fixed, or reads features, which are those of the tokens so far."""
         return self.gate.reads_features or super().gate_is_causal
 
-    def _weights(self, output: Output | None, x: Any) -> Tensor:
+    def _weights(self, output: Pass | None, x: Any) -> Tensor:
         """The gate's weights (B, 2), in ``causal_lm`` (B, T, 2); of ``output``, it may read the features."""
         if output is None:
             weights = self.gate(x)
@@ -142,7 +142,7 @@ class AdapterMoE(MixtureOfExperts):
         """Weights (B, experts) of samples: of weights (B, T, experts), the means over tokens that are no padding."""
         return weights if weights.dim() == 2 else _mean_of_tokens(weights, self.mask_of(x, weights))
 
-    def features_of(self, output: Output, x: Any) -> Tensor:
+    def features_of(self, output: Pass, x: Any) -> Tensor:
         """Features (B, F) of samples, or (B, C, H, W) of images, from what the base computed of them."""
         if (features := self._features(output, x)).dim() != 3:  # no sequence
             return features
@@ -153,7 +153,7 @@ class AdapterMoE(MixtureOfExperts):
         last = places.where(mask > 0, 0).amax(1)
         return features[torch.arange(len(features), device=last.device), last]
 
-    def _features_so_far(self, output: Output, x: Any) -> Tensor:
+    def _features_so_far(self, output: Pass, x: Any) -> Tensor:
         """Features (B, T, F) of samples up to each token."""
         if (features := self._features(output, x)).dim() != 3:
             allowed = "with a first layer in modules_to_save that reads tokens of shape (B, T, F)"
@@ -163,7 +163,7 @@ class AdapterMoE(MixtureOfExperts):
         counts = self.mask_of(x, features).to(features.dtype)[..., None]
         return (features * counts).cumsum(1) / counts.cumsum(1).clamp_min(1)
 
-    def _features(self, output: Output, x: Any) -> Tensor:
+    def _features(self, output: Pass, x: Any) -> Tensor:
         if output.features is None:
             allowed = "with a layer in modules_to_save, whose inputs are the features"
             raise InvalidArgumentError(self, "lora", self.lora, allowed, "the gate reads features")
@@ -280,7 +280,7 @@ class LayerwiseAdapterMoE(AdapterMoE):
         output = self._mixed(x, self.gate.weights)  # pyright: ignore[reportArgumentType]
         return output.logits, output.weights
 
-    def _mixed(self, x: Any, weigh: Weigh) -> Output:
+    def _mixed(self, x: Any, weigh: Weigh) -> Pass:
         """What the base computes with all experts; at first, it looks where layers have a single sample."""
         experts = range(len(self._adapted.experts))
 

@@ -31,7 +31,7 @@ class ClusteredMoE(MixtureOfExperts):
         local_expert: maps the same inputs to logits of the same shape; None for the clusters' architecture.
         gate: weighs the experts, the local one last; None for ``EqualWeights``.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`; None for ``probabilities`` or, in
-            regression, values.
+            ``regression`` and ``causal_lm``, outputs.
         clusters_share_fc: whether the clusters' models start with the same linear layers, as in the official code: they
             are equal except for the weights of convolutions.
         **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
@@ -65,7 +65,7 @@ class ClusteredMoE(MixtureOfExperts):
         **kwargs: Any,
     ) -> None:
         super().__init__(mixing=mixing or "probabilities", **kwargs)
-        if mixing is None and self.task == "regression":
+        if mixing is None and self.task in ("regression", "causal_lm"):
             self.mixing = "logits"
         if (layer := layer_without_reset(global_expert)) is not None:
             reason = f"its {type(layer).__name__} has no reset_parameters, so that all clusters would start equal"

@@ -42,7 +42,6 @@ from fedmoe_pl.models.mixtures.tasks import (
     Loss,
     Task,
     aligned,
-    by_token,
     checked_task,
     ignored_class,
     loss_weight,
@@ -64,13 +63,7 @@ class Architectures(nn.ModuleList):
 
     It computes that one, and a module with all of them the first one. Tensors are named ``<index>.<name>``, so that
     those of different shapes have different names.
-
-    Args:
-        experts: one module per architecture.
     """
-
-    def __init__(self, experts: Iterable[nn.Module] = ()) -> None:
-        super().__init__(experts)
 
     @property
     def present(self) -> dict[int, nn.Module]:
@@ -356,7 +349,9 @@ class MixtureOfExperts(LightningModule, ABC):
             if reduction == "none":
                 return torch.stack([self.loss_of(*one) for one in zip(scores.split(1), y.split(1), strict=True)])
             outputs, targets = aligned(self.task, scores, y, ignored_class(self.criterion))
-            return self.criterion(*(by_token(outputs, targets) if self.task == "causal_lm" else (outputs, targets)))
+            if self.task == "causal_lm":
+                outputs, targets = outputs.flatten(0, 1), targets.flatten()
+            return self.criterion(outputs, targets)
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
@@ -475,7 +470,8 @@ class MixtureOfExperts(LightningModule, ABC):
                 arguments[name] = describe(value, configured.get(name))
             except UndescribedError:
                 undescribed[name] = type(value).__name__
-                is_needed = name in _required_arguments(type(self))
+                parameter = inspect.signature(type(self)).parameters.get(name)
+                is_needed = parameter is not None and parameter.default is parameter.empty
                 if name == "local_expert" and not is_needed:  # without it, a copy of the global one, if of its class
                     is_needed = type(value) is type(first := self._argument("global_expert")) and differ(value, first)
                 if is_needed and isinstance(value, nn.Module):
@@ -568,8 +564,3 @@ def _kept_arguments(kind: type) -> set[str]:
     """The arguments of a class and its bases that are from this package."""
     named = [inspect.signature(base).parameters for base in kind.__mro__ if _is_own(base)]
     return {name for parameters in named for name in parameters if name != "kwargs"}
-
-
-def _required_arguments(kind: type) -> set[str]:
-    parameters = inspect.signature(kind).parameters.values()
-    return {each.name for each in parameters if each.default is each.empty}

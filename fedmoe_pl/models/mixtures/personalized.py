@@ -55,7 +55,8 @@ class PersonalizedMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(**kwargs)
         check_kind(self, "global_expert", global_expert, nn.Module)
-        check_kind(self, "local_expert", None if isinstance(local_expert, list) else local_expert, nn.Module)
+        is_list = isinstance(local_expert, list) and local_expert != []
+        check_kind(self, "local_expert", None if is_list else local_expert, nn.Module, ", or a list of such")
         check_kind(self, "gate", gate, nn.Module, ", such as ConstantGate(0.5)")
         self.global_expert = global_expert
         if isinstance(local_expert, list):

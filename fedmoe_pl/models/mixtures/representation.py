@@ -69,6 +69,8 @@ class RepresentationMoE(MixtureOfExperts):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if not local_experts:
+            raise InvalidArgumentError(self, "local_experts", local_experts, "a list of at least one module")
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None:

@@ -85,7 +85,7 @@ class SparseMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(**kwargs)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
-        for number in numbers:
+        for number in numbers or [num_experts]:
             check_at_least(self, "num_experts", number, 1, MOST_EXPERTS)
         check_number(self, "load_balancing", load_balancing, least=0)
         if any(map(is_lazy, expert.parameters())) or layer_without_reset(expert) is not None:

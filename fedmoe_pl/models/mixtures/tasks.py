@@ -57,7 +57,8 @@ def checked_task(owner: object, task: Task | None, loss: Loss | None) -> Task:
 def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal["mean", "none"]) -> Tensor:
     """Cross-entropy, binary cross-entropy or the squared error; arguments as those of :func:`aligned` returns."""
     if task == "causal_lm":
-        losses, counts = F.cross_entropy(*by_token(outputs, targets), reduction="none"), targets != IGNORED
+        losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+        counts = targets != IGNORED
         dims = (0, 1) if reduction == "mean" else (1,)
         return losses.view_as(targets).sum(dims) / counts.sum(dims).clamp_min(1)  # no token may count
     if task == "multiclass":
@@ -84,11 +85,6 @@ def aligned(task: Task, outputs: Tensor, targets: Tensor, ignored: int = IGNORED
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     return outputs, targets.to(outputs.dtype)
-
-
-def by_token(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (B * T, V) and tokens (B * T,)."""
-    return outputs.flatten(0, 1), targets.flatten()
 
 
 def num_labelled(task: Task, criterion: Loss | None, targets: Tensor) -> int:
