@@ -258,10 +258,11 @@ class AdaptedBase:
             )
             because = "peft's files could not have both"
             raise InvalidArgumentError("LoRA", "modules_to_save", lora.modules_to_save, allowed, because)
-        self._blocks = [*_matching(base, blocks, "blocks")]
-        for block in self._blocks:
-            if not any(path.startswith(f"{block}.") for path in self._paths):
-                raise InvalidArgumentError("LoRA", "blocks", block, "a module in which layers have adapters")
+        # in blocks without adapters, all experts would compute the same
+        found = _matching(base, blocks, "blocks")
+        self._blocks = [block for block in found if any(path.startswith(f"{block}.") for path in self._paths)]
+        if blocks and not self._blocks:
+            raise InvalidArgumentError("LoRA", "blocks", blocks, "names of modules in which layers have adapters")
         self._pass: Pass | None = None
         self._check = Look()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
