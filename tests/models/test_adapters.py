@@ -450,7 +450,7 @@ REFUSED = [
     ("AdapterMoE: lora is {.*a fedmoe_pl.models.LoRA", lambda: AdapterMoE(Tokens(), {"target_modules": ["mlp.0"]})),
     ("blocks is 'mpl'", lambda: LayerwiseAdapterMoE(Tokens(), MLP, blocks=["mpl"])),
     (
-        "blocks is ['mlp'], but must be names of modules in which layers have adapters",
+        r"blocks is \['mlp'\], but must be names of modules in which layers have adapters",
         lambda: LayerwiseAdapterMoE(Tokens(), LoRA(["linear"]), blocks=["mlp"]),
     ),
     ("no linear layer", lambda: LayerwiseAdapterMoE(Tokens(), LoRA(["embedding"]), TokenGate())),
