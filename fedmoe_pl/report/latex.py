@@ -29,9 +29,9 @@ def latex(condition: Condition) -> str:
     blocks, left_out, room = dict[str, dict[str, list[str]]](), list[str](), _MOST_COLUMNS
     for metric in by_rank:
         block = _block(condition, metric)
-        room -= len(block)
-        if room >= 0 or not blocks:
+        if len(block) <= room or not blocks:
             blocks[metric] = block
+            room -= len(block)
         else:
             left_out.append(metric)
     groups = [rf"\multicolumn{{{len(block)}}}{{c}}{{{_heading(name, len(block))}}}" for name, block in blocks.items()]

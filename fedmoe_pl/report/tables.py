@@ -333,9 +333,11 @@ def explanation(condition: Condition) -> list[str]:
     cells = (cell for method in condition.methods for metric in condition.metrics for cell in method.published(metric))
     lines += [f"Paper: {table}" for table in dict.fromkeys(cell.table for cell in cells)]
     if baseline is not None:
+        has_points = [metric in ACCURACIES for metric in condition.metrics]
+        unit = " in points" if all(has_points) else ", of accuracies in points" if any(has_points) else ""
         lines.append(
-            f"to {baseline.label}: difference in points; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over "
-            "the clients of all seeds, and the same sign in every seed of at least two"
+            f"to {baseline.label}: difference{unit}; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the "
+            "clients of all seeds, and the same sign in every seed of at least two"
         )
         lines.append(_INDEPENDENCE)
     lines += failures(condition)
