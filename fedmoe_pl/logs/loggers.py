@@ -123,7 +123,7 @@ class RunLoggers:
         for logger in self._tensorboards:
             logger.hparams.update(hparams)
         for logger in self._others:
-            logger.log_hyperparams({**hparams})
+            _log_hparams(logger, hparams)
 
     def log_result(
         self,
@@ -145,7 +145,7 @@ class RunLoggers:
             _add_summaries(writers, _hparams_summaries(hparams, columns, of_all), None)
         for logger, _ in self._loggers_of(method):
             if _compares_runs(logger):
-                logger.log_hyperparams({**hparams})
+                _log_hparams(logger, hparams)
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
         """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
@@ -207,8 +207,13 @@ def method_tag(method: str) -> str:
     return re.sub(r"[^-/\w.]", "_", method)
 
 
-def _add_summaries(writers: Iterable[SummaryWriter], summaries: Iterable[Summary], step: int | None) -> None:
-    summaries = [*summaries]
+def _log_hparams(logger: Logger, hparams: Mapping[str, Any]) -> None:
+    """Sends hyperparameters; MLflow refuses other values of those that it has, such as a continued run's rounds."""
+    known = logger.experiment.get_run(logger.run_id).data.params if isinstance(logger, MLFlowLogger) else {}
+    logger.log_hyperparams({name: value for name, value in hparams.items() if name not in known})
+
+
+def _add_summaries(writers: Iterable[SummaryWriter], summaries: Sequence[Summary], step: int | None) -> None:
     for writer in writers:
         assert writer.file_writer is not None, "closed writers are forgotten"
         for summary in summaries:
