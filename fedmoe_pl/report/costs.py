@@ -41,12 +41,6 @@ def cost_table(condition: Condition, metric: str, target: float) -> Table:
     return Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows)
 
 
-def target_of(condition: Condition) -> float:
-    """The target of the condition's metric: the chosen one, or what half of the methods reach."""
-    chosen = condition.choices.target
-    return default_target(condition, condition.metric) if chosen is None else chosen
-
-
 def cost_text(condition: Condition, target: float) -> str:
     """What the numbers of the table are."""
     metric = condition.metric

@@ -208,7 +208,6 @@ def _svg(name: str, caption: str, figure: Figure) -> str:
     return text.replace(INK, "currentColor").replace("xlink:href", "href")
 
 
-@styled
 def _saved(figure: Figure, format: str, metadata: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format=format, metadata=metadata, dpi=300)  # of large maps, which are images

@@ -236,8 +236,7 @@ def methods_table(condition: Condition) -> Table:
         columns.append(Column("round", [method.rounds_text for method in condition.methods]))
     for metric in condition.metrics:
         columns += main_columns(condition, metric, words(metric))
-    rows = zip(*(column.cells for column in columns), strict=True)
-    return Table([column.title for column in columns], [[*row] for row in rows])
+    return Table([c.title for c in columns], [[*row] for row in zip(*(c.cells for c in columns), strict=True)])
 
 
 def clients_table(condition: Condition) -> Table | None:
