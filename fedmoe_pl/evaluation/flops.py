@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import overrides
-from fedmoe_pl.backends import (
-    Freezing,
-    LocalTraining,
-    begin_client,
-    client_of,
-    trainable_names,
-    trains_by_loss,
-)
+from fedmoe_pl.backends import Freezing, LocalTraining, begin_client, client_of, trainable_names, trains_by_loss
 from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import Tree
 
