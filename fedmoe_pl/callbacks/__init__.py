@@ -35,17 +35,7 @@ __all__ = [
 
 def with_defaults(callbacks: list[FederationCallback], enable_progress_bar: bool) -> list[FederationCallback]:
     """The default callbacks, then the user's, each of which replaces a default of the same class."""
-    defaults = [
-        *([ProgressBar()] if enable_progress_bar else []),
-        *(
-            PartitionMonitor(),
-            AccuracyMonitor(),
-            GateMonitor(),
-            TokenGateMonitor(),
-            ExpertMonitor(),
-            ClusterMonitor(),
-            ResultFiles(),
-        ),
-    ]
+    monitors = PartitionMonitor, AccuracyMonitor, GateMonitor, TokenGateMonitor, ExpertMonitor, ClusterMonitor
+    kinds = [*([ProgressBar] if enable_progress_bar else []), *monitors, ResultFiles]
     replaced = {type(callback) for callback in callbacks}
-    return [*(callback for callback in defaults if type(callback) not in replaced), *callbacks]
+    return [*(kind() for kind in kinds if kind not in replaced), *callbacks]

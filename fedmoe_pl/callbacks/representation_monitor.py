@@ -47,7 +47,7 @@ class RepresentationMonitor(FederationCallback):
     representations that cannot be shown.
 
     Args:
-        clients: ids of the clients that are shown; None for 0, 1 and 2.
+        clients: ids of the clients that are shown; None for 0, 1 and 2, or as many as there are.
         samples_per_client: the largest number of samples of each client; its first ones are shown.
 
     Raises:
@@ -58,11 +58,14 @@ class RepresentationMonitor(FederationCallback):
 
     def __init__(self, clients: list[int] | None = None, samples_per_client: int = 100) -> None:
         self.clients = [0, 1, 2] if clients is None else clients
+        self._are_chosen = clients is not None
         check_at_least(self, "samples_per_client", samples_per_client, 1)
         self.samples_per_client = samples_per_client
 
     def on_fit_start(self, run: Run) -> None:
         """Refuses ids that no client has, and says what cannot be shown."""
+        if not self._are_chosen:
+            self.clients = [*range(min(3, run.datamodule.num_clients))]
         check_clients(self, self.clients, run.datamodule)
         if not run.loggers.take_images:
             rank_zero_warn("RepresentationMonitor: nothing is shown, because no logger takes pictures.")

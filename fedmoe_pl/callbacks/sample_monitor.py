@@ -17,8 +17,9 @@ from torch import Tensor
 from fedmoe_pl.callbacks.figures import COLORS, INK, log_figure, new_figure, styled
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation.measure import predict
 from fedmoe_pl.evaluation.metrics import predicts_classes
-from fedmoe_pl.evaluation.outputs import has_trained_gate, outputs_of, own_batch
+from fedmoe_pl.evaluation.outputs import has_trained_gate, own_batch
 from fedmoe_pl.evaluation.results import Evaluation
 from fedmoe_pl.models.inputs import first_tensor, inputs_of
 from fedmoe_pl.phases.phase import Phase
@@ -80,7 +81,7 @@ class SampleMonitor(FederationCallback):
     that has none.
 
     Args:
-        clients: ids of the clients that are shown; None for 0, 1 and 2.
+        clients: ids of the clients that are shown; None for 0, 1 and 2, or as many as there are.
         samples: number of most certain samples, and of least certain ones, of each client.
 
     Raises:
@@ -92,10 +93,13 @@ class SampleMonitor(FederationCallback):
     def __init__(self, clients: list[int] | None = None, samples: int = 4) -> None:
         check_at_least(self, "samples", samples, 1)
         self.clients = [0, 1, 2] if clients is None else clients
+        self._are_chosen = clients is not None
         self.samples = samples
 
     def on_fit_start(self, run: Run) -> None:
         """Refuses ids that no client has, and says if nothing can be shown."""
+        if not self._are_chosen:
+            self.clients = [*range(min(3, run.datamodule.num_clients))]
         check_clients(self, self.clients, run.datamodule)
         is_shown = any(predicts_classes(model, run.datamodule) for model in run.models.values())
         if not (run.loggers.take_images and is_shown):
@@ -116,10 +120,11 @@ class SampleMonitor(FederationCallback):
             panels = {"least certain": gated.take(order[:number]), "most certain": gated.take(order.flip(0)[:number])}
             texts = {name: words_of(run.datamodule, part.x) for name, part in panels.items()}
             title = f"{evaluation.method}: samples of client {run.datamodule.client_names[client]}"
+            names = run.datamodule.classes, module.has_global_expert
             if number and gated.x.dim() == 4 and gated.x.shape[1] in (1, 3):
-                draw = partial(image_samples_figure, panels, title, run.datamodule.classes)
+                draw = partial(image_samples_figure, panels, title, *names)
             elif number and None not in texts.values():
-                draw = partial(text_samples_figure, panels, texts, title, run.datamodule.classes)
+                draw = partial(text_samples_figure, panels, texts, title, *names)
             else:
                 continue
             tag = f"samples/{run.datamodule.client_names.file(client)}"
@@ -134,8 +139,7 @@ class SampleMonitor(FederationCallback):
         datamodule, found = run.datamodule, dict[int, GatedSamples]()
         for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
             samples, batch = own_batch(datamodule, client)
-            with torch.inference_mode():
-                scores, weights = outputs_of(module, batch, datamodule.has_pairs)
+            scores, weights = predict(module, datamodule, samples)
             assert weights is not None and has_trained_gate(module)
             x = first_tensor(inputs_of(batch, module.target_key))
             outputs = (x, datamodule.y[samples], scores.argmax(1), weights.double())
@@ -144,7 +148,9 @@ class SampleMonitor(FederationCallback):
 
 
 @styled
-def image_samples_figure(panels: dict[str, GatedSamples], title: str, classes: Sequence[str] | None = None) -> Figure:
+def image_samples_figure(
+    panels: dict[str, GatedSamples], title: str, classes: Sequence[str] | None = None, has_global_expert: bool = True
+) -> Figure:
     """Images, with the weights of the experts as a bar below each; the title of one that is wrong is coloured."""
     places = {name: torch.arange(len(gated.x)).split(_COLUMNS) for name, gated in panels.items()}
     rows = [(name, gated.take(some)) for name, gated in panels.items() for some in places[name]]
@@ -163,13 +169,17 @@ def image_samples_figure(panels: dict[str, GatedSamples], title: str, classes: S
             shown = given if is_right else f"{given}, not {predicted}"
             axes.set_title(shown, color=INK if is_right else COLORS[3])
             _draw_weights(figure.add_subplot(grid[2 * row + 1, column]), gated.weights[column])
-    _name_experts(figure, rows[0][1].weights.shape[1])
+    _name_experts(figure, rows[0][1].weights.shape[1], has_global_expert)
     return figure
 
 
 @styled
 def text_samples_figure(
-    panels: dict[str, GatedSamples], texts: dict[str, Any], title: str, classes: Sequence[str] | None = None
+    panels: dict[str, GatedSamples],
+    texts: dict[str, Any],
+    title: str,
+    classes: Sequence[str] | None = None,
+    has_global_expert: bool = True,
 ) -> Figure:
     """The first words of texts, with the weights of the experts as a bar below each."""
     rows = [(name, gated, place) for name, gated in panels.items() for place in range(len(gated.x))]
@@ -181,7 +191,7 @@ def text_samples_figure(
         given, predicted = _classes_of(gated, place, classes)
         said = f"; {name}; class {given}, predicted {predicted}"
         _draw_weights(axes, gated.weights[place], said)
-    _name_experts(figure, rows[0][1].weights.shape[1])
+    _name_experts(figure, rows[0][1].weights.shape[1], has_global_expert)
     return figure
 
 
@@ -220,8 +230,9 @@ def _draw_weights(axes: Axes, weights: Tensor, said: str = "") -> None:
     axes.set_xlabel(" ".join(f"{weight:.2f}" for weight in weights[:_COLUMNS].tolist()) + said)
 
 
-def _name_experts(figure: Figure, experts: int) -> None:
+def _name_experts(figure: Figure, experts: int, has_global_expert: bool) -> None:
     """Says which colour is which expert's."""
-    names = ["global expert", "local expert"] if experts == 2 else [f"expert {expert}" for expert in range(experts)]
+    names = [f"expert {expert}" for expert in range(experts)]
+    names = ["global expert", "local expert"] if has_global_expert and experts == 2 else names
     patches = [Patch(color=COLORS[expert % len(COLORS)], label=name) for expert, name in enumerate(names)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3)

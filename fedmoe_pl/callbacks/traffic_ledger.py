@@ -39,7 +39,6 @@ class TrafficLedger(FederationCallback):
         if run.states and path.is_file():
             recorded = _cut(path, {name: state.round for name, state in run.states.items()})
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
         sent = {name: sum(state.traffic[f"bytes_{way}"] for way in WAYS) for name, state in run.states.items()}
         missing = [

@@ -16,14 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import overrides
-from fedmoe_pl.backends import (
-    Freezing,
-    LocalTraining,
-    begin_client,
-    client_of,
-    trainable_names,
-    trains_by_loss,
-)
+from fedmoe_pl.backends import Freezing, LocalTraining, begin_client, client_of, trainable_names, trains_by_loss
 from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import Tree
 
@@ -99,8 +92,7 @@ class FlopCounter:
 def _samples(training: LocalTraining, client_id: int, round: int) -> int:
     """Number of samples that a client trains on in an epoch, not counting a dropped last one."""
     samples = training.algorithm.client_samples(client_of(training, training.module, client_id, {}, round))
-    drops = training.has_batch_norm
-    batches = training.datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops)
+    batches = training.datamodule.batches(samples, batch_size=training.batch_size, drop_single=training.has_batch_norm)
     limit = training.trainer.get("limit_train_batches")
     if limit is None:
         return batches.length

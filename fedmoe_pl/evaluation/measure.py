@@ -17,13 +17,7 @@ from torchmetrics import Metric
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.metrics import Meter, measures_loss, predicts_classes
-from fedmoe_pl.evaluation.outputs import (
-    has_task,
-    has_trained_gate,
-    labelled_batches,
-    mixture_of,
-    outputs_of,
-)
+from fedmoe_pl.evaluation.outputs import has_task, has_trained_gate, labelled_batches, mixture_of, outputs_of
 from fedmoe_pl.evaluation.results import LOSS, SPLITS, ClientEvaluation
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts

@@ -17,10 +17,7 @@ from torchmetrics import Metric, MetricCollection, classification
 
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, reason_of
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.outputs import (
-    has_task,
-    mixture_of,
-)
+from fedmoe_pl.evaluation.outputs import has_task, mixture_of
 from fedmoe_pl.evaluation.results import LOSS, SPLITS
 from fedmoe_pl.models.mixtures.tasks import IGNORED, loss_weight, preds_and_target
 

@@ -53,7 +53,6 @@ class StackedModels:
         first = states[0]
         differ = [name for name in first if any(state[name] is not first[name] for state in states)]
         load_to_evaluate(module, first)
-        self.states = states
         self.module = ScoresAndWeights(module)
         self.stacked = {
             f"module.{name}": torch.stack([state[name] for state in states]).to(module.device)

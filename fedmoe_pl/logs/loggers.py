@@ -94,13 +94,11 @@ class RunLoggers:
         """
         # rounding lifts some sums of weights above 1, and `np.histogram` leaves out what is not in the range
         counts, edges = np.histogram(np.clip(weights, 0.0, 1.0), bins=HISTOGRAM_BINS, range=(0.0, 1.0))
-        writers = self.writers(method)
-        if writers:
-            buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count
-            of_axis = create_summary_metadata(display_name=None, description=description)
-            tensor = make_tensor_proto(buckets, np.float64)
-            summary = Summary(value=[Summary.Value(tag=tag, metadata=of_axis, tensor=tensor)])
-            _add_summaries(writers, [summary], step)
+        buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count
+        of_axis = create_summary_metadata(display_name=None, description=description)
+        tensor = make_tensor_proto(buckets, np.float64)
+        summary = Summary(value=[Summary.Value(tag=tag, metadata=of_axis, tensor=tensor)])
+        _add_summaries(self.writers(method), [summary], step)
         for logger, before in self._loggers_of(method):
             if isinstance(logger, WandbLogger):
                 from wandb import Histogram  # pyright: ignore[reportMissingImports]  optional
@@ -123,7 +121,7 @@ class RunLoggers:
         for logger in self._tensorboards:
             logger.hparams.update(hparams)
         for logger in self._others:
-            logger.log_hyperparams({**hparams})
+            _log_hparams(logger, hparams)
 
     def log_result(
         self,
@@ -139,13 +137,11 @@ class RunLoggers:
         """
         values = {f"{_RESULT}/{name}": value for name, value in accuracies.items()}
         self.log_scalars(method, values, step)
-        writers = self.writers(method)
-        if writers:
-            columns = {f"{_RESULT}/{name}": name for name in accuracies}
-            _add_summaries(writers, _hparams_summaries(hparams, columns, of_all), None)
+        columns = {f"{_RESULT}/{name}": name for name in accuracies}
+        _add_summaries(self.writers(method), _hparams_summaries(hparams, columns, of_all), None)
         for logger, _ in self._loggers_of(method):
             if _compares_runs(logger):
-                logger.log_hyperparams({**hparams})
+                _log_hparams(logger, hparams)
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
         """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
@@ -207,8 +203,13 @@ def method_tag(method: str) -> str:
     return re.sub(r"[^-/\w.]", "_", method)
 
 
-def _add_summaries(writers: Iterable[SummaryWriter], summaries: Iterable[Summary], step: int | None) -> None:
-    summaries = [*summaries]
+def _log_hparams(logger: Logger, hparams: Mapping[str, Any]) -> None:
+    """Sends hyperparameters; MLflow refuses other values of those that it has, such as a continued run's rounds."""
+    known = logger.experiment.get_run(logger.run_id).data.params if isinstance(logger, MLFlowLogger) else {}
+    logger.log_hyperparams({name: value for name, value in hparams.items() if name not in known})
+
+
+def _add_summaries(writers: Iterable[SummaryWriter], summaries: Sequence[Summary], step: int | None) -> None:
     for writer in writers:
         assert writer.file_writer is not None, "closed writers are forgotten"
         for summary in summaries:

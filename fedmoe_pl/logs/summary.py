@@ -89,13 +89,7 @@ def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _fields(row: Mapping[str, object]) -> dict[str, object]:
-    return {column: _field(value) for column, value in row.items()}
-
-
-def _field(value: object) -> object:
-    if not isinstance(value, float):
-        return value
-    return "" if math.isnan(value) else repr(float(value))
+    return {name: "" if isinstance(value, float) and math.isnan(value) else value for name, value in row.items()}
 
 
 def value_text(metric: str, value: float) -> str:

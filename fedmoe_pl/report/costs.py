@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedmoe_pl.callbacks.cost_to_target import between, target_rows
+from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.logs.summary import value_text
+from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.tables import Condition, Method, Table, words
+
+_COLUMNS = {"flops", *(f"{name}_before" for name in ("rounds", "parameters", "bytes", "flops"))}
+_COLUMNS |= {f"{name}_{way}" for name in ("parameters", "bytes") for way in WAYS}
 
 
 class Cost(NamedTuple):
@@ -36,12 +41,6 @@ def cost_table(condition: Condition, metric: str, target: float) -> Table:
     return Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows)
 
 
-def target_of(condition: Condition) -> float:
-    """The target of the condition's metric: the chosen one, or what half of the methods reach."""
-    chosen = condition.choices.target
-    return default_target(condition, condition.metric) if chosen is None else chosen
-
-
 def cost_text(condition: Condition, target: float) -> str:
     """What the numbers of the table are."""
     metric = condition.metric
@@ -59,12 +58,13 @@ def cost_text(condition: Condition, target: float) -> str:
 def costs(condition: Condition, metric: str, target: float) -> list[Cost]:
     """The costs of the methods whose runs counted what was sent and computed."""
     lower_is_better = condition.lower_is_better(metric)
-    return [_cost(method, metric, target, lower_is_better) for method in condition.methods if _has_costs(method)]
+    methods = (method for method in condition.methods if all(map(has_costs, method.runs)))
+    return [_cost(method, metric, target, lower_is_better) for method in methods]
 
 
-def _has_costs(method: Method) -> bool:
-    rows = [row for run in method.runs for row in run.rounds[:1]]
-    return len(rows) == len(method.runs) and all({"flops", "bytes_before"} <= row.keys() for row in rows)
+def has_costs(run: RunFiles) -> bool:
+    """Whether a run counted what was sent and computed."""
+    return bool(run.rounds) and run.rounds[0].keys() >= _COLUMNS
 
 
 def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:

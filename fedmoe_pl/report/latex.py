@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from fedmoe_pl.evaluation.results import ACCURACIES
-from fedmoe_pl.logs.summary import change_text, value_text
+from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.statistics import SIGNIFICANCE, OverSeeds
-from fedmoe_pl.report.tables import Condition, Method, difference, failures, meaning, one_line, words
+from fedmoe_pl.report.tables import Condition, Method, difference, difference_text, failures, meaning, one_line, words
 
 _ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _ESCAPES |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "Δ": r"$\Delta$"}
@@ -29,15 +29,16 @@ def latex(condition: Condition) -> str:
     blocks, left_out, room = dict[str, dict[str, list[str]]](), list[str](), _MOST_COLUMNS
     for metric in by_rank:
         block = _block(condition, metric)
-        room -= len(block)
-        if room >= 0 or not blocks:
+        if len(block) <= room or not blocks:
             blocks[metric] = block
+            room -= len(block)
         else:
             left_out.append(metric)
     groups = [rf"\multicolumn{{{len(block)}}}{{c}}{{{_heading(name, len(block))}}}" for name, block in blocks.items()]
     columns = [cells for block in blocks.values() for cells in block.values()]
+    why = f"; left out, because they do not fit: {', '.join(left_out)}" if left_out else ""
     lines = [
-        rf"% needs \usepackage{{booktabs,tabularx}}{_left_out(left_out)}",
+        rf"% needs \usepackage{{booktabs,tabularx}}{why}",
         r"\begin{table}[t]",
         r"\centering\footnotesize\setlength{\tabcolsep}{3pt}",
         rf"\caption{{{_caption(condition)}}}",
@@ -100,10 +101,8 @@ def _with_deviation(mean: str, deviation: str) -> str:
 
 
 def _difference(method: Method, baseline: Method, metric: str) -> str:
-    found = difference(method, baseline, metric)
-    if math.isnan(found.mean):
-        return "--"
-    return f"${change_text(metric, found.mean)}{'^{*}' if found.is_more_than_noise else ''}$"
+    text = difference_text(metric, difference(method, baseline, metric))
+    return "--" if text == "-" else f"${text.replace('*', '^{*}')}$"
 
 
 def _caption(condition: Condition) -> str:
@@ -120,10 +119,6 @@ def _caption(condition: Condition) -> str:
     names = condition.name, condition.data  # begin with keys or names of files, which stay as they are
     sentences = ". ".join(fact if fact in names else fact[0].upper() + fact[1:] for fact in facts)
     return in_latex(f"{sentences}.")
-
-
-def _left_out(metrics: Sequence[str]) -> str:
-    return f"; left out, because they do not fit: {', '.join(metrics)}" if metrics else ""
 
 
 def _heading(metric: str, columns: int) -> str:

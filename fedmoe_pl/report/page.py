@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from fedmoe_pl.callbacks.figures import INK, Style, by_class, gate_figure, partition_figure
 from fedmoe_pl.evaluation.results import ACCURACIES, Spread
 from fedmoe_pl.logs.summary import axis_label, value_text
-from fedmoe_pl.report.costs import cost_table, cost_text, target_of
+from fedmoe_pl.report.costs import cost_table, cost_text, default_target
 from fedmoe_pl.report.pictures import AMOUNTS, Picture, cost_figure, curves_figure, distribution_figure, picture
 from fedmoe_pl.report.runs import metrics_of
 from fedmoe_pl.report.settings import differences
@@ -61,9 +61,7 @@ def page(sections: Sequence[Section], styles: Mapping[str, Style], facts: Mappin
     ``facts`` are ``title``, ``origin`` (when and where it was made), ``command``, ``notes``, ``folder`` (of the PDFs),
     ``trials`` (of a search).
     """
-    environment = Environment(
-        loader=PackageLoader("fedmoe_pl.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=False
-    )
+    environment = Environment(loader=PackageLoader("fedmoe_pl.report", ""), autoescape=True, undefined=StrictUndefined)
     # names may be broken into lines after punctuation
     environment.filters["breakable"] = lambda text: Markup(re.sub(r"([/,=_])(?=\S)", r"\1<wbr>", str(escape(text))))
     colors = {label: "currentColor" if style.color == INK else style.color for label, style in styles.items()}
@@ -173,7 +171,8 @@ def _distribution_block(condition: Condition, styles: Mapping[str, Style]) -> Bl
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style]) -> Block:
     metric = condition.metric
-    target = target_of(condition)
+    chosen = condition.choices.target
+    target = default_target(condition, metric) if chosen is None else chosen
     table = None if math.isnan(target) else cost_table(condition, metric, target)
     pictures = []
     for amount, name in AMOUNTS.items():

@@ -18,6 +18,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 from fedmoe_pl.callbacks.cost_to_target import spent
 from fedmoe_pl.callbacks.figures import INK, Style, new_figure, styled, wrapped
 from fedmoe_pl.logs.summary import axis_label, scale
+from fedmoe_pl.report.costs import has_costs
 from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.tables import Method, one_line
 
@@ -89,7 +90,7 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
     figure, axes = _above_legend(methods)
     drawn = []
     for method in methods:
-        for run in method.runs:
+        for run in filter(has_costs, method.runs):
             points = [(spent(row)[amount], _mean(row, metric)) for row in run.rounds]
             points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
             if len(points) > 1:
@@ -207,7 +208,6 @@ def _svg(name: str, caption: str, figure: Figure) -> str:
     return text.replace(INK, "currentColor").replace("xlink:href", "href")
 
 
-@styled
 def _saved(figure: Figure, format: str, metadata: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format=format, metadata=metadata, dpi=300)  # of large maps, which are images

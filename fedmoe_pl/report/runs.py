@@ -192,21 +192,16 @@ def read_rows(path: Path, needed: Collection[str] = ()) -> list[Row]:
 
 
 def read_texts(path: Path, needed: Collection[str] = ()) -> list[dict[str, str]]:
-    """The rows of a CSV file as texts; ``needed`` are columns that it must have."""
-    with reading(path):
-        text = _read(path)
-        if text is None:
-            return []
-        if not text.endswith("\n"):
-            raise ValueError("its last line has no end")
-        columns, *lines = filter(None, csv.reader(io.StringIO(text, newline="")))
-        if (
-            len({*columns}) < len(columns)
-            or not {*columns}.issuperset(needed)
-            or not all(map(str.isprintable, columns))
-        ):
-            raise ValueError("its first line has not the names of its columns")
-        return [dict(zip(columns, line, strict=True)) for line in lines]
+    """The rows of a CSV file as texts; ``needed`` are columns that it must have; to be called in :func:`reading`."""
+    text = _read(path)
+    if text is None:
+        return []
+    if not text.endswith("\n"):
+        raise ValueError("its last line has no end")
+    columns, *lines = filter(None, csv.reader(io.StringIO(text, newline="")))
+    if len({*columns}) < len(columns) or not {*columns}.issuperset(needed) or not all(map(str.isprintable, columns)):
+        raise ValueError("its first line has not the names of its columns")
+    return [dict(zip(columns, line, strict=True)) for line in lines]
 
 
 def _read_tree(path: Path, shape: Any) -> dict[str, Any]:

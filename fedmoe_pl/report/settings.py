@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,13 @@ def settings_of(runs: Iterable[RunFiles], method: str = "") -> tuple[list[Settin
         if before is not None:
             left_out.append(before)
         groups[key][run.seeds] = run
-    seeds = ([of_group[seed] for seed in sorted(of_group, key=repr)] for of_group in groups.values())
+    seeds = ([of_group[seed] for seed in sorted(of_group, key=_ascending)] for of_group in groups.values())
     return [Setting(group, values[key]) for key, group in zip(groups, seeds, strict=True)], left_out
+
+
+def _ascending(seeds: Iterable[int | None]) -> list[tuple[bool, int]]:
+    """A key to sort seeds, of which some may be None."""
+    return [(seed is not None, seed or 0) for seed in seeds]
 
 
 def left_out_notes(left_out: Sequence[RunFiles]) -> list[str]:
@@ -136,11 +141,16 @@ def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[
     naming = list[str]()  # the first keys that suffice to tell all groups apart
     for key in differing(values):
         naming += [key] if told_apart(*naming, key) > told_apart(*naming) else []
-    found: dict[str, tuple[str, list[Setting]]] = {}
-    for setting, of_setting in zip(settings, values, strict=True):
-        name = ", ".join(f"{key.rpartition('/')[2]} {brief(of_setting[key])}" for key in naming if key in of_setting)
-        found.setdefault(repr(of_setting), (name, []))[1].append(setting)
-    return dict(found.values())
+
+    def names(text: Callable[[str, Any], str]) -> list[str]:
+        return [", ".join(text(key, each[key]) for key in naming if key in each) for each in values]
+
+    short = names(lambda key, value: f"{key.rpartition('/')[2]} {brief(value)}")
+    are_told_apart = len({*short}) == told_apart(*naming)  # not so /data/a/train and /data/b/train
+    found: dict[str, list[Setting]] = {}
+    for setting, name in zip(settings, short if are_told_apart else names("{} {}".format), strict=True):
+        found.setdefault(name, []).append(setting)
+    return found
 
 
 def _condition(setting: Setting, keys: Collection[str]) -> dict[str, Any]:
@@ -186,7 +196,7 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
     named = {tuple(f"{key.rpartition('/')[2]} {value}" for value in row): None for key, row in rows.items()}
     by_values = [", ".join(texts) for texts in zip(*named, strict=True)]
     by_name = [setting.name for setting in settings]
-    by_folder = [str(setting.runs[0].folder.parent.parent / setting.name) for setting in settings]
+    by_folder = [str(setting.runs[0].folder) for setting in settings]
     few = [by_values] if len(named) <= _FEW else []
     texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
     return [f"{method} ({text})" for text in texts]

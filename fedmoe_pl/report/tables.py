@@ -236,8 +236,7 @@ def methods_table(condition: Condition) -> Table:
         columns.append(Column("round", [method.rounds_text for method in condition.methods]))
     for metric in condition.metrics:
         columns += main_columns(condition, metric, words(metric))
-    rows = zip(*(column.cells for column in columns), strict=True)
-    return Table([column.title for column in columns], [[*row] for row in rows])
+    return Table([c.title for c in columns], [[*row] for row in zip(*(c.cells for c in columns), strict=True)])
 
 
 def clients_table(condition: Condition) -> Table | None:
@@ -333,9 +332,11 @@ def explanation(condition: Condition) -> list[str]:
     cells = (cell for method in condition.methods for metric in condition.metrics for cell in method.published(metric))
     lines += [f"Paper: {table}" for table in dict.fromkeys(cell.table for cell in cells)]
     if baseline is not None:
+        has_points = [metric in ACCURACIES for metric in condition.metrics]
+        unit = " in points" if all(has_points) else ", of accuracies in points" if any(has_points) else ""
         lines.append(
-            f"to {baseline.label}: difference in points; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over "
-            "the clients of all seeds, and the same sign in every seed of at least two"
+            f"to {baseline.label}: difference{unit}; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the "
+            "clients of all seeds, and the same sign in every seed of at least two"
         )
         lines.append(_INDEPENDENCE)
     lines += failures(condition)

@@ -23,14 +23,24 @@ from fedmoe_pl.callbacks.sample_monitor import (
     words_of,
 )
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import GlobalOnly, LayerwiseAdapterMoE, LinearGate, LocalOnly, LoRA, PersonalizedMoE, TokenGate
+from fedmoe_pl.models import (
+    GlobalOnly,
+    LayerwiseAdapterMoE,
+    LinearGate,
+    LocalOnly,
+    LoRA,
+    PersonalizedMoE,
+    ProxyGate,
+    SparseMoE,
+    TokenGate,
+)
 
 
-def images(**kwargs):
-    """Three clients with eight images each."""
+def images(clients=3, **kwargs):
+    """Clients with eight images each."""
     x = torch.randn(30, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     y = torch.arange(30) % 3
-    parts = torch.arange(24).split(8)
+    parts = torch.arange(8 * clients).split(8)
     data = TensorData(x[:24], y[:24], parts, (x[24:], y[24:]), torch.float32, batch_size=4, **kwargs)
     data.setup()
     return data
@@ -87,6 +97,27 @@ def test_they_are_what_each_clients_own_mixture_says_of_its_own_samples(drawn, t
     assert {"samples/client_000", "samples/client_002", "samples/right_by_certainty"} <= {*log.Tags()["images"]}
     log = EventAccumulator(str(fed.run_dir / "FedAvg"), size_guidance={"images": 0}).Reload()
     assert not [tag for tag in log.Tags()["images"] if tag.startswith("samples")], "its gate is constant"
+
+
+def test_of_two_clients_both_are_shown_and_experts_of_which_none_is_global_have_numbers(drawn, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    module, monitor = SparseMoE(nn.Flatten(), nn.Linear(16, 3), 2, gate=ProxyGate(2)), SampleMonitor()
+    fed = run([Phase("A", FedAvg("*"))], module, images(2), tmp_path, callbacks=[monitor], logger=True)
+    figure = image_samples_figure(*drawn["samples/client_001"])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["expert 0", "expert 1"]
+    expected, sizes = monitor.compute(fed.run, "A"), []
+    assert [*expected] == [0, 1]
+
+    def mix(self, x, mix=SparseMoE.mix):
+        sizes.append(len(x))
+        return mix(self, x)
+
+    monkeypatch.setattr(SparseMoE, "mix", mix)
+    monkeypatch.setattr(TensorData, "evaluated_at_once", 5)
+    for client, gated in monitor.compute(fed.run, "A").items():
+        for part, of_all in zip(gated, expected[client], strict=True):
+            torch.testing.assert_close(part, of_all)
+    assert sizes == [5, 3, 5, 3], "a batch that is too large for a model's memory ends the run"
 
 
 GATED = GatedSamples(

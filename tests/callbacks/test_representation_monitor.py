@@ -1,6 +1,7 @@
 """Pictures of representations."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import threadpoolctl
@@ -152,3 +153,10 @@ def test_points_are_computed_with_one_thread(monkeypatch):
         embed(torch.randn(9, 4), seed=0)
         after = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
     assert {*threads} == {1} and 2 in after
+
+
+def test_of_two_clients_both_are_shown_by_default():
+    monitor, data = RepresentationMonitor(), blobs((13, 8))
+    data.setup()
+    monitor.on_fit_start(SimpleNamespace(datamodule=data, loggers=SimpleNamespace(take_images=True), phases=[]))
+    assert monitor.clients == [0, 1]

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 from helpers.reports import leave_pictures_blank
-from helpers.runs import Kill, data, federation, model
+from helpers.runs import Kill, data, federation, model, phases
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 METHODS = ["Local", "FedAvg", "PFL-FB", "PFL-MF"]
@@ -77,6 +77,20 @@ def test_a_resumed_run_goes_on_with_the_runs_of_mlflow(tmp_path, client):
     assert [*runs] == METHODS and {run.info.status for run in runs.values()} == {"FINISHED"}
     history = client.get_metric_history(runs["FedAvg"].info.run_id, "reweighted_test/mean")
     assert {point.step for point in history} == {1, 2, 3, 4}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_continued_with_more_rounds_goes_on_in_mlflow(tmp_path, client):
+    """MLflow refuses other values of parameters; those of a new phase are added."""
+    local, new, *_ = phases()
+    local.rounds, new.rounds = 2, 1
+    logger = of_mlflow(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, [local], logger=logger, callbacks=[Kill("on_round_end", 1)]).fit(model(), data())
+    again, local.rounds = of_mlflow(tmp_path, run_id=logger.run_id), 3
+    federation(tmp_path, [local, new], logger=again).fit(model(), data(), ckpt_path="last")
+    of_all = client.get_run(logger.run_id).data.params
+    assert (of_all["Local.rounds"], of_all["FedAvg.rounds"]) == ("2", "1")
 
 
 def records_of_wandb(path):

@@ -9,8 +9,9 @@ import pytest
 from helpers.reports import cost_rows
 
 from fedmoe_pl.callbacks.figures import RC, WIDTH, by_class, client_order, gate_figure, partition_figure, styles
+from fedmoe_pl.report.costs import costs
 from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_figure
-from fedmoe_pl.report.tables import Method
+from fedmoe_pl.report.tables import Choices, Condition, Method
 
 METRIC = "reweighted_test"
 
@@ -92,6 +93,17 @@ def test_without_rounds_there_is_no_curve_and_without_clients_no_box():
     assert curves_figure([once], METRIC, of_once) is None
     assert cost_figure([once], METRIC, "bytes", of_once) is None
     assert distribution_figure([once], METRIC, of_once) is None
+
+
+@pytest.mark.parametrize("lacking", ["bytes_", "flops_before", "rounds_before"])
+def test_a_method_whose_rounds_lack_a_column_of_costs_has_no_line_over_them(lacking):
+    one, other = method("FedAvg"), method("old")
+    for run in other.runs:
+        run.rounds[:] = [{key: row[key] for key in row if not key.startswith(lacking)} for row in run.rounds]
+    figure = cost_figure([one, other], METRIC, "bytes", styles(["FedAvg", "old"]))
+    assert [line.get_label() for line in figure.axes[0].lines] == ["FedAvg"]
+    condition = Condition("", [], [one, other], Choices())
+    assert [cost.label for cost in costs(condition, METRIC, 0.5)] == ["FedAvg"]
 
 
 def rows_of_clients(values, **columns):

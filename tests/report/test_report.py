@@ -16,6 +16,7 @@ from fedmoe_pl.report.runs import find_runs
 from fedmoe_pl.report.search import divided
 
 LOCAL, GLOBAL = "reweighted_test", "global_test"
+RMSE = {f"local_test_rmse{of}": 2.0 for of in ("", "_mean", "_std", "_worst_tenth")} | {"lower_is_better": ""}
 
 
 def rows_of(folder, name="summary"):
@@ -291,7 +292,18 @@ def test_differences_to_a_baseline_are_paired_over_the_clients_of_each_seed(copi
         f"{means[2] - means[1]:+.2f}",
         "+0.00",
     ]
-    assert "Wilcoxon" in markdown and "to FedAvg" in parsed.tables["methods"][1]
+    assert "to FedAvg: difference in points; " in markdown and "to FedAvg" in parsed.tables["methods"][1]
+
+
+@pytest.mark.parametrize("dropped", ["nothing", ("reweighted_test", "global_test")])
+def test_differences_of_metrics_that_are_no_accuracies_are_not_called_points(dropped, copied, written):
+    folder = copied("a")
+    for name in ("summary", "rounds", "clients"):
+        rows = [{key: row[key] for key in row if not key.startswith(dropped)} for row in rows_of(folder, name)]
+        write_csv(folder / f"{name}.csv", [row | RMSE for row in rows])
+    _, markdown = written(folder, "--baseline", "FedAvg")
+    how = "difference, of accuracies in points" if dropped == "nothing" else "difference"
+    assert f"to FedAvg: {how}; " in markdown
 
 
 def test_the_table_in_latex_has_the_numbers_of_the_markdown(copied, written, tmp_path):
@@ -322,6 +334,17 @@ def test_the_table_in_latex_has_the_numbers_of_the_markdown(copied, written, tmp
         assert [r"\mathbf" in cells[0], r"\mathbf" in cells[2]] == [
             float(line[column].split()[0]) == best for column, best in zip((1, 3), bold, strict=True)
         ]
+
+
+def test_a_metric_that_fits_is_in_latex_also_if_one_before_it_does_not(copied, written, tmp_path):
+    folder = copied("a")
+    for name in ("summary", "rounds", "clients"):
+        write_csv(folder / f"{name}.csv", [row | RMSE for row in rows_of(folder, name)])
+    paper = [{"table": "Table I", "metric": metric, "cells": {"FedAvg": [90.0, None]}} for metric in (LOCAL, GLOBAL)]
+    (folder.parent / "cell.json").write_text(json.dumps({"baseline": "FedAvg", "paper": paper}))
+    written(folder, "--latex", str(tmp_path / "table.tex"))
+    text = (tmp_path / "table.tex").read_text()
+    assert "because they do not fit: global_test\n" in text and r"\shortstack{local test\\rmse}" in text
 
 
 def test_accuracies_after_some_rounds_are_a_table(copied, written):

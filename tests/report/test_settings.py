@@ -18,6 +18,7 @@ OF_BOTH = FINE_TUNED | {"start": {"global_expert": "FedAvg", "local_expert": "SC
 LOCAL = {"name": "Local", "algorithm": "Local"}
 MIXED = {"name": "PFL-MF", "algorithm": "PFLMoE", "init_args": {"gate_fraction": 0}}
 OWN = {"name": "own", "algorithm": "x.Own"}
+FOUR = {"trainer__max_epochs": 2, "trainer__a": 1, "trainer__b": 1, "trainer__c": 1}  # more than a label names
 
 
 def run(name="a", *phases, seed=0, cell=None, evaluated=None, **changes):
@@ -123,6 +124,25 @@ def test_conditions_are_named_by_what_is_needed_to_tell_them_apart():
     ]
 
 
+def test_a_cell_of_a_grid_and_a_run_with_the_same_data_are_of_one_condition():
+    """The order of their keys differs."""
+    cell = {"values": {"data.init_args.partitioner.init_args.alpha": 0.5}}
+    settings, _ = settings_of([run(cell=cell), run("b", trainer__max_epochs=2)])
+    assert conditions(settings) == {"": settings}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [{"data__init_args__train_dir": f"/data/{of}/train"} for of in ("chest", "skin")],
+        [{"data__init_args__partitioner": {"x": {"n": 1}}}, {"data__init_args__partitioner": {"y": {"n": 1}}}, {}],
+    ],
+)
+def test_conditions_whose_short_names_are_the_same_are_told_apart(changes):
+    settings, _ = settings_of([run(**change) for change in changes])
+    assert [*conditions(settings).values()] == [[setting] for setting in settings]
+
+
 def test_cells_of_a_grid_are_conditions_named_by_their_values():
     key = "data.init_args.partitioner.init_args.alpha"
     cells = [{"variant": "small", "values": {key: alpha, "seed_everything": 0}} for alpha in (0.5, 0.1)]
@@ -185,7 +205,7 @@ def test_of_runs_with_one_seed_the_last_with_the_result_counts(evaluated, counte
 
 
 def test_runs_of_several_seeds_are_named_by_what_their_names_have_in_common():
-    changed = [{}, {"trainer__max_epochs": 2, "trainer__a": 1, "trainer__b": 1, "trainer__c": 1}]
+    changed = [{}, FOUR]
     runs = [
         run(f"alpha {place},seed_everything={seed}", seed=seed, **change)
         for place, change in enumerate(changed)
@@ -195,3 +215,15 @@ def test_runs_of_several_seeds_are_named_by_what_their_names_have_in_common():
     assert labels("FedAvg", settings) == ["FedAvg (alpha 0)", "FedAvg (alpha 1)"]
     assert [setting.name for setting in settings_of(runs[:1])[0]] == ["alpha 0,seed_everything=0/version_0"]
     assert settings_of([run("a"), run("b", seed=1)])[0][0].name == "a and others"
+
+
+def test_runs_of_several_seeds_with_one_name_are_called_by_their_folders():
+    runs = [run("a", seed=seed, **change) for change in ({}, FOUR) for seed in (0, 1)]
+    runs = [replace(each, folder=Path(f"runs/a/version_{version}")) for version, each in enumerate(runs)]
+    settings, _ = settings_of(runs)
+    assert labels("FedAvg", settings) == ["FedAvg (runs/a/version_0)", "FedAvg (runs/a/version_2)"]
+
+
+def test_runs_are_in_the_order_of_their_seeds():
+    (setting,), _ = settings_of([run(seed=seed) for seed in (10, 2, None, 0)])
+    assert [each.seed for each in setting.runs] == [None, 0, 2, 10]
