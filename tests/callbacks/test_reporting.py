@@ -100,10 +100,8 @@ def accuracies(evaluation, *metrics):
 @pytest.mark.slow
 def test_progress_bar_counts_work(shown):
     bar, notes, *_ = (each for each in shown.callbacks if isinstance(each, ProgressBar | Notes))
-    of_round = 32 + 8 * 20  # samples, and steps that count as 20 each
-    assert notes.noted == [(pytest.approx(of_round * n / 3), 3 * of_round) for n in range(1, 10)], (
-        "a client is a third of it"
-    )
+    of_round = 32 + 8 * 20  # samples, and steps that count as 20 each; a client is a third of it
+    assert notes.noted == [(pytest.approx(of_round * n / 3), pytest.approx(3 * of_round)) for n in range(1, 10)]
     assert bar._bar.desc == "PFL MFE 1/1"
     assert bar._bar.postfix == accuracies(shown.results["PFL MFE"], "reweighted")
     assert "100%" in bar._bar.fp.getvalue()
