@@ -1,13 +1,7 @@
 """Aggregations: robust ones, differential privacy, secure aggregation, and attacks for experiments."""
 
 from fedmoe_pl.aggregation.aggregation import Aggregation
-from fedmoe_pl.aggregation.attacks import (
-    ALittleIsEnough,
-    Attack,
-    GaussianNoise,
-    InnerProductManipulation,
-    UnderAttack,
-)
+from fedmoe_pl.aggregation.attacks import ALittleIsEnough, Attack, GaussianNoise, InnerProductManipulation, UnderAttack
 from fedmoe_pl.aggregation.differential_privacy import DifferentialPrivacy
 from fedmoe_pl.aggregation.robust import (
     Bucketing,

@@ -37,16 +37,7 @@ from fedmoe_pl.algorithms.shared.parts import (
 from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.trees import (
-    Tree,
-    difference,
-    mean_of_two,
-    of_module,
-    precise,
-    problem_of_shapes,
-    subtree,
-    with_prefix,
-)
+from fedmoe_pl.trees import Tree, difference, mean_of_two, of_module, precise, problem_of_shapes, subtree, with_prefix
 
 _UPDATE = "update/"  # prefix of a student's tensor: its change in a round, compressed
 _STUDENT = "student/"  # prefix of a student's tensor as it was before a client's training

@@ -12,14 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from fedmoe_pl.checkpoints.checkpoint import (
-    FILE,
-    CheckpointWriter,
-    is_of_run,
-    load_checkpoint,
-    rows_of,
-    versions,
-)
+from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, is_of_run, load_checkpoint, rows_of, versions
 from fedmoe_pl.checkpoints.client_state import check_states
 from fedmoe_pl.checkpoints.configuration import changes, is_listed
 from fedmoe_pl.checkpoints.phase_state import PhaseState

@@ -11,14 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import needs_server_state
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import (
-    Backend,
-    Failure,
-    GroupUpdate,
-    LocalTraining,
-    Plan,
-    one_thread,
-)
+from fedmoe_pl.backends import Backend, Failure, GroupUpdate, LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.backend import fold, group_updates, updated_server
 from fedmoe_pl.deployment.answers import cannot_be_used, out_of_proportion, problem_of, update_of
 from fedmoe_pl.deployment.connection import module_of_flower

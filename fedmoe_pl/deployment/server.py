@@ -17,10 +17,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint, asks_clients
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
-from fedmoe_pl.callbacks import (
-    ClusterMonitor,
-    ResultFiles,
-)
+from fedmoe_pl.callbacks import ClusterMonitor, ResultFiles
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.data import FederatedDataModule

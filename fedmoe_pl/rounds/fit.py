@@ -16,15 +16,7 @@ from torch import nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import (
-    Failure,
-    LocalTraining,
-    NotFiniteError,
-    Plan,
-    check_finite,
-    guarded,
-    one_thread,
-)
+from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, Plan, check_finite, guarded, one_thread
 from fedmoe_pl.backends.backend import updated_server
 from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state, with_strides_of
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
