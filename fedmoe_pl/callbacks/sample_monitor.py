@@ -139,7 +139,7 @@ class SampleMonitor(FederationCallback):
         datamodule, found = run.datamodule, dict[int, GatedSamples]()
         for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
             samples, batch = own_batch(datamodule, client)
-            scores, weights = predict(module, datamodule, samples)
+            scores, weights, _ = predict(module, datamodule, samples)
             assert weights is not None and has_trained_gate(module)
             x = first_tensor(inputs_of(batch, module.target_key))
             outputs = (x, datamodule.y[samples], scores.argmax(1), weights.double())

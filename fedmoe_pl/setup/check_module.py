@@ -114,7 +114,7 @@ def check_loss(phase: Phase, module: LightningModule) -> None:
     if not overrides(phase.algorithm, "client_loss") and phase.sample_privacy is None:
         return
     because, hooks, name = "", overridden_hooks(module), type(module).__name__
-    is_own = isinstance(module, MixtureOfExperts) and not type(module).loss.__module__.startswith("fedmoe_pl.")
+    is_own = isinstance(module, MixtureOfExperts) and not str(type(module).loss.__module__).startswith("fedmoe_pl.")
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
         because = f"it needs {name}'s method loss(batch) -> (loss, metrics), and automatic optimization"
     elif hooks:
