@@ -57,6 +57,9 @@ def _imported(name: str) -> ModuleType:
     gc.disable()
     try:
         return importlib.import_module(name)
+    except KeyboardInterrupt:
+        print("fedmoe: SIGINT has ended the command before the run began.", file=sys.stderr)
+        sys.exit(130)
     finally:
         if shows:
             print(" " * len(_IMPORTING), end="\r", file=sys.stderr, flush=True)

@@ -111,6 +111,18 @@ def test_an_unknown_command_has_a_suggestion(capsys):
     assert capsys.readouterr().err == "fedmoe: tset is not a command; did you mean test?\n"
 
 
+def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedmoe_pl.cli.entry.importlib.import_module", interrupted)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    with pytest.raises(SystemExit) as exit:
+        entry._imported("torch")
+    assert (exit.value.code, capsys.readouterr().err.count("\n")) == (130, 1)
+
+
 @pytest.mark.slow  # a Python of its own
 def test_a_pipe_that_nobody_reads_is_no_traceback():
     command = f"{sys.executable} -m fedmoe_pl list | true; exit ${{PIPESTATUS[0]}}"
