@@ -115,9 +115,9 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(monkeypatch, capsys):
     def interrupted(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedmoe_pl.cli.entry.importlib.import_module", interrupted)
-    monkeypatch.setattr("gc.freeze", lambda: None)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.setattr("atexit.register", lambda function: None)
+    monkeypatch.setattr("importlib.import_module", interrupted)
     with pytest.raises(SystemExit) as exit:
         entry._imported("torch")
     assert (exit.value.code, capsys.readouterr().err.count("\n")) == (130, 1)
