@@ -135,7 +135,7 @@ def test_a_signal_ends_all_and_the_same_command_continues(signum, pretend, tmp_p
     began = tmp_path / "runs/seed_everything=1/version_0/began"
 
     def send():
-        while not began.is_file():
+        while not (began.is_file() and began.stat().st_size):  # opened, and written, too
             time.sleep(0.05)
         os.kill(os.getpid(), signum)
 
