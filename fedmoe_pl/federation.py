@@ -247,7 +247,9 @@ class Federation:
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
-        settings = replace(self.settings, phases=phases, folder=runs, evaluation_cohort_size=None)
+        # each new client gets its model, whoever else does
+        failures = replace(self.failures, min_clients=None, dropout=0.0)
+        settings = replace(self.settings, phases=phases, folder=runs, failures=failures, evaluation_cohort_size=None)
         run = self._make_run(model, datamodule, settings, None, initial, read_result_for_new_clients)
         return self._run_phases(run, runs)
 

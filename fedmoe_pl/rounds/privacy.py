@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -186,13 +187,15 @@ def log_epsilons(run: Run, phase: Phase, training: LocalTraining) -> None:
             rank_zero_info(f"{phase}: what {what} {text}.")
         return
     epsilons = epsilon_of_clients(phase, state)
-    worst = max(epsilons, key=lambda client: epsilons[client], default="none")  # nobody may have been drawn
     if math.isinf(state.sample_epsilon):
         text = "no differential privacy for samples (epsilon is infinite), because steps without noise are in it"
     else:
-        of_all = f"client {worst}; mean over clients {sum(epsilons.values()) / max(len(epsilons), 1):.3g}"
-        text = f"(epsilon, delta)-differential privacy for each sample with epsilon {epsilons.get(worst, 0.0):.3g} "
-        text += f"({of_all}) and delta {phase.sample_privacy.delta:.3g}"
+        of_all = "0 (no client was drawn)"
+        if epsilons:
+            worst, mean = max(epsilons, key=lambda client: epsilons[client]), fmean(epsilons.values())
+            of_all = f"{epsilons[worst]:.3g} (client {worst}; mean over clients {mean:.3g})"
+        text = f"(epsilon, delta)-differential privacy for each sample with epsilon {of_all} "
+        text += f"and delta {phase.sample_privacy.delta:.3g}"
     rank_zero_info(f"{phase}: all that it trains ({parts or 'nothing'}) has {text}.")
 
 

@@ -30,6 +30,7 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.metrics import predicts_classes
+from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.models import FixedGate, LayerwiseAdapterMoE, MixtureOfExperts, SimilarityGate
 from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.models.mixtures.tasks import IGNORED
@@ -84,8 +85,10 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
             raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
     names = [phase.method(point) for phase in phases for point in phase.evaluation_points]
-    if not phases or len(set(names)) < len(names):
-        raise InvalidArgumentError("Federation", "phases", names, "at least one phase, and every name once")
+    # tags of loggers, and names of files where case makes no difference
+    if not phases or len({method_tag(name).casefold() for name in names}) < len(names):
+        allowed = "at least one phase, and names that differ in letters or digits, whatever their case"
+        raise InvalidArgumentError("Federation", "phases", names, allowed)
 
 
 def check_run(run: Run, read_result: ReadResult) -> None:
@@ -489,6 +492,8 @@ def check_sample_privacy(run: Run, phase: Phase, module: LightningModule, trains
     refused, because = (str(phase), "sample_privacy", privacy, "left out"), ""
     if not sees_losses_only(algorithm):
         because = f"{name} is not known to use samples in the gradients of its loss only (samples_in_loss_only)"
+    elif algorithm.client_batches:
+        because = f"client_batches of {name} draws other batches than those of which epsilon is computed"
     elif has_batch_norm(module):
         because = f"batch normalization in {type(module).__name__} mixes the samples of a batch; GroupNorm does not"
     elif isinstance(getattr(module, "gate", None), SimilarityGate):

@@ -54,6 +54,7 @@ from fedmoe_pl.models import (
     NetworkGate,
     PersonalizedMoE,
 )
+from fedmoe_pl.phases.client_failures import ClientFailures
 from fedmoe_pl.phases.phase import Phase, Train
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -336,7 +337,8 @@ def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
 def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
     local = Phase("Local", Local(), clients_per_round=1)
     _, checkpoint = trained(tmp_path, fedavg(rounds=1), local)
-    later = federation(tmp_path / "later", [fedavg(rounds=1), local])
+    failures = ClientFailures(min_clients=3, dropout=0.99)  # there are two newcomers
+    later = federation(tmp_path / "later", [fedavg(rounds=1), local], failures=failures)
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
     assert set(later.run.states["Local"].clients) == {0, 1}
 

@@ -300,6 +300,15 @@ REFUSED = {
     "Ditto": ({"algorithm": Ditto(), "gate": LocalOnly()}, {}, "Ditto is not known"),
     "FedPAC": ({"algorithm": FedPAC()}, {}, "FedPAC is not known"),
     "a subclass": ({"algorithm": type("Own", (FedAvg,), {})("global_expert.*")}, {}, "Own is not known"),
+    "other batches": (
+        {
+            "algorithm": type("Own", (FedAvg,), {"samples_in_loss_only": True, "client_batches": lambda *_: []})(
+                "global_expert.*"
+            )
+        },
+        {},
+        "client_batches of Own draws other batches",
+    ),
     "select": ({"select": Select("global_test")}, {}, "a select by clients' data is not in epsilon"),
     "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is set"),
     "delta": ({"sample_privacy": private(delta=0.1)}, {}, "sample_privacy.delta is 0.1, but must be below 0.0769"),

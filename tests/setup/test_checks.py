@@ -135,6 +135,8 @@ def test_what_torch_and_lightning_refuse_is_said_with_the_phase_s_name(tmp_path,
     [
         ("phases", lambda: Federation([phases()[0], phases()[0]])),
         ("phases", lambda: Federation([Phase("p", FedAvg(), evaluate=BOTH), Phase("p after local training", Local())])),
+        ("phases", lambda: Federation([Phase("alpha < 1", FedAvg()), Phase("alpha > 1", FedAvg())])),  # one tag
+        ("phases", lambda: Federation([Phase("FedAvg", FedAvg()), Phase("fedavg", FedAvg())])),  # one file on macOS
         ("datamodule", lambda: Federation(phases()).fit(model(), BoringDataModule())),
         ("min_clients", lambda: ClientFailures(min_clients=0)),
         ("dropout", lambda: ClientFailures(dropout=float("nan"))),
