@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fedmoe_pl.backends.trainer import TrainerBackend
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers.pickling import SharedObject, dumps
 from fedmoe_pl.backends.workers.process import LocalWorker, PoolBackend
-from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersPlan, failed_groups
+from fedmoe_pl.backends.workers.workers_backend import RemoteWorker, WorkerDied, WorkersPlan
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.layers import treats_samples_apart
@@ -69,6 +68,17 @@ class DistributedBackend(PoolBackend):
 class DistributedPlan(WorkersPlan):
     """Has all processes train each client."""
 
+    @staticmethod
+    def train_chunk(
+        plan: Plan, server: Tree, chunk: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains a client on this process's share of its batches; only the first process returns the result."""
+        _join_processes(plan.training)
+        trained = plan.train_groups(server, chunk, kept, round)
+        if failed := {client: failure for group in trained for client, failure in group.failed.items()}:
+            raise _FailedError(failed)
+        return trained if distributed.get_rank() == 0 else []
+
     def begin(self, training: LocalTraining) -> Self:
         """Begins the processes' plan as well."""
         return super().begin(replace(training, devices=self.plan.training.devices))
@@ -76,13 +86,6 @@ class DistributedPlan(WorkersPlan):
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Makes each client a group of its own, because the processes end when it fails."""
         return [[client] for client in cohort]
-
-    def train(
-        self, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[GroupUpdate]:
-        """Trains the groups in the processes."""
-        job = partial(_train_share, round=round)
-        yield from self._work(job, server, [*groups], kept, self.plan.chunks, [], give_up=failed_groups)
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
@@ -152,17 +155,6 @@ class _Team(RemoteWorker):
 
 class _FailedError(Exception):
     """A client failed in a process; the argument maps the client to its failure."""
-
-
-def _train_share(
-    plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
-) -> list[GroupUpdate]:
-    """Trains a client on this process's share of its batches; only the first process returns the result."""
-    _join_processes(plan.training)
-    trained = plan.train_groups(server, groups, kept, round)
-    if failed := {client: failure for group in trained for client, failure in group.failed.items()}:
-        raise _FailedError(failed)
-    return trained if distributed.get_rank() == 0 else []
 
 
 def _join_processes(training: LocalTraining) -> None:

@@ -223,8 +223,15 @@ class WorkersPlan(Plan):
     ) -> Iterator[GroupUpdate]:
         """Trains the groups in the workers."""
         later = (self.training.rounds - round - 1) * self._size(groups)
-        job = partial(_train_groups, round=round)
-        yield from self._work(job, server, [*groups], kept, self.plan.chunks, self.paces, later, failed_groups)
+        job = partial(self.train_chunk, round=round)
+        yield from self._work(job, server, [*groups], kept, self.plan.chunks, self.paces, later, _failed_groups)
+
+    @staticmethod
+    def train_chunk(
+        plan: Plan, server: Tree, chunk: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains the groups of a chunk in a worker."""
+        return plan.train_groups(server, chunk, kept, round)
 
     def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
         """Does the work in the workers."""
@@ -415,12 +422,6 @@ def _parts_of(groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
     return [[*groups[start : start + size]] for start in range(0, len(groups), size)]
 
 
-def _train_groups(
-    plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
-) -> list[GroupUpdate]:
-    return plan.train_groups(server, groups, kept, round)
-
-
-def failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:
+def _failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:
     """The results of groups in which all clients failed."""
     return [GroupUpdate(None, {}, Traffic(), failed=dict.fromkeys(group, Failure(reason))) for group in groups]
