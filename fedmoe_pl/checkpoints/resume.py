@@ -21,6 +21,7 @@ from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.phase import Phase
 
 _SAMPLES = 10_000
+_AT_ONCE = 256  # samples copied at a time, which may be large
 _NAMED = 10  # the most clients or classes that a message names
 
 
@@ -149,8 +150,9 @@ def _checksum(datamodule: FederatedDataModule, *parts: ClientSamples | Tensor) -
         checksum = zlib.crc32(tensor.numpy().data, checksum)
     if datamodule.reader is not None:
         return zlib.crc32(repr(datamodule.reader.checksums(samples)).encode(), checksum)
-    some = datamodule.x[samples[:: max(len(samples) // _SAMPLES, 1)]]
-    return zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, checksum)
+    for some in samples[:: max(len(samples) // _SAMPLES, 1)].split(_AT_ONCE):
+        checksum = zlib.crc32(datamodule.x[some].contiguous().view(torch.uint8).numpy().data, checksum)
+    return checksum
 
 
 def name_of_test_set(datamodule: FederatedDataModule, fingerprint: str) -> str:
