@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.bare import round_batches
-from helpers.prototypes import OWN_CLASSES, SIZES, without_a_class
+from helpers.prototypes import OWN_CLASSES, without_a_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 

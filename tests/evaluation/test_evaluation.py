@@ -215,6 +215,16 @@ def test_the_validation_loss_of_a_user_s_own_module_is_the_mean_cross_entropy():
         assert evaluation.validation_loss == pytest.approx(expected.item(), rel=1e-12)
 
 
+def test_the_validation_loss_of_a_mixture_with_a_loss_of_its_own_is_that_of_its_samples_together():
+    own = torch.nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), label_smoothing=0.1)
+    datamodule = blobs((17, 30), validation_fraction=0.2)
+    module = PersonalizedMoE(Expert(), gate=GlobalOnly(), loss=own).double()
+    for client, evaluation in enumerate(evaluated(module, datamodule, FedAvg())):
+        samples = datamodule.validation_samples[client]
+        expected = own(module(datamodule.x[samples]), datamodule.y[samples])
+        assert evaluation.validation_loss == pytest.approx(expected.item(), rel=1e-12)
+
+
 def test_clients_with_the_same_model_are_evaluated_in_one_pass(monkeypatch):
     datamodule = blobs((5, 7, 9, 1), test_fraction=0.2, validation_fraction=0.2)
     model = mixture(FeatureGate(6))

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedmoe_pl.models import ClusteredMoE, FeatureGate, LinearGate, LocalOnly, PersonalizedMoE, SmallFCN, SparseMoE
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.models.mixtures.tasks import fits, loss_weight, preds_and_target
+from fedmoe_pl.models.mixtures.tasks import fits, loss_weight, preds_and_target, range_problem
 
 X, _ = samples(6)
 IMAGES = torch.randn(4, 1, 6, 5, generator=torch.Generator().manual_seed(0))
@@ -208,6 +208,24 @@ def test_metrics_get_probabilities_or_values():
 )
 def test_outputs_fit_targets_of_the_same_shape(task, outputs, targets, expected):
     assert fits(task, torch.zeros(outputs), targets) == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "allowed", "wrong"),
+    [
+        ("multiclass", (2, 3, 5, 4), (0, 2, -100), (3, -1)),  # more rows than classes
+        ("causal_lm", (2, 9, 7), (0, 6, -100), (7, -1)),  # more tokens than classes
+        ("multilabel", (2, 3), (0.0, 0.5, 1.0), (1.5, -1.0)),
+        ("regression", (2, 3), (1e9, -1e9), ()),
+    ],
+)
+def test_targets_are_within_the_range_of_a_task(task, outputs, allowed, wrong):
+    shape = {"multiclass": (2, 5, 4), "causal_lm": (2, 9)}.get(task, outputs)
+    for value in (*allowed, *wrong):
+        targets = torch.full(shape, allowed[0])
+        targets[-1, -1] = value
+        problem = range_problem(task, None, torch.zeros(outputs), targets)
+        assert problem is None if value in allowed else problem.startswith(f"the value {value:g}; ")
 
 
 @plain_trainer
