@@ -227,7 +227,8 @@ class Federation:
 
         The results of federated phases come from the checkpoint. In local rounds, which leave the server's state
         unchanged, the new clients train the parameters that are not shared, and the others are frozen, unless the phase
-        is evaluated after local training. They also run the phases in which clients train alone. As in the federation,
+        is evaluated after local training. They also run the phases in which clients train alone; ``min_clients`` and
+        ``dropout`` of ``failures`` do not apply. As in the federation,
         a client's architecture follows from its id, and images are normalized and words numbered in the same way. These
         runs are in the folder ``new_clients`` beside the federation's.
 
@@ -247,7 +248,7 @@ class Federation:
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
-        # each new client gets its model, whoever else does
+        # new clients do not wait for one another, and dropout is an experiment of the federation's
         failures = replace(self.failures, min_clients=None, dropout=0.0)
         settings = replace(self.settings, phases=phases, folder=runs, failures=failures, evaluation_cohort_size=None)
         run = self._make_run(model, datamodule, settings, None, initial, read_result_for_new_clients)

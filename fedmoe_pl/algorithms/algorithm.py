@@ -214,7 +214,8 @@ class Algorithm:
         opt_out: clients and samples that influence nothing that leaves a client, an ``OptOut``; none by default.
         client_batches: an optional hook ``(client, batches)``: the batches of the client's local training, an epoch in
             each iteration. The client is as ``client_init`` left it; the batches are those of its ``client_samples``,
-            shuffled and augmented, on which it trains without this hook. With it, clients are not stacked.
+            shuffled and augmented, on which it trains without this hook. With it, clients are not stacked, and
+            ``sample_privacy`` is refused.
         client_exchange: an optional hook ``(client_id, state, sent)``: the tensors that a client keeps in place of its
             own after an ``exchange``, without it those that it received. ``sent`` has what the server sent it, and what
             it received from others, with the sender's id and a dot before each name. It goes on to keep what is not

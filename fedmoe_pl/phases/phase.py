@@ -110,8 +110,7 @@ class Phase:
     """One algorithm for a number of rounds; its result is a row of the final table, and a start for later phases.
 
     Args:
-        name: the method's name in tables, logs and files; names of a run differ in letters or digits, whatever their
-            case.
+        name: the method's name in tables, logs and files; the names of a run differ in more than case and symbols.
         algorithm: says what is shared, how clients train, and how their results are combined.
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: an int is a number of clients, a float a share of all N

@@ -190,7 +190,7 @@ def log_epsilons(run: Run, phase: Phase, training: LocalTraining) -> None:
     if math.isinf(state.sample_epsilon):
         text = "no differential privacy for samples (epsilon is infinite), because steps without noise are in it"
     else:
-        of_all = "0 (no client was drawn)"
+        of_all = "0 (no client was asked to train)"
         if epsilons:
             worst, mean = max(epsilons, key=lambda client: epsilons[client]), fmean(epsilons.values())
             of_all = f"{epsilons[worst]:.3g} (client {worst}; mean over clients {mean:.3g})"

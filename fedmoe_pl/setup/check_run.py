@@ -84,11 +84,15 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         every = phase.evaluation.every_n_rounds
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
             raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
-    names = [phase.method(point) for phase in phases for point in phase.evaluation_points]
-    # tags of loggers, and names of files where case makes no difference
-    if not phases or len({method_tag(name).casefold() for name in names}) < len(names):
-        allowed = "at least one phase, and names that differ in letters or digits, whatever their case"
-        raise InvalidArgumentError("Federation", "phases", names, allowed)
+    if not phases:
+        raise InvalidArgumentError("Federation", "phases", phases, "at least one phase")
+    known = dict[str, str]()
+    for name in (phase.method(point) for phase in phases for point in phase.evaluation_points):
+        if (tag := method_tag(name).casefold()) in known:
+            because = f"they are '{tag}' in tags of loggers, and in files where case makes no difference"
+            allowed = "names that differ in more than case and symbols"
+            raise InvalidArgumentError("Federation", "phases", [known[tag], name], allowed, because)
+        known[tag] = name
 
 
 def check_run(run: Run, read_result: ReadResult) -> None:
@@ -493,7 +497,7 @@ def check_sample_privacy(run: Run, phase: Phase, module: LightningModule, trains
     if not sees_losses_only(algorithm):
         because = f"{name} is not known to use samples in the gradients of its loss only (samples_in_loss_only)"
     elif algorithm.client_batches:
-        because = f"client_batches of {name} draws other batches than those of which epsilon is computed"
+        because = f"client_batches of {name} would be left aside: epsilon is computed for Poisson batches"
     elif has_batch_norm(module):
         because = f"batch normalization in {type(module).__name__} mixes the samples of a batch; GroupNorm does not"
     elif isinstance(getattr(module, "gate", None), SimilarityGate):

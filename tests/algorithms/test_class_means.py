@@ -296,13 +296,14 @@ def test_rounds_equal_a_loop_by_the_paper(clients_per_round, tmp_path):
     data, weight, rounds = without_a_class(sizes), 0.7, 3
     fed = run([it(weight, rounds=rounds, clients_per_round=clients_per_round)], model(), data, tmp_path, seed=3)
     experts = [copy.deepcopy(model().global_expert) for _ in sizes]
-    prototypes = {}
+    prototypes, is_alone = {}, False
     for round in range(rounds):
         cohort = sorted(sample_cohort(range(3), clients_per_round or 3, 3, round))
         h, v, sums, numbers = [], [], {}, {}
         for client in cohort:
             own, samples = experts[client], data.train_samples[client]
             x, y = data.x[samples], data.y[samples]
+            is_alone |= any(prototypes and c not in prototypes and (y == c).sum() == 1 for c in range(CLASSES))
             means, *hv = statistics(own, x, y)
             h.append(hv[0])
             v.append(hv[1])
@@ -322,6 +323,7 @@ def test_rounds_equal_a_loop_by_the_paper(clients_per_round, tmp_path):
             experts[client].classifier.load_state_dict(combined[row])
         for own in experts:
             own.extractor.load_state_dict(extractor)
+    assert is_alone == (clients_per_round == 1), "a class without a prototype, of which the client has one sample"
     server = fed.run.states["it"].server
     for c, prototype in prototypes.items():
         torch.testing.assert_close(server["prototypes/mean"][c], prototype, rtol=1e-10, atol=1e-10)

@@ -244,7 +244,7 @@ def test_rounds_in_which_nobody_was_drawn_have_an_epsilon_of_zero(tmp_path, capl
     with caplog.at_level("INFO"):
         run = fit(tmp_path, [empty], seed=seed)
     assert run.run.states["it"].sample_epsilon == 0
-    assert "for each sample with epsilon 0 (" in caplog.text
+    assert "for each sample with epsilon 0 (no client was asked to train) and delta " in caplog.text
 
 
 def drawn(training, client, purpose=13):
@@ -307,7 +307,7 @@ REFUSED = {
             )
         },
         {},
-        "client_batches of Own draws other batches",
+        "client_batches of Own would be left aside",
     ),
     "select": ({"select": Select("global_test")}, {}, "a select by clients' data is not in epsilon"),
     "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is set"),

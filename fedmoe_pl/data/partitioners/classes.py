@@ -218,7 +218,6 @@ def _possible_counts(
     possible = bisect_left(range(1, highest + 1), True, key=lambda number: counts(number) is None)
     most = counts(possible) if asked is None and possible else None
     if most is None:
-        raise InvalidArgumentError(
-            partitioner, "samples_per_client", asked, f"at most {possible}", "the classes have no more training samples"
-        )
+        because = "the classes have too few training samples for so many clients"
+        raise InvalidArgumentError(partitioner, "samples_per_client", asked, f"at most {possible}", because)
     return most
