@@ -48,10 +48,10 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
         raise MisconfigurationException(
             f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
+    config = path.parent.parent / "config.yaml"
+    advice = f"take the configuration of that run, '{config}', or " if config.is_file() else ""
     for name, now in identity.items():
         if content[name] != now:
-            config = path.parent.parent / "config.yaml"
-            advice = f"take the configuration of that run, '{config}', or " if config.is_file() else ""
             raise MisconfigurationException(
                 f"{key}, a run with {_difference(name, content[name], now)}; {advice}start a new run without ckpt_path."
             )
@@ -59,7 +59,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
             raise MisconfigurationException(
                 f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}; a phase that is "
-                f"finished cannot have more or fewer: let a new phase start from it (start: {name})."
+                f"finished cannot have more or fewer: {advice}let a new phase start from it (start: {name})."
             )
         check_states(state.clients, state.best_clients)
     return {**content, "rows": rows_of(path, content), "writer": writer}
