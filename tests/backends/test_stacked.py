@@ -164,7 +164,7 @@ PADDED = {
     "batch normalization": (layers(nn.BatchNorm1d(5)), False),
     "a softmax over samples": (layers(nn.Softmax(dim=0)), False),
     "a balance of experts over the batch": (balanced, False),
-    "a loss of another class to ignore": (ignoring, False),
+    "a loss of another class to ignore": (ignoring, True),  # its label takes the place of -100
 }
 
 
