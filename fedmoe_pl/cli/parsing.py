@@ -263,7 +263,7 @@ class CheckedAction(ActionTypeHint):
 
     def _read(self, value: Any) -> Any:
         """What a text stands for."""
-        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
+        with contextlib.suppress(yaml.YAMLError, ValueError):  # such as a null byte in what looks like a path
             value, _ = parse_value_or_config(value, enable_path=self._enable_path)
         return _loaded(value)
 

@@ -76,6 +76,12 @@ def test_an_argument_of_an_unknown_phase_is_refused(arguments, end):
     assert str(error.value).endswith(end)
 
 
+def test_a_null_byte_in_what_looks_like_a_path_is_refused(tmp_path):
+    (tmp_path / "wrong.yaml").write_text(r'federation: {backend: "a/../\0b"}')
+    with pytest.raises(MisconfigurationException, match=r"^federation\.backend is "):
+        configured(["--config", QUICKSTART, "--config", str(tmp_path / "wrong.yaml")], False)
+
+
 FEDAVG = {"class_path": "FedAvg", "init_args": {"shared": "global_expert.*", "weighting": "uniform"}}
 
 

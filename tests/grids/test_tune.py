@@ -66,7 +66,7 @@ def in_this_process(monkeypatch):
 
     def start(title, cell, slot, parallel):
         path = cell.folder / "config.yaml"
-        processes._write(path, cell.configuration)
+        processes._write(path, yaml.safe_dump(cell.configuration))
         commands.append(processes._command(path, processes.cut_run(cell)))
         with contextlib.redirect_stdout(io.StringIO()):
             main([*commands[-1]])
@@ -314,8 +314,8 @@ def test_the_page_shows_the_configuration_of_the_package_and_code_that_runs(caps
     (shown,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     path = REPOSITORY / "configs/tune/quickstart.yaml"
     assert yaml.safe_load(shown) == yaml.safe_load(path.read_text())
-    tuning, of_run = read_tuning(["--config", "quickstart.yaml", "--config", str(path), "--trials", "3"])
-    assert (tuning.trials, of_run[:2], len(of_run)) == (3, ["--config", "quickstart.yaml"], 4)
+    tuning, of_run = read_tuning(["--config", "run.yaml", "--config", str(path), "--trials", "3"])
+    assert (tuning.trials, of_run[:2], len(of_run)) == (3, ["--config", "run.yaml"], 4)
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code, {})
     assert "'lr': " in capsys.readouterr().out
