@@ -79,7 +79,7 @@ _NEEDS: dict[Need, str] = {
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
-    """Refuses phases with equal names, and a phase that selects a round although no rounds are evaluated."""
+    """Refuses phases whose names are alike, and a phase that selects a round although no rounds are evaluated."""
     for phase in phases:
         every = phase.evaluation.every_n_rounds
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
@@ -497,7 +497,7 @@ def check_sample_privacy(run: Run, phase: Phase, module: LightningModule, trains
     if not sees_losses_only(algorithm):
         because = f"{name} is not known to use samples in the gradients of its loss only (samples_in_loss_only)"
     elif algorithm.client_batches:
-        because = f"client_batches of {name} would be left aside: epsilon is computed for Poisson batches"
+        because = f"client_batches of {name} would be ignored: epsilon is computed for Poisson batches"
     elif has_batch_norm(module):
         because = f"batch normalization in {type(module).__name__} mixes the samples of a batch; GroupNorm does not"
     elif isinstance(getattr(module, "gate", None), SimilarityGate):

@@ -292,7 +292,7 @@ def mean_state(modules, weights):
 @pytest.mark.parametrize("clients_per_round", [None, 2, 1])
 def test_rounds_equal_a_loop_by_the_paper(clients_per_round, tmp_path):
     """With one client per round, another one then trains with a class of which nobody has sent a prototype."""
-    sizes = (2, 13, 8)  # client 0, which comes after client 1 then, has a single sample of that class
+    sizes = (2, 13, 8)  # client 0, which then trains after client 1, has a single sample of that class
     data, weight, rounds = without_a_class(sizes), 0.7, 3
     fed = run([it(weight, rounds=rounds, clients_per_round=clients_per_round)], model(), data, tmp_path, seed=3)
     experts = [copy.deepcopy(model().global_expert) for _ in sizes]

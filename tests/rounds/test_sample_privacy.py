@@ -307,7 +307,7 @@ REFUSED = {
             )
         },
         {},
-        "client_batches of Own would be left aside",
+        "client_batches of Own would be ignored",
     ),
     "select": ({"select": Select("global_test")}, {}, "a select by clients' data is not in epsilon"),
     "accumulation": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "trainer.accumulate_grad_batches is set"),
