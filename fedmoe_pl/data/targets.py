@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,11 +121,12 @@ def values_of(samples: Samples, argument: str, values: Values) -> np.ndarray:
     found = values(dataset) if callable(values) else _attribute(dataset, values)
     if found is None and isinstance(values, str):
         sample = samples.first()
-        is_dict = isinstance(sample, dict)
-        if values not in sample if is_dict else isinstance(sample, (tuple, list, Tensor)):
-            keys = ", ".join(map(str, sample)) if is_dict else "they have none"
+        try:
+            sample[values]
+        except (LookupError, TypeError) as error:  # it has other keys, only indices or neither
+            keys = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else "they have none"
             allowed = f"an attribute of the dataset or a key of its samples ({keys})"
-            raise InvalidArgumentError(owner, argument, values, allowed)
+            raise InvalidArgumentError(owner, argument, values, allowed) from error
         found = _column(dataset, values)
         if found is None:
             found = samples.column(values)

@@ -327,3 +327,20 @@ def test_samples_whose_class_nobody_can_find_are_refused():
     train, test = (Triples([0, 1], targets=[0, 1], classes=names) for names in (["cat", "dog"], ["dog", "cat"]))
     with pytest.raises(InvalidArgumentError, match=r"test_dataset is 'Triples', but .* because .* 'dog' is 0, not 1"):
         FromDatasets(train, test, num_clients=2, collate_fn=lambda samples: [each[::2] for each in samples]).setup()
+
+
+@pytest.mark.parametrize(
+    ("sample", "keys"),
+    [
+        ({"x": 1.0, "label": 0}, "x, label"),
+        ((torch.ones(3), 0), "they have none"),
+        (torch.ones(3), "they have none"),
+        (np.ones(3), "they have none"),
+        (Image.new("L", (2, 2)), "they have none"),
+    ],
+)
+def test_keys_that_samples_do_not_have_are_refused(sample, keys):
+    with pytest.raises(InvalidArgumentError) as caught:
+        FromDatasets([sample] * 4, [sample] * 4, targets="labels", num_clients=2).setup()
+    allowed = f"an attribute of the dataset or a key of its samples ({keys})"
+    assert (caught.value.argument, caught.value.allowed) == ("targets", allowed)
