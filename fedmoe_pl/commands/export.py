@@ -102,7 +102,7 @@ def export_clients(
         client: the client's number or name, or ``all``.
         format: ``onnx``, checked with onnxruntime; ``torch_export``, a file for ``torch.export.load``; or
             ``lightning``, a checkpoint for ``load_from_checkpoint``, a single one for all clients with the same model,
-            also of a method that predicts with more, as kNN-Per and FedProto do;
+            also of a method that predicts with more, as kNN-Per and FedProto with ``prediction: prototype`` do;
             ``peft``, folders for ``PeftModel.from_pretrained``; or ``merged``, a folder for ``from_pretrained``.
         output: the file or, for all clients, the folder; None for ``exported/<method>`` in the run's folder.
 

@@ -52,7 +52,7 @@ class ClientFailures:
         dropout: the probability with which a client drops out before its training, for experiments. It is counted, but
             no warning names it. At least one client stays, but with ``DifferentialPrivacy`` all may drop out.
         max_change: a client of a deployed federation fails if its update's change is more than so many times as long
-            as the median of the others in its round, and as what the client received; see ``deployment.proportions``.
+            as the median of the others in its round, and as what the client received.
 
     Raises:
         InvalidArgumentError: if an argument is out of range.

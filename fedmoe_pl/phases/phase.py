@@ -121,7 +121,7 @@ class Phase:
         model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
             compare methods with different models. A phase with a model of its own takes those parts from its start that
             both models have; they must have the same tensors, except the gate, which otherwise starts anew, and a list
-            of experts, which may have got more: those are the phase's own.
+            of experts, which may have grown: the added ones are the phase's own.
         gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates only the global expert,
             ``LocalOnly`` only the local expert.
         mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
