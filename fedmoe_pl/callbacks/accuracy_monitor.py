@@ -31,6 +31,7 @@ class AccuracyMonitor(FederationCallback):
     With ``trainer.logger: true``, every logger also gets what the clients' modules log in their training, such as
     ``train_loss``, and their learning rates: the mean over the clients that trained, for each local epoch, under the
     names that a plain Trainer's logger shows. The step is the number of local epochs since the phase began.
+    ``validation_loss`` is then theirs; otherwise it is the loss of every evaluation, as in ``validation_loss/mean``.
 
     Args:
         clients: ids of clients that get curves of their own, such as ``local_test/client_003`` and
@@ -66,15 +67,17 @@ class AccuracyMonitor(FederationCallback):
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, a fraction, and metric, and the costs."""
+        logs = phase.client_trainer(run.trainer).get("logger")  # then `validation_loss` is what clients log in training
+        metrics = [*evaluation.metrics, *([] if logs else ["validation_loss"])]
         values = {
             f"{metric}/{name}": value
-            for metric in evaluation.metrics
+            for metric in metrics
             for name, value in evaluation.spread_or_nan(metric)._asdict().items()
             if not math.isnan(value)
         }
         for client in (each for each in evaluation.clients if each.client in self.clients):
             name = run.datamodule.client_names.file(client.client)
-            own = {f"{metric}/{name}": client.value(metric) for metric in evaluation.metrics}
+            own = {f"{metric}/{name}": client.value(metric) for metric in metrics}
             values |= {tag: value for tag, value in own.items() if not math.isnan(value)}
         state = run.states[phase.name]
         privacy = {"epsilon": state.epsilon, "sample_epsilon": state.sample_epsilon}

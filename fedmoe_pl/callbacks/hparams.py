@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.checkpoints.configuration import parameters_of
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, listed
+from fedmoe_pl.checkpoints.configuration import as_text, parameters_of
 from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.phases.phase import Evaluate, Phase, Select, Train
 
-_GROUPS = ("trainer", "model", "data")
+_GROUPS = ("trainer", "model", "data", "train")  # keys of a phase's `train` replace those of the others
 _ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default
 _WITHOUT_MEANING = {
     *("evaluate_every_n_rounds", "every_n_rounds", "every_n_epochs", "evaluation_cohort_size"),
@@ -62,9 +62,10 @@ def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], d
     """The values that are the same for all phases, and those of each phase, by name; with the path to each."""
     tree = json.loads(configuration["hparams"] or configuration["objects"] or "{}")
     federation = tree.get("federation", {}) if configuration["hparams"] else tree
+    trainer = tree.get("trainer") or {}
     groups = {
         "dropout": federation.get("failures", {}).get("dropout") or None,
-        "trainer": _trainer(tree.get("trainer") or {}),
+        "trainer": _trainer(trainer),
         "model": tree.get("model"),
         "data": tree.get("datamodule", tree.get("data")),
     }
@@ -74,7 +75,11 @@ def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], d
         for name, kind in (("train", Train), ("select", Select), ("evaluate", Evaluate)):
             settings = arguments.pop(name, None)
             arguments[name] = _without_defaults(settings, kind) if isinstance(settings, Mapping) else {}
-        arguments["train"]["trainer"] = _trainer(arguments["train"].get("trainer") or {})
+        train = arguments["train"]
+        own = train.pop("trainer", None) or {}
+        if train.get("callbacks"):  # in addition to the Trainer's
+            train["callbacks"] = [*listed({**trainer, **own}, "callbacks"), *train["callbacks"]]
+        arguments["train"] = {**own, **train}
         phases[phase["name"]] = dict(_leaves(arguments))
     return dict(_leaves(groups)), phases
 
@@ -125,7 +130,7 @@ def _plain(value: Any) -> Any:
 
 
 def _same(value: Any, default: Any) -> bool:
-    return value == (list(default) if isinstance(default, tuple) else default)
+    return as_text(value) == as_text(default)
 
 
 def short_names(paths: Iterable[Path]) -> dict[Path, str]:

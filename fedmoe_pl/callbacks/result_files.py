@@ -38,8 +38,7 @@ class ResultFiles(FederationCallback):
         if self.partition:
             write_csv(run.folder / "partition.csv", partition_rows(run.datamodule))
         self._write_results(run)
-        if run.rows:
-            self._write_rounds(run)
+        self._write_rounds(run)
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Writes the rows of the rounds since the last evaluation."""
@@ -48,6 +47,8 @@ class ResultFiles(FederationCallback):
     def _write_rounds(self, run: Run) -> None:
         path = run.folder / "rounds.csv"
         new = run.rows[self._written :]
+        if not new:  # evaluations after fewer epochs have no rows
+            return
         if self._written and all(row.keys() <= self._columns.keys() for row in new):
             append_csv(path, [self._columns | row for row in new])
         else:  # methods may differ in their metrics, and a run may go on with others

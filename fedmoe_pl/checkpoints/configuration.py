@@ -159,8 +159,13 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[Change]:
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (one, other) in enumerate(zip(old, new, strict=True)):
             yield from _differences(one, other, f"{key}[{index}]")
-    elif old != new:
+    elif as_text(old) != as_text(new):
         yield Change(key, _text(old), _text(new))
+
+
+def as_text(tree: Any) -> str:
+    """The tree as JSON, in which 1, 1.0 and true differ: as ``clients_per_round``, 1 is one client and 1.0 is all."""
+    return json.dumps(tree, sort_keys=True, default=str)
 
 
 def _child(key: str, name: str) -> str:

@@ -192,11 +192,30 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
 
 def _lacking(metric: str, evaluations: Sequence[Evaluation]) -> str:
     """How many clients have a metric, if some do not."""
-    for e in evaluations:
-        evaluated = max(len(e.values(each)) for each in e.metrics)
-        if 0 < (some := len(e.values(metric))) < evaluated:
-            return f"; {some} of the {evaluated} clients have it"
-    return ""
+    evaluated = (max(len(e.values(each)) for each in e.metrics) for e in evaluations)
+    return having([(e.method, len(e.values(metric)), of_all) for e, of_all in zip(evaluations, evaluated, strict=True)])
+
+
+def having(counts: Iterable[tuple[str, int, int]], of: str = "") -> str:
+    """How many clients have a metric, if some do not; names the methods unless it is the same for all that have it.
+
+    ``counts`` are the name of each method, the number of its clients that have the metric, and that of all its clients.
+
+    Example:
+        >>> having([("Local", 2, 3), ("FedAvg", 2, 3), ("FedProto", 0, 3)])
+        '; 2 of the 3 clients have it'
+        >>> having([("Local", 2, 3), ("FedAvg", 3, 3)], " of all seeds")
+        '; Local: 2 of the 3 clients of all seeds have it'
+    """
+    methods: dict[tuple[int, int], list[str]] = {}
+    for method, some, of_all in counts:
+        if some:
+            methods.setdefault((some, of_all), []).append(method)
+    return "".join(
+        f"; {', '.join(names) + ': ' if len(methods) > 1 else ''}{some} of the {of_all} clients{of} have it"
+        for (some, of_all), names in methods.items()
+        if some < of_all
+    )
 
 
 def description(metric: str, lower_is_better: bool = False) -> str:

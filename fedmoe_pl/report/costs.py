@@ -49,8 +49,9 @@ def cost_text(condition: Condition, target: float) -> str:
     return (
         f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds (11 to "
         "20 if the rounds 10 and 20 were evaluated, and none between them; a dash if none of the evaluated rounds "
-        "reached it), everything sent by or to any client, and all local training. Both are counted up to the last "
-        "of these rounds, with all rounds of the phases that a method starts from"
+        "reached it, or if a checkpoint gave a result, whose costs are unknown), everything sent by or to any client, "
+        "and all local training. Both are counted up to the last of these rounds, with all rounds of the phases that "
+        "a method starts from"
         f"{'. Means over the seeds that reached it' if several else ''}."
     )
 

@@ -120,18 +120,24 @@ def _every(condition: Condition) -> Table:
     """The rows of all files ``summary.csv``: accuracies in percent, other metrics as they are."""
     rows = [(run, row) for run in condition.runs for row in run.summary]
     metrics = dict.fromkeys((*ACCURACIES, *(metric for _, row in rows for metric in metrics_of(row))))
-    spreads = {f"{metric}_{name}": metric for metric in metrics for name in Spread._fields}
-    columns = spreads | {f"{name}_mean": name for name in ("validation_loss", "mean_gate_weight")}
+    suffixes = (*Spread._fields, "pooled", "clients")
+    columns = {f"{metric}_{suffix}": metric for metric in metrics for suffix in suffixes}
+    columns |= {f"{name}_mean": name for name in ("validation_loss", "mean_gate_weight")}
     columns = {c: name for c, name in columns.items() if any(not math.isnan(row.get(c, math.nan)) for _, row in rows)}
     cells = [
         [
             f"{row['method']}, {run.text}",
             f"{int(row['round'])}",
-            *(value_text(name, row.get(c, math.nan)) for c, name in columns.items()),
+            *(_number(c, name, row.get(c, math.nan)) for c, name in columns.items()),
         ]
         for run, row in rows
     ]
     return Table(["method, run", "round", *map(words, columns)], cells)
+
+
+def _number(column: str, metric: str, value: float) -> str:
+    """A number of ``summary.csv``: how many clients have the metric, in full, or a value of it."""
+    return f"{value:.0f}" if column.endswith("_clients") and not math.isnan(value) else value_text(metric, value)
 
 
 def _curve_block(condition: Condition, styles: Mapping[str, Style]) -> Block:

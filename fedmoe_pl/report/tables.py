@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fedmoe_pl.evaluation.results import ACCURACIES
-from fedmoe_pl.logs.summary import change_text, description, on_test_samples, value_text
+from fedmoe_pl.logs.summary import change_text, description, having, on_test_samples, value_text
 from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels, settings_of
 from fedmoe_pl.report.statistics import SIGNIFICANCE, Difference, OverSeeds, over_seeds, paired_difference
@@ -354,10 +354,12 @@ def failures(condition: Condition) -> list[str]:
 
 def _having(condition: Condition, metric: str) -> str:
     """How many clients have a metric, if some have none, such as those without held-out samples."""
-    rows = [row for run in condition.methods[0].runs for row in run.clients]
-    some = sum(not math.isnan(row.get(metric, math.nan)) for row in rows)
-    several = "" if len(condition.methods[0].runs) == 1 else " of all seeds"
-    return f"; {some} of the {len(rows)} clients{several} have it" if 0 < some < len(rows) else ""
+    several = max(len(method.runs) for method in condition.methods) > 1
+    counts = [
+        (method.label, len(method.of_clients(metric)), sum(len(run.clients) for run in method.runs))
+        for method in condition.methods
+    ]
+    return having(counts, " of all seeds" if several else "")
 
 
 def evaluated(methods: Iterable[Method]) -> list[str]:

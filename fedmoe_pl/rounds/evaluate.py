@@ -105,6 +105,9 @@ def is_over(run: Run, phase: Phase, training: LocalTraining) -> bool:
 
 def _interval(run: Run, phase: Phase) -> int:
     """The number of rounds between two evaluations of the phase; 0 if it is evaluated only at its end."""
+    state = run.states.get(phase.name)
+    if state is not None and not state.server_learns:  # all evaluations would be of the given round
+        return 0
     every = phase.evaluation.every_n_rounds
     return run.evaluate_every_n_rounds if every is None else every
 

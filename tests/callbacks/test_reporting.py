@@ -1,6 +1,7 @@
 """What a run shows of its own numbers: on stderr while it trains, in files, and in loggers."""
 
 import io
+import json
 import sys
 from dataclasses import replace
 from itertools import count
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.evaluations import mixture
+from helpers.evaluations import evaluation, mixture
 from helpers.reports import csv_rows
 from helpers.runs import Notes, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,6 +23,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks import AccuracyMonitor, ExpertMonitor, GateMonitor, ProgressBar, ResultFiles
+from fedmoe_pl.callbacks.hparams import method_hparams
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.logs.loggers import RunLoggers
@@ -211,13 +213,63 @@ def test_costs_are_shown_where_there_are_some(shown, tmp_path):
     logger, values = CSVLogger(tmp_path, name="", version=""), {"epsilon": 1.5, "sample_epsilon": 0.25}
     for round in range(2):
         state = PhaseState({}, {}, round=round, flops=float("nan"), **values)
-        run = SimpleNamespace(states={"FedAvg": state}, loggers=RunLoggers([logger]))
+        run = SimpleNamespace(states={"FedAvg": state}, loggers=RunLoggers([logger]), trainer={"max_epochs": 1})
         AccuracyMonitor().on_evaluation_end(run, shown.phases[0], replace(shown.results["FedAvg"], round=round))
     logger.save()
     rows = csv_rows(tmp_path / "metrics.csv")
     found = [{name: row[f"FedAvg/resources/{name}"] for name in values} for row in rows]
     assert found == [dict.fromkeys(values, ""), {name: str(value) for name, value in values.items()}]
     assert "FedAvg/resources/flops" not in rows[0]
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_the_loss_of_validation_samples_is_logged_unless_clients_log_their_own(logs):
+    """Loggers that write into folders, such as MLflow's, cannot take ``validation_loss`` and what is below it."""
+    losses, found = (0.25, 0.5, 1.5), {}
+    made_up = evaluation()
+    clients = [replace(each, validation_loss=loss) for each, loss in zip(made_up.clients, losses, strict=True)]
+    run = SimpleNamespace(
+        states={"FedAvg": PhaseState({}, {})},
+        loggers=SimpleNamespace(log_scalars=lambda method, values, step: found.update(values)),
+        datamodule=SimpleNamespace(client_names=ClientNames.numbers(3)),
+        trainer={"max_epochs": 1, "logger": logs},
+    )
+    phase = Phase("FedAvg", FedAvg("global_expert.*"))
+    made_up = replace(made_up, clients=clients, lower_is_better=["validation_loss"])
+    AccuracyMonitor([1]).on_evaluation_end(run, phase, made_up)
+    expected = {"mean": np.mean(losses), "std": np.std(losses), "worst_tenth": 1.5, "client_001": 0.5}
+    expected = {f"validation_loss/{name}": pytest.approx(value) for name, value in expected.items()}
+    assert {tag: value for tag, value in found.items() if "loss" in tag} == ({} if logs else expected)
+    assert found["global_test/mean"] == found["global_test/client_001"] == 0.6
+
+
+def test_the_hyperparameters_of_a_method_are_those_that_its_clients_train_with():
+    def of_class(name, **arguments):
+        return {"class_path": name, **arguments}
+
+    train = {"max_epochs": 40, "batch_size": 5, "optimizer": of_class("torch.optim.Adam", lr=0.01)}
+    train |= {"callbacks": [of_class("a.Stop")], "trainer": {"precision": "32-true"}}
+    of_run = {
+        "trainer": {"max_epochs": 2, "precision": "bf16-mixed", "callbacks": [of_class("a.Timer")]},
+        "model": of_class("a.Net", optimizer=of_class("torch.optim.SGD", lr=0.1, momentum=0.5)),
+        "data": of_class("a.Data", batch_size=10),
+        "phases": [{"name": "FedAvg", "rounds": 3}, {"name": "PFL-MF", "train": train}],
+    }
+    found = method_hparams({"hparams": "", "objects": json.dumps(of_run)}, seed=0)
+    same = {"model": "Net", "data": "Data", "seed": 0}
+    timer, stop = of_run["trainer"]["callbacks"] + train["callbacks"]
+    assert found == {
+        "FedAvg": {
+            **same,
+            **{"rounds": 3, "max_epochs": 2, "batch_size": 10, "optimizer": "SGD", "lr": 0.1, "momentum": 0.5},
+            **{"precision": "bf16-mixed", "callbacks": json.dumps([timer])},
+        },
+        "PFL-MF": {
+            **same,
+            **{"max_epochs": 40, "batch_size": 5, "optimizer": "Adam", "lr": 0.01},
+            **{"precision": "32-true", "callbacks": json.dumps([timer, stop])},
+        },
+    }
 
 
 @pytest.mark.parametrize("method", ["FedAvg", "PFL MFE"])

@@ -20,6 +20,8 @@ from helpers import (
 from helpers.architectures import pair, train_bare
 from helpers.backends import WithBatchNorm
 from helpers.pfedmoe import model as of_three_architectures
+from helpers.reports import csv_rows
+from helpers.runs import Notes
 from helpers.runs import federation as federation_of
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -111,6 +113,16 @@ def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
     later = federation(tmp_path / "later", [Phase("Local", Local(), train=nothing), fedavg(FEDPER, train=nothing)])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=1)
     assert not any(later.run.states[name].clients for name in ("Local", "FedAvg"))
+
+
+def test_the_files_of_newcomers_have_the_numbers_after_all_local_rounds(tmp_path):
+    _, checkpoint = trained(tmp_path, fedavg(FEDPER, rounds=2))
+    seen = Notes(on_evaluation_end=lambda run, phase, evaluation: run.states[phase.name].round)
+    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)], callbacks=[seen])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=3)
+    ((of_round,), (result,)) = (csv_rows(later.run_dir / f"{name}.csv") for name in ("rounds", "summary"))
+    assert {name: of_round.get(name) for name in result if name != "mean_gate_weight_mean"}.items() <= result.items()
+    assert seen.noted == [3]
 
 
 def images(low, high):

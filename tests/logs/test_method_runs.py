@@ -54,7 +54,7 @@ def test_each_method_is_a_run_of_mlflow_with_the_same_names(tmp_path, client):
                 results[method].spread(metric).worst_tenth
             )
         assert (run.data.params["method"], run.data.tags["team"], run.info.status) == (method, "ours", "FINISHED")
-    assert runs["FedAvg"].data.params["rounds"] == "4" and runs["PFL-MF"].data.params["train.max_epochs"] == "3"
+    assert runs["FedAvg"].data.params["rounds"] == "4" and runs["PFL-MF"].data.params["max_epochs"] == "3"
     history = client.get_metric_history(runs["FedAvg"].info.run_id, "reweighted_test/mean")
     assert {point.step for point in history} == {1, 2, 3, 4}
     of_all = client.get_run(logger.run_id)

@@ -103,9 +103,17 @@ def test_a_method_of_which_a_client_was_away_says_so():
 
 def test_an_accuracy_that_a_client_has_no_samples_for_says_so():
     whole = evaluation(local=0.25)
-    without = replace(whole, clients=[*whole.clients[:2], replace(whole.clients[2], local_test=math.nan)])
-    (line,) = (line for line in format_table([whole, without]).splitlines() if line.startswith("local test:"))
-    assert line.endswith("; 2 of the 3 clients have it")
+    clients = [*whole.clients[:2], replace(whole.clients[2], local_test=math.nan)]
+    two, three = (replace(whole, method=name, clients=clients) for name in ("Local", "FedRep"))
+    one = replace(two, method="FedBN", clients=[replace(clients[0], local_test=math.nan), *clients[1:]])
+    for evaluations, said in (
+        ([two, three], "2 of the 3 clients have it"),
+        ([whole, two, three], "Local, FedRep: 2 of the 3 clients have it"),
+        ([two, one], "Local: 2 of the 3 clients have it; FedBN: 1 of the 3 clients have it"),
+        ([two, evaluation()], "2 of the 3 clients have it"),
+    ):
+        (line,) = (line for line in format_table(evaluations).splitlines() if line.startswith("local test:"))
+        assert line == f"local test: accuracy on the client's held-out samples; {said}"
     rotated = evaluation(local=0.25, reweighted=(0.5, nan, nan))
     (line,) = (line for line in format_table([rotated]).splitlines() if line.startswith("reweighted test:"))
     assert line.endswith("; 1 of the 3 clients have it")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers.runs import Kill, data, federation, model, phases
 
+from fedmoe_pl import Evaluate, Train
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.report.runs import read_run
 
@@ -21,6 +22,14 @@ class Reads(FederationCallback):
         self.times += 1
 
     on_fit_start = on_round_start = on_evaluation_end = on_round_end = on_phase_end = on_fit_end = read
+
+
+def test_a_run_can_be_read_while_its_first_phase_draws_a_curve(tmp_path):
+    """What is evaluated after fewer epochs has no row, and there is none before."""
+    reads, evaluate = Reads(), Evaluate(every_n_epochs=1)
+    local = replace(phases()[0], train=Train(max_epochs=2), evaluate=evaluate)
+    federation(tmp_path, [local], callbacks=[reads]).fit(model(), data())
+    assert reads.times == 8, "three evaluations, and the hooks around them"
 
 
 @pytest.mark.slow

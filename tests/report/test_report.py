@@ -59,6 +59,34 @@ def test_every_number_of_the_summary_is_on_the_page(page, finished):
         assert shown["round"] == row["round"]
 
 
+def test_numbers_that_only_some_runs_have_are_on_the_page_with_those_of_the_summary(copied, written):
+    folder = copied("a")
+    of_f1 = {f"local_test_f1_{name}": 0.5 for name in ("mean", "std", "worst_tenth")} | {"local_test_f1_clients": 12345}
+    own = {"local_test_pooled": 0.12345, "validation_loss_mean": 1.25, **of_f1}
+    write_csv(folder / "summary.csv", [row | own for row in rows_of(folder)])
+    header, *lines = written(folder)[0].tables["every"]
+    for line in lines:
+        shown = dict(zip(header, line, strict=True))
+        assert [shown[name.replace("_", " ")] for name in own] == ["12.35", "1.25", "0.5", "0.5", "0.5", "12345"]
+
+
+def test_a_metric_that_some_clients_lack_says_so_for_each_method(copied, written):
+    def said(*methods):
+        rows = [
+            row | {LOCAL: ""} if row["client"] == "0" and row["method"] in methods else row
+            for row in rows_of(folder, "clients")
+        ]
+        write_csv(folder / "clients.csv", rows)
+        text = " ".join(written(folder)[1].split())
+        return text.partition("* reweighted test: ")[2].partition(" * ")[0].partition("; ")[2]
+
+    folder = copied("a")
+    assert said() == ""
+    assert said("FedAvg") == "FedAvg: 2 of the 3 clients have it."
+    assert said("FedAvg", "PFL-MF") == "FedAvg, PFL-MF: 2 of the 3 clients have it."
+    assert said("Local", "FedAvg", "PFL-FB", "PFL-MF") == "2 of the 3 clients have it."
+
+
 def test_the_table_of_methods_has_mean_and_deviation_over_clients(page, finished):
     parsed, *_ = page
     _, header, *lines = parsed.tables["methods"]
@@ -89,6 +117,18 @@ def test_methods_whose_rounds_have_no_costs_are_left_out_of_those_of_a_target(fi
     report([str(run), "--markdown", str(tmp_path / "report.md"), "--target", "0.5"])
     methods, costs = markdown_tables((tmp_path / "report.md").read_text())
     assert len(methods) == 5 and len(costs) == 1
+
+
+def test_costs_that_are_unknown_are_dashes_which_the_text_explains(copied, written):
+    """As those of a method that starts from a given result."""
+    folder = copied("a")
+    rows = rows_of(folder, "rounds")
+    unknown = dict.fromkeys((name for name in rows[0] if name.endswith("_before")), "")
+    write_csv(folder / "rounds.csv", [row | unknown if row["method"] == "FedAvg" else row for row in rows])
+    _, markdown = written(folder, "--target", "0.01", "--metric", LOCAL)
+    costs = {row[0]: row[1:4] for row in markdown_tables(markdown)[1]}
+    assert costs["FedAvg"] == ["-"] * 3 and "-" not in costs["Local"]
+    assert "reached it, or if a checkpoint gave a result, whose costs are unknown)" in " ".join(markdown.split())
 
 
 def test_clients_that_failed_are_named_below_every_table(finished, tmp_path):
