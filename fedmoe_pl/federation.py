@@ -217,7 +217,7 @@ class Federation:
                 the run to resume does not fit them, or another process trains it.
         """
         self.failures.check_thread()
-        ckpt_path = ckpt_path or requeued(self.runs)
+        ckpt_path = ckpt_path or requeued(self.runs, self.command)
         return self._fit(model, datamodule, ckpt_path, keys_of(allow_changes))
 
     def personalize(
@@ -236,7 +236,7 @@ class Federation:
             model: the federation's model.
             datamodule: the new clients and their data.
             ckpt_path: the federation's checkpoint; ``last`` is the newest of this experiment.
-            rounds: local rounds of a federated phase whose clients keep parameters.
+            rounds: local rounds of a federated phase whose clients keep parameters; it is evaluated after the last one.
 
         Returns:
             The final evaluation of every evaluated phase, on the new clients, by name.
@@ -304,7 +304,7 @@ class Federation:
             model: the initial model; it is not changed.
             datamodule: as in the clients' configuration; its data are not read.
             num_clients: number of clients, whose ids count from 0; the first round begins when all have joined.
-            address: host and port to listen on.
+            address: host and port to listen on: 0.0.0.0 where other machines connect, else 127.0.0.1.
             keys: the server's folder of ``fedmoe provision``: its certificate and key, and the clients' public keys;
                 needed where other machines can connect.
             insecure: listen without certificates and keys where other machines can connect.

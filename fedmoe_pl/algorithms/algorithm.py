@@ -43,6 +43,7 @@ Weighting = Literal["samples", "uniform"]
 """What an update weighs: the client's number of training samples that have a label, as in FedAvg, or 1."""
 Need = Literal[
     "all_clients",
+    "every_client",
     "validation_samples",
     "validation_samples_of_each",
     "classes",
@@ -143,7 +144,8 @@ class Messages:
 
     Attributes:
         combined: whether the server combines what clients send; if not, a phase is evaluated after local training.
-        changes: whether clients send the changes of the module's tensors, not their new values.
+        changes: whether clients send the changes of the module's tensors, not their new values. A phase of such an
+            algorithm takes no aggregation, which would take them for new values.
         weights: prefixes of the names of the algorithm's own tensors that are weights, and grow with the number of
             samples.
         per_client: prefixes of the names of the server's tensors that belong to single clients of the federation.
@@ -184,7 +186,8 @@ class Algorithm:
             does not say otherwise. If clients train alone, it is always their local training.
         needs: what it needs; a phase that lacks some of it is refused before any training.
 
-            * ``all_clients``: that all clients train in every round.
+            * ``all_clients``: that all clients that take part in the phase train in every round.
+            * ``every_client``: that the phase's ``clients`` leaves out no client, because its result is made of all.
             * ``validation_samples``: that clients have validation samples.
             * ``validation_samples_of_each``: that each client with training samples has validation samples.
             * ``classes``: that each sample has a class, which the module predicts.
@@ -346,7 +349,9 @@ class Algorithm:
         weight = weight_of(self, client.id, client.samples, client.seed, client.datamodule)
         return Update(sent, weight, private_tensors(self, client))
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """Why a client cannot have made an update, in words such as "has no gate.bias"; empty if it can.
 
         The server of a deployed federation asks, and leaves such updates out. By default, an update has the module's
@@ -358,6 +363,7 @@ class Algorithm:
                 and data types that they have there.
             initial: the phase's initial tensors of the client's module.
             datamodule: stands for the data of all clients: how many samples and classes there are.
+            round: the round of the phase, counted from 0.
         """
         return problem_of_shapes(update.sent, shapes_of_shared(self, initial))
 
@@ -379,12 +385,14 @@ class Algorithm:
         """The phase's result, given the server's state after a round; None if the phase goes on.
 
         By default, it is the state after the last round, unchanged. A phase may also end before: ``is_last`` says
-        whether it would go on.
+        whether it would go on. It may be called again with its own result, which must not change it.
         """
         return server if is_last else None
 
     def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
         """Who receives what at the end of a round, after the server's update; by default nobody.
+
+        In a deployed federation, a client that has not trained in the phase yet neither gives nor receives anything.
 
         Args:
             server: the server's new state.

@@ -37,6 +37,7 @@ class Client:
         steps: number of optimizer steps in its local training, until the best epoch if that was restored; 0 before it.
         rounds: the phase's number of rounds.
         rounds_before: the number of rounds of the phases that this one goes on from.
+        participants: ids of the clients that take part in the phase, from which its rounds are drawn.
     """
 
     id: int
@@ -50,6 +51,7 @@ class Client:
     steps: int = 0
     rounds: int = 1
     rounds_before: int = 0
+    participants: Sequence[int] = ()
 
     def batches(self, samples: Tensor) -> SampleBatches:
         """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.

@@ -109,7 +109,9 @@ class FD(Algorithm):
         sender = {f"{_SENDERS}{client.id}": torch.empty(0)}  # the server knows who sent
         return Update(outputs | sender, update.weight, update.state | remembered)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The mean outputs, each of one client, and the sender."""
         sender = {f"{_SENDERS}{client_id}": (0,)}
         return problem_of_class_means(update.sent, _OUTPUTS, datamodule.num_classes, 1, sender)

@@ -72,7 +72,9 @@ class FedALT(Algorithm):
         expert = client.module.get_submodule("local_expert").state_dict()
         return Update(update.sent | upload(client.id, expert), update.weight, update.state)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """What is averaged, and the client's own expert."""
         expert, others = subtree(initial, "local_expert."), shapes_of_shared(self, initial)
         return problem_of_upload(update.sent, client_id, expert, others)

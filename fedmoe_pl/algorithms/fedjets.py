@@ -50,7 +50,7 @@ class FedJETs(SharedExperts):
         experts_per_client: number of experts that a client trains.
         anchors: whether each expert has an anchor client. It trains this expert in every round for which it is drawn,
             as any client is, and its loss has the term ``-log p(expert|x)``, so that the gate chooses it. The server
-            needs to know all clients' class shares.
+            needs to know the class shares of all clients that take part in the phase.
     """
 
     parts = Parts(needed=("embedding", "experts"))
@@ -69,11 +69,13 @@ class FedJETs(SharedExperts):
         return server
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
-        """Chooses the anchor clients."""
+        """Chooses the anchor clients among those that take part in the phase."""
         if not self.anchors:
             return server
-        shares = next(iter(clients)).datamodule.class_shares
-        return {**server, _CLIENTS: most_distant(shares, _number_of_experts(server))}
+        client = next(iter(clients))
+        participants = torch.tensor(client.participants)
+        rows = most_distant(client.datamodule.class_shares[participants], _number_of_experts(server))
+        return {**server, _CLIENTS: participants[rows]}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The gate and the experts that the client asked for; tells an anchor its expert."""

@@ -135,7 +135,9 @@ class FedKD(Algorithm):
         sender = {f"{_SENDERS}{client.id}": torch.empty(0)}
         return Update(with_prefix(change, _UPDATE) | sender, update.weight, kept)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The update of every shared tensor, whole or as factors, and the sender."""
         shared = {name: tensor for name, tensor in initial.items() if self.is_shared(name)}
         flat = {name: (tensor.flatten(1) if tensor.ndim > 1 else tensor).shape for name, tensor in shared.items()}

@@ -29,7 +29,7 @@ from fedmoe_pl.algorithms.shared.uploads import IDS, TENSORS, joined, problem_of
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import AdaptiveTokenGate, ClusteredAdapterMoE
-from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
+from fedmoe_pl.trees import Tree, load_tree, of_module, problem_of_shapes, subtree, with_prefix
 
 _IDS, _CLUSTERS = "clients/ids", "clients/clusters"  # of the clients that are in a cluster, shape (clients,)
 _SIZES = "clusters/sizes"  # numbers of clients, shape (K,)
@@ -100,9 +100,13 @@ class FedLEASE(Algorithm):
             return Update({}, 1, kept | copies(client, (name for name in own if not name.startswith("gate."))))
         return Update(upload(client.id, own), 1, kept)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
-        """Nothing, as in the warm-up, or the client's own expert and routers."""
-        return problem_of_upload(update.sent, client_id, _of_own(initial), {}) if update.sent else ""
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
+        """Nothing until the end of the warm-up, then the client's own expert and routers."""
+        if round + 1 < self.warmup_rounds:
+            return problem_of_shapes(update.sent, {})
+        return problem_of_upload(update.sent, client_id, _of_own(initial), {})
 
     def combine(self, a: Update, b: Update) -> Update:
         """What single clients have sent."""

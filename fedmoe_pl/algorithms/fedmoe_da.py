@@ -63,7 +63,8 @@ class FedMoEDA(Algorithm):
     paper, the changes of the experts' last layers in the round's training take the place of the proxies. Clients send
     experts to each other, each to those clients whose rows of the matrix need it; gates are never averaged. A round
     averages the experts with the matrix of the update round before it. All clients train in every round. One that fails
-    in a round neither sends nor receives experts in it, and the others' means are over the experts that are left.
+    in a round neither sends nor receives experts in it, and the others' means are over the experts that are left. One
+    that fails in an update round is not in its matrix, and exchanges no experts in any round that uses this matrix.
 
     Args:
         top_p: number of other experts that an expert is averaged with; "all" for all, 0 for none.
@@ -146,11 +147,13 @@ class FedMoEDA(Algorithm):
             update.sent[f"{_PROXIES}{client.id}"] = torch.stack(rows).detach().cpu()
         return update
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The embedding, in update rounds also a row for each of the client's experts."""
-        shapes, proxies = shapes_of_shared(self, initial), f"{_PROXIES}{client_id}"
-        if proxies in update.sent:
-            shapes[proxies] = (sum(name.startswith("gate.proxies.") for name in initial), None)
+        shapes = shapes_of_shared(self, initial)
+        if round % self.interval == 0:
+            shapes[f"{_PROXIES}{client_id}"] = (sum(name.startswith("gate.proxies.") for name in initial), None)
         return problem_of_shapes(update.sent, shapes)
 
     def combine(self, a: Update, b: Update) -> Update:

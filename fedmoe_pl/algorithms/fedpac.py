@@ -123,7 +123,9 @@ class FedPAC(Algorithm):
         prototypes = class_means(client, lambda module, x: call(split_expert(module, self.expert)[0], x), _PROTOTYPES)
         return Update(update.sent | classifier | prototypes | statistics, update.weight, update.state)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """Extractor, classifier, prototypes and statistics."""
         classes, samples = datamodule.num_classes, len(datamodule.train_samples[client_id])
         classifier = {name: initial[name].shape for name in initial if name.startswith(self._classifier)}

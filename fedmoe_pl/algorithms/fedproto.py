@@ -93,7 +93,9 @@ class FedProto(Algorithm):
         prototypes = class_means(client, self._features, _PROTOTYPES, per_client=True)
         return Update(prototypes, update.weight, update.state)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The prototypes, each of one client."""
         return problem_of_class_means(update.sent, _PROTOTYPES, datamodule.num_classes, 1)
 
@@ -114,8 +116,9 @@ class FedProto(Algorithm):
             return module
 
         def predict(x: Tensor) -> Tensor:
-            scores = -torch.cdist(precise(self._features(module, x).flatten(1)), precise(prototypes.to(x.device)))
-            own_classes = usable.to(x.device)
+            features = self._features(module, x).flatten(1)  # of any inputs, also a dict, which has no device
+            scores = -torch.cdist(precise(features), precise(prototypes.to(features.device)))
+            own_classes = usable.to(features.device)
             highest = scores.masked_fill(~own_classes, -torch.inf).amax(1, keepdim=True)
             return torch.where(own_classes, scores, highest - _PENALTY)
 

@@ -169,13 +169,15 @@ class EpsilonGreedyIFCA(Algorithm):
     def _validation(self, client: Client, cluster: int) -> Tensor:
         """A cluster's mean loss on the client's validation samples and 1; two zeros without a check. Float64 (2,)."""
         none = torch.zeros(2, dtype=torch.float64)
-        if not self.patience:
-            return none
         samples = client.datamodule.validation_samples[client.id]
-        if (client.round + 1) % self.check_every_n_rounds or not len(samples):
+        if not self._has_check(client.round) or not len(samples):
             return none
         loss = mean_loss(client.module, cluster, client.batches(samples))
         return torch.stack((loss, torch.ones_like(loss)))
+
+    def _has_check(self, round: int) -> bool:
+        """Whether clients validate the models that they pick in a round."""
+        return bool(self.patience) and (round + 1) % self.check_every_n_rounds == 0
 
     def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the trained model under its cluster's name, and the client's part of the tally."""
@@ -186,14 +188,17 @@ class EpsilonGreedyIFCA(Algorithm):
         tally = torch.cat((torch.tensor([weight, 1], dtype=torch.float64), constants["validation"]))
         return Update({**sent, f"{_TALLY}{cluster}": tally}, weight, private_tensors(self, client))
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """One cluster's model and its tally, of one client."""
         cluster = next(map(cluster_of, of_module(update.sent)), 0)
         model = {name: tensor.shape for name, tensor in moved(initial, cluster, cluster).items()}
         if problem := problem_of_shapes(update.sent, {**model, f"{_TALLY}{cluster}": (4,)}):
             return problem
         weight, picks, _, checks = update.sent[f"{_TALLY}{cluster}"].tolist()
-        return "" if (weight, picks) == (update.weight, 1) and checks in (0, 1) else "has the tally of other samples"
+        fits = (weight, picks) == (update.weight, 1) and checks in (0, self._has_check(round))
+        return "" if fits else "has the tally of other samples"
 
     def combine(self, a: Update, b: Update) -> Update:
         """The weighted mean of the updates of each cluster."""

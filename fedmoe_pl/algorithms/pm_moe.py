@@ -39,7 +39,7 @@ class PMMoE(Algorithm):
     draws a new gate. Newcomers receive the pool and train a gate; their own classifiers are not in it.
     """
 
-    needs = ("all_clients",)
+    needs = ("all_clients", "every_client")
     parts = Parts(needed=("local_expert",), new_gate=True)
     messages = Messages(combined=False, request=(_CLASSIFIER,))  # the server only hands the classifiers on
 

@@ -69,17 +69,19 @@ class Scaffold(Algorithm):
             c = client.loaded[_CONTROL + name]
             change = -sent[name] * scale - c if length else torch.zeros_like(c)  # c_i+ - c_i
             update.state[_CONTROL + name] = c - correction + change
-            sent[_CONTROL + name] = change / client.datamodule.num_clients
+            sent[_CONTROL + name] = change / len(client.participants)
         return Update(sent, update.weight, update.state)
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The change of every shared tensor, and that of ``c`` for parameters."""
         shapes = shapes_of_shared(self, initial)
         of_control = {_CONTROL + name: shape for name, shape in shapes.items() if _CONTROL + name in update.sent}
         return problem_of_shapes(update.sent, shapes | of_control)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
-        """Lines 16 and 17: ``x + lr_g mean(dy)``, ``c + |S| / N mean(dc)``."""
+        """Lines 16 and 17: ``x + lr_g mean(dy)``, ``c + |S| / N mean(dc)`` for N clients that take part."""
         new = dict(server)
         for name, mean in combined.sent.items():
             step = combined.weight if name.startswith(_CONTROL) else self.server_lr

@@ -29,8 +29,8 @@ def cannot_be_used(what: str, error: Exception) -> Failure:
     return Failure(f"its {what} cannot be used ({' '.join(f'{type(error).__name__}: {error}'.split())[:200]})")
 
 
-def update_of(answer: Message, training: LocalTraining, client: int) -> Update | Failure:
-    """A client's update."""
+def update_of(answer: Message, training: LocalTraining, client: int, round: int) -> Update | Failure:
+    """A client's update of a round."""
     weight, aggregation, initial = answer.values["weight"], training.aggregation, training.of(client).initial
     if reason := problem_of_weight(weight, training, client) or problem_of(answer.tensors, weight, initial):
         return Failure(reason)
@@ -39,7 +39,7 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
     if aggregation is not None:
         own = {name: tensor for name, tensor in update.sent.items() if not name.startswith(PREFIX)}
         by_algorithm = replace(update, sent=own)
-    if problem := training.algorithm.problem_of_update(client, by_algorithm, initial, training.datamodule):
+    if problem := training.algorithm.problem_of_update(client, by_algorithm, initial, training.datamodule, round):
         return Failure(f"its update {problem}")
     return update if aggregation is None else aggregation.of_remote_client(client, update)
 

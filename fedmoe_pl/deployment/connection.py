@@ -108,7 +108,7 @@ def split_address(address: str) -> tuple[str, int]:
 def local_address(address: str) -> str:
     """Where a server that listens at an address is reached on its own machine."""
     host, port = split_address(address)
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else address
+    return f"127.0.0.1:{port}" if host == "0.0.0.0" else address
 
 
 def check_certificate(ca: Path, certificate: Path, key: Path, address: str) -> None:
@@ -133,10 +133,14 @@ def check_certificate(ca: Path, certificate: Path, key: Path, address: str) -> N
 
 
 def check_is_free(address: str) -> None:
-    """Refuses an address at which this machine cannot listen, such as that of another server."""
+    """Refuses an address at which a server cannot reach itself, or cannot listen, such as that of another server."""
     host, port = split_address(address)
+    if host != "0.0.0.0" and (":" in host or not _is_loopback(host)):
+        allowed = f"127.0.0.1:{port}, or 0.0.0.0:{port} where others connect"
+        because = "the server connects to itself, and lets only a peer at 127.0.0.1 start a run"
+        raise InvalidArgumentError("serve", "address", address, allowed, because)
     try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        socket.create_server((host, port)).close()
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python adds the address
         raise InvalidArgumentError("serve", "address", address, f"a free address of this machine ({reason})") from error

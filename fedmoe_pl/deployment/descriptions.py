@@ -36,6 +36,7 @@ _COMMON = ("classes", "columns", "shape", "dtype", "target_shape", "target_dtype
 _OWN = ("class_numbers", "sizes", "global_test", "num_classes")
 _OF_DATA = ("data", "datamodule")  # settings that each client chooses
 _LONGEST = 3000  # characters of all differences
+_MOST_SAMPLES = 10**8  # of all clients; the server has numbers for each, some 40 bytes
 
 
 def wait_for(
@@ -72,6 +73,7 @@ def wait_for(
         if len(present) == num_clients or enough:
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+    _check_number_of_samples(descriptions)
     numbers: dict[str, int] = {}
     for client, description in sorted(descriptions.items()):
         if difference := difference_of_numbers(description["class_numbers"], numbers):
@@ -88,6 +90,19 @@ def wait_for(
             ]
             raise MisconfigurationException(f"client {client}: {'; '.join(texts)}, as client 0's.")
     return dict(sorted(descriptions.items()))
+
+
+def _check_number_of_samples(descriptions: Mapping[int, Description]) -> None:
+    """Refuses more samples than the server has memory for, by what clients say, and names who says most."""
+    number = {client: sum(each["sizes"]) + each["global_test"] for client, each in descriptions.items()}
+    of_all = sum(sum(each["sizes"]) for each in descriptions.values())
+    of_all += max(each["global_test"] for each in descriptions.values())  # the same for all
+    if of_all > _MOST_SAMPLES:
+        client = max(number, key=number.__getitem__)
+        raise MisconfigurationException(
+            f"client {client}: it describes {number[client]} samples, and all clients together {of_all}, which must be "
+            f"at most {_MOST_SAMPLES}, so that the server's memory holds a number for each."
+        )
 
 
 def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:

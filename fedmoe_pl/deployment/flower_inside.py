@@ -295,6 +295,8 @@ def main() -> None:
         log_config=get_uvicorn_log_config(console_handler.level),
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
+        # else an environment variable decides whose headers may claim to be this machine
+        forwarded_allow_ips="127.0.0.1",
         workers=1,
         timeout_graceful_shutdown=2,  # seconds; requests for messages that never come would hold it up
     )

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.aggregation.aggregation import PREFIX
+from fedmoe_pl.aggregation.aggregation import PREFIX, Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, needs_server_state, request_of
 from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.local_client import after_exchange, given_to_others
@@ -41,7 +41,7 @@ from fedmoe_pl.deployment.messages import (
 )
 from fedmoe_pl.deployment.private_rounds import PrivateRounds, with_checksum, without_checksum
 from fedmoe_pl.deployment.remote_clients import files_of
-from fedmoe_pl.deployment.reports import Reported, digest_of
+from fedmoe_pl.deployment.reports import Reported
 from fedmoe_pl.evaluation.client_models import evaluate_clients
 from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.participation import cohort_of
@@ -51,7 +51,7 @@ from fedmoe_pl.rounds.begin import begin_phase
 from fedmoe_pl.rounds.evaluate import is_evaluated_after
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.data import OwnClient
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, digest_of
 
 _ROUNDS = 4  # the one of the newest file, the one before, and those of the server's last two checkpoints
 
@@ -197,6 +197,7 @@ class Participant:
         self._run_name = ""
         self._phase = ""
         self._said_phase, self._said = "", set[str]()
+        self._initial = ""  # a digest of the tensors that the phase starts from
         self._initial_server: Tree = {}  # what the server need not send to clients that train alone
         self._masked: Any = None  # what was trained last, if it leaves only masked
         self._reported = Reported()
@@ -337,6 +338,7 @@ class Participant:
         plan = self.run.backend.plan(training).begin(training)
         self._remember("phase", message)
         self._own, self._plan, self._initial_server, self._masked = own, plan, initial_server, None
+        self._initial = digest_of(training.initial)
         self._phase = phase.name
         return Message("begun")
 
@@ -360,18 +362,24 @@ class Participant:
         """The server's state, as far as the client needs it."""
         return {**self._initial_server, **message.tensors}
 
+    def _cohort(self) -> Cohort:
+        return cohort_of(self._own.phase, self.run.datamodule.num_clients, self.run.seed)
+
+    def _check_takes_part(self) -> None:
+        if self.client not in self._cohort().participants:
+            raise BadMessageError(f"its own configuration says that it takes no part in phase '{self._phase}'")
+
     def _request(self, message: Message) -> Message:
-        return Message("requested", tensors=request_of(self._plan.training.algorithm, self._own.read(message)))
+        """What the client asks for: nothing if it takes no part, because then the server only evaluates it."""
+        kept = self._own.read(message) if self.client in self._cohort().participants else {}
+        return Message("requested", tensors=request_of(self._plan.training.algorithm, kept))
 
     def _train(self, message: Message) -> Message:
         secure, self._masked = self._plan.training.secure_aggregation, None
         if (message.kind == "train") != (secure is None):
             needs = "only masked" if secure is not None else "as they are"
             raise BadMessageError(f"its own configuration says that updates of phase '{self._phase}' leave it {needs}")
-        num_clients = self.run.datamodule.num_clients
-        cohort = cohort_of(self._own.phase, num_clients, self.run.seed)
-        if self.client not in cohort.participants:
-            raise BadMessageError(f"its own configuration says that it takes no part in phase '{self._phase}'")
+        self._check_takes_part()
         kept = {self.client: self._own.read(message)}
         self._private.add(self.run, self._plan.training, message)
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
@@ -383,7 +391,8 @@ class Participant:
         if secure is None:
             return Message("update", values, group.update.sent)
         kind = module_of_flower("join", "secure.masked_round").MaskedUpdate
-        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort.size, num_clients)
+        cohort, num_clients = self._cohort().size, self.run.datamodule.num_clients
+        self._masked = kind(self.client, secure.threshold, message, group.update.sent, cohort, num_clients)
         return Message("trained", values, self._masked.keys)
 
     def _take_step(self, message: Message) -> Message:
@@ -397,7 +406,8 @@ class Participant:
         round, point, kept = message.values["round"], message.values["evaluation_point"], self._own.read(message)
         phase = self._evaluated(point)
         is_scheduled = round > 0 and is_evaluated_after(self.run, phase, round)
-        asked = phase.name, round, point, digest_of(message.tensors, kept), is_scheduled
+        model = f"{self._initial} {digest_of(message.tensors, kept)}"
+        asked = phase.name, round, point, model, is_scheduled
         self._reported.check(*asked)
         said = without_values(self._plan.training, self.client)
         if names := self.federation.reports.names(self.run.phases, self.run.metrics):
@@ -469,7 +479,7 @@ class Participant:
 
     def _read(self, message: Message) -> Message:
         """What the client gives to others in an exchange, as it is after its last training."""
-        self._check_exchanges()
+        self._check_exchanges(message)
         if not self._own.are_newest(message):
             raise BadMessageError("clients exchange what they keep after their last training, and nothing older")
         algorithm, values = self._plan.training.algorithm, message.values
@@ -478,14 +488,21 @@ class Participant:
 
     def _exchange(self, message: Message) -> Message:
         """Keeps what follows from the tensors that the server and other clients sent."""
-        self._check_exchanges()
+        self._check_exchanges(message)
         kept = self._own.read(message)
         keeps = after_exchange(self._plan.training.algorithm, self.client, kept, message.tensors)
         return Message("kept", {"keeps": self._own.write(message, keeps)})
 
-    def _check_exchanges(self) -> None:
+    def _check_exchanges(self, message: Message) -> None:
+        """Refuses an exchange of anything but what the client has trained in this phase.
+
+        What it kept of earlier phases would otherwise become what it gives to others, without any training.
+        """
         if not self._plan.training.algorithm.messages.exchanged:
             raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
+        self._check_takes_part()
+        if any(phase != self._phase for phase, *_ in self._own.named(message)):
+            raise BadMessageError(f"clients exchange only what they have trained in phase '{self._phase}'")
 
 
 def _kind_of(error: Exception) -> str:

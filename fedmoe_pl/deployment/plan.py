@@ -107,7 +107,7 @@ class ClientsPlan(Plan):
         sent = self.sent(server, [client for group in groups for client in group], kept, round)
         answers = self.trained(sent, kept, round)
         updates = {
-            client: answer if isinstance(answer, Failure) else self._update(client, answer)
+            client: answer if isinstance(answer, Failure) else self._update(client, answer, round)
             for client, answer in answers.items()
         }
         weights = self.training.algorithm.messages.weights
@@ -211,10 +211,10 @@ class ClientsPlan(Plan):
             client: Message(kind, {**values, "kept": files_of(kept, client)}, tree) for client, tree in tensors.items()
         }
 
-    def _update(self, client: int, answer: Message) -> Update | Failure:
+    def _update(self, client: int, answer: Message, round: int) -> Update | Failure:
         """A client's update; a failure if it is none."""
         try:
-            return update_of(answer, self.training, client)
+            return update_of(answer, self.training, client, round)
         except Exception as error:  # whatever a client has sent
             return cannot_be_used("update", error)
 

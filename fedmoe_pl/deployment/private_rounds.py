@@ -21,7 +21,7 @@ from fedmoe_pl.rounds.privacy import check_target, in_rounds, steps_of_round
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import with_prefix
 
-_SECRET, _ROUNDS = "secret", "private_rounds.json"
+SECRET, _ROUNDS = "secret", "private_rounds.json"
 _BYTES, _OF_CHECKSUM, _OF_SEED = 32, 4, 16
 
 
@@ -79,7 +79,7 @@ class PrivateRounds:
 
     def _secret(self) -> bytes:
         """The secret of this run, made at the first call; it is in no message, and in no other file."""
-        path = self.folder / _SECRET
+        path = self.folder / SECRET
         anew = f"or move '{self.folder}' away and begin anew, so that the epsilons of both add up"
         trained = [each.parent.name for each in sorted(self.folder.glob(f"*/{_ROUNDS}")) if _read(each)]
         if others := [name for name in trained if name != self.run_name]:
@@ -87,7 +87,7 @@ class PrivateRounds:
                 f"this client has trained with sample_privacy in another run, {others[0]}; go on with that, {anew}"
             )
         if path.is_file():
-            secret, run_name = _read_secret(path)
+            secret, run_name = read_secret(path)
             if not (rounds := self._rounds_of(run_name)).is_file():
                 raise MisconfigurationException(
                     f"'{rounds}', in which this client counts what its training has spent, is missing; put it back, "
@@ -100,11 +100,7 @@ class PrivateRounds:
                 f"'{path}', from which the noise of this client followed, is missing or another's; put it back, {anew}"
             )
         self._write(self._phases)  # first, so that a kill leaves no secret without it
-        secret = secrets.token_bytes(_BYTES)
-        with replacing(path) as temporary:
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(with_checksum(secret + self.run_name.encode()))
-        return secret
+        return new_secret(path, self.run_name)
 
     def _rounds_of(self, run_name: str) -> Path:
         return self.folder / run_name / _ROUNDS
@@ -125,12 +121,19 @@ def _read(path: Path) -> dict[str, dict[str, list]]:
     return read_json(path)["phases"] if path.is_file() else {}
 
 
-def _read_secret(path: Path) -> tuple[bytes, str]:
-    """The secret, and the name of its run."""
+def new_secret(path: Path, run_name: str) -> bytes:
+    """Makes a secret for a run, in a file that only its owner can read."""
+    secret = secrets.token_bytes(_BYTES)
+    with replacing(path) as temporary:
+        temporary.touch(mode=0o600)
+        temporary.write_bytes(with_checksum(secret + run_name.encode()))
+    return secret
+
+
+def read_secret(path: Path) -> tuple[bytes, str]:
+    """The secret in such a file, and the name of its run."""
     if (content := without_checksum(path.read_bytes())) is None:
-        raise MisconfigurationException(
-            f"'{path}', from which the noise of this client follows, is damaged; it must be as the client wrote it"
-        )
+        raise MisconfigurationException(f"'{path}', from which noise follows, is damaged; it must be as it was written")
     return content[:_BYTES], content[_BYTES:].decode()
 
 

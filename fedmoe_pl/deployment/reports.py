@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from fedmoe_pl.deployment.messages import BadMessageError
 from fedmoe_pl.evaluation.metrics import names_of
 from fedmoe_pl.evaluation.results import ACCURACIES, ClientEvaluation
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.trees import Tree, bits_of
 
 _OF_SHARES = "reweighted_test"  # a few of its values give the client's number of samples of each class
 _GATE = "gate_weights"
@@ -122,6 +120,7 @@ class Reported:
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, int, str], str] = {}  # by phase, round and evaluation point
+        self._last: dict[str, int] = {}  # the round after which each phase has ended early
         self._rows: list[dict[str, Any]] = []
         self._path = Path()
 
@@ -130,6 +129,7 @@ class Reported:
         self._path = folder / _FILE
         self._rows = read_json(self._path)["evaluations"] if self._path.is_file() else []
         self._models |= {(row["phase"], row["round"], row["evaluation_point"]): row["model"] for row in self._rows}
+        self._last |= {row["phase"]: row["round"] for row in self._rows if row["ends_early"]}
 
     def check(self, phase: str, round: int, point: str, model: str, is_scheduled: bool) -> None:
         """Refuses a second model in a round, and rounds after which the phase is not evaluated, but for its last one.
@@ -144,8 +144,7 @@ class Reported:
         """
         if self._models.get((phase, round, point), model) != model:
             raise BadMessageError(f"it has evaluated another model after round {round} of phase '{phase}'")
-        others = [row for row in self._rows if row["phase"] == phase and row["ends_early"] and row["round"] != round]
-        if not is_scheduled and others:
+        if not is_scheduled and self._last.get(phase, round) != round:
             raise BadMessageError(f"phase '{phase}' is not evaluated after round {round}")
 
     def add(self, phase: str, round: int, point: str, model: str, is_scheduled: bool, said: ClientEvaluation) -> None:
@@ -161,14 +160,5 @@ class Reported:
         with replacing(self._path) as temporary:
             write_json(temporary, {"evaluations": rows})
         self._rows, self._models[phase, round, point] = rows, model
-
-
-def digest_of(*trees: Tree) -> str:
-    """Tells apart trees whose tensors differ."""
-    digest = hashlib.sha256()
-    for tree in trees:
-        for name in sorted(tree):
-            digest.update(f"{name} {tree[name].dtype} {[*tree[name].shape]}\n".encode())
-            digest.update(bits_of(tree[name]).numpy().data)
-        digest.update(b"\0")
-    return digest.hexdigest()
+        if not is_scheduled:
+            self._last[phase] = round

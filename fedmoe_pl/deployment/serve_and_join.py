@@ -42,8 +42,8 @@ def run_server(
     check_at_least("serve", "num_clients", num_clients, 1)
     check_deployable(federation.phases)
     flower = module_of_flower("serve", "flower_processes")
-    security = Security.of_server(address, keys, insecure)
     check_is_free(address)
+    security = Security.of_server(address, keys, insecure)
     folder = federation.runs / "flower"
     superlink = flower.superlink(folder, address, security, num_clients)
     with plain_warnings("serve"), own_folder(folder), superlink as transport:

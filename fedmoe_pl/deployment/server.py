@@ -27,6 +27,7 @@ from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.descriptions import read_descriptions, settings_of, wait_for, write_descriptions
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsBackend, ClientsPlan
+from fedmoe_pl.deployment.private_rounds import SECRET, new_secret, read_secret
 from fedmoe_pl.deployment.remote_clients import Clients, ClientsStore, files_of
 from fedmoe_pl.deployment.transport import Transport
 from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation
@@ -182,7 +183,7 @@ class _StandIn(FederatedDataModule):
         self.x = _zeros(total + of_test, first["shape"], first["dtype"])
         self.y = _zeros(total + of_test, first["target_shape"], first["target_dtype"])
         if self.num_classes:
-            self.y = torch.arange(total + of_test) % self.num_classes
+            self.y = torch.arange(total + of_test).remainder_(self.num_classes)
         ends = sizes.sum(0).cumsum(0)
         self.train_samples, self.validation_samples, self.test_samples = (
             ClientSamples(torch.arange(int(end - of_part.sum()), int(end)), of_part.contiguous())
@@ -240,7 +241,7 @@ def serve(
     """
     check_deployable(federation.phases)
     known = {}
-    if ckpt_path := ckpt_path or requeued(federation.runs):
+    if ckpt_path := ckpt_path or requeued(federation.runs, federation.command):
         try:
             known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent)
         except MisconfigurationException as error:  # as in Lightning, `last` begins a new run if there is none
@@ -289,5 +290,26 @@ def _make_store(clients: Clients, run: Run) -> ClientsStore:
         raise MisconfigurationException(
             f"'{path}', which has the run's name among its clients, is damaged; it must be as the run wrote it."
         ) from error
+    run.secret = _secret_of(run, clients.name)
     write_descriptions(run.folder, clients.descriptions)
     return ClientsStore()
+
+
+def _secret_of(run: Run, name: str) -> int | None:
+    """The secret of a run with differential privacy of clients, made when it begins; None for another run.
+
+    Clients know the seed, so they could subtract noise that followed from it.
+    """
+    private = [phase for phase in run.phases if phase.aggregation is not None and phase.aggregation.poisson_sampling]
+    if not private:
+        return None
+    path, begun = run.folder / SECRET, [phase for phase in private if phase.name in run.states]
+    secret, of_run = read_secret(path) if path.is_file() else (b"", "")
+    if of_run != name:
+        if begun:
+            raise MisconfigurationException(
+                f"'{path}', from which the noise of phase '{begun[0].name}' follows, is missing or another run's; it "
+                "must be as the run wrote it."
+            )
+        secret = new_secret(path, name)
+    return int.from_bytes(secret, "little")

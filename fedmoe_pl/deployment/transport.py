@@ -96,6 +96,10 @@ class NodesTransport(Transport):
             if node in online and (client is None or client in self.nodes)
         }
         new = sorted(online - {*self.nodes.values(), *self._refused})
+        if strangers := [node for node in new if self.owners and node not in self.owners]:
+            rank_zero_warn("a machine that connected is left out: its key is not among the clients' keys.")
+            self._refused |= dict.fromkeys(strangers)
+            new = [node for node in new if node in self.owners]
         message, notes = Message("describe", {"num_clients": self.num_clients}), dict[int, Message]()
         for node, answer in self._ask_nodes(dict.fromkeys(new, message), _DESCRIBED_WITHIN).items():
             if answer is None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.consent import floor_of_share
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.seeds import Purpose, derive_seed, phase_seed
+from fedmoe_pl.seeds import Purpose, derive_seed, generator_of, phase_seed
 
 
 def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
@@ -48,7 +49,12 @@ def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int, att
         ([0, 1, 2], [4])
     """
     rng = np.random.default_rng(derive_seed(seed, Purpose.COHORT, round, *([attempt] if attempt else [])))
-    return [client for client, draw in zip(ids, rng.random(len(ids)), strict=True) if draw * len(ids) < expected]
+    return _joining(ids, expected, rng.random(len(ids)))
+
+
+def _joining(ids: Sequence[int], expected: int, draws: Iterable[float]) -> list[int]:
+    """The clients whose draws, uniform in [0, 1), let them join."""
+    return [client for client, draw in zip(ids, draws, strict=True) if draw * len(ids) < expected]
 
 
 def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
@@ -65,11 +71,20 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
     return Cohort(len(participants) if all_of_them else cohort_size(num_clients, size), participants)
 
 
-def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt: int = 0) -> list[int]:
-    """Draws the clients of a round from the participants, as the phase's aggregation needs it."""
+def phase_cohort(
+    phase: Phase, num_clients: int, seed: int, round: int, attempt: int = 0, secret: int | None = None
+) -> list[int]:
+    """Draws the clients of a round from the participants, as the phase's aggregation needs it.
+
+    With a ``secret``, cohorts of Poisson sampling follow from it in place of the seed.
+    """
     cohort = cohort_of(phase, num_clients, seed)
     if phase.aggregation is not None and phase.aggregation.poisson_sampling:
         # a phase may start from two others, whose epsilons add up only if their cohorts are drawn independently
+        if secret is not None:
+            generator = generator_of(secret, Purpose.COHORT, phase.name, round, attempt)
+            draws = torch.rand(len(cohort.participants), generator=generator, dtype=torch.float64)
+            return _joining(cohort.participants, cohort.size, draws.tolist())
         return sample_poisson(cohort.participants, cohort.size, phase_seed(seed, phase.name), round, attempt)
     return sample_cohort(cohort.participants, cohort.size, seed, round, attempt)
 

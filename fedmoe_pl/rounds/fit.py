@@ -33,7 +33,7 @@ from fedmoe_pl.rounds.privacy import count_round, count_steps, log_epsilons, upd
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.unfinished import UnfinishedRound
 from fedmoe_pl.seeds import Purpose, generator_of
-from fedmoe_pl.trees import Tree, names_of_same_tensors, of_module
+from fedmoe_pl.trees import Tree, digest_of, names_of_same_tensors, of_module
 
 
 def fit(run: Run) -> None:
@@ -68,6 +68,8 @@ def run_phase(run: Run, phase: Phase) -> None:
             state.curve = phase.evaluation.every_n_epochs
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
+    elif state.server_learns and not state.stopped:  # the phase began with more rounds, or was killed after the last
+        state.server = _final(phase, state)
     if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume
         evaluations = evaluate_round(run, phase, training, plan)
     state.finished = True
@@ -99,8 +101,7 @@ def run_round(
     if state.server_learns:
         if algorithm.federated:
             _update_server(run, phase, plan.training, trained)
-        final = algorithm.server_final(state.server, is_last=state.round == phase.rounds)
-        state.server = state.server if final is None else final
+        state.server = _final(phase, state)
         _exchange(run, phase, plan, trained.failed, round, log)
     update_epsilons(phase, state)
     run.progress.end_round()
@@ -120,6 +121,12 @@ def run_round(
     run.store.remove_replaced(state.clients, state.best_clients)
     run.call("on_round_end", phase, round)
     return evaluations
+
+
+def _final(phase: Phase, state: PhaseState) -> Tree:
+    """The server's state after a round: the phase's result if that was the last one."""
+    final = phase.algorithm.server_final(state.server, is_last=state.round == phase.rounds)
+    return state.server if final is None else final
 
 
 def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Trained) -> None:
@@ -258,7 +265,7 @@ def draw_cohort(run: Run, phase: Phase, attempt: int = 0) -> list[int]:
     num_clients, state = run.datamodule.num_clients, run.states[phase.name]
     if not state.server_learns:
         return [*range(num_clients)]
-    return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round, attempt)
+    return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round, attempt, run.secret)
 
 
 def _count_costs(
@@ -357,7 +364,12 @@ def aggregated(run: Run, phase: Phase, module: LightningModule, combined: Update
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
     # phases draw different noise: equal noise would cancel in the difference of their results
-    generator = generator_of(run.seed, Purpose.NOISE, phase.name, state.round)
+    keys: list[int | str] = [Purpose.NOISE, phase.name, state.round]
+    if run.secret is not None:
+        # equal noise of two sums would cancel, too, and after a kill, other clients may take part in a repeated round
+        sent, weight = ({}, 0) if combined is None else (combined.sent, combined.weight)
+        keys += [digest_of(sent, state.aggregation), str(weight)]
+    generator = generator_of(run.seed if run.secret is None else run.secret, *keys)
     same = {other: name for name, *others in names_of_same_tensors(module) for other in others}
     start = {name: each for name, each in shared_by(phase.algorithm, state.server).items() if name not in same}
     with one_thread():

@@ -135,6 +135,10 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     if identity is None:
         return saved
     check_states(saved.clients)
+    if content["seed"] != identity["seed"] and getattr(phase.algorithm, "gate_fraction", 0):
+        allowed = f"a checkpoint of a run with seed {identity['seed']}"
+        because = f"the samples that are set aside for the gate follow from the seed, which is {content['seed']} in this one"
+        raise InvalidArgumentError(*refused, allowed, because)
     if all(content[key] == identity[key] for key in ("partition", "client_names")):
         return saved
     before, now = (ClientNames(each["client_names"] or []) for each in (content, identity))

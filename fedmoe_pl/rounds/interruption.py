@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -46,6 +47,9 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
     """
     try:
         with _handled():
+            if command is not None:
+                with suppress(OSError):  # the run is about to begin; usually there is no note
+                    _note(runs, command).unlink()
             yield
     except (KeyboardInterrupt, Interruption) as end:
         signum = end.signum if isinstance(end, Interruption) else signal.SIGINT
@@ -54,7 +58,7 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
             with suppress(OSError):  # the terminal may be closed
                 print(how_to_continue(signum, checkpoint, command), file=sys.stderr, flush=True)
             if signum == getattr(signal, "SIGUSR1", None) and SLURMEnvironment.detect():
-                requeue(runs, checkpoint)
+                requeue(runs, command, checkpoint)
         raise (KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)) from None
 
 
@@ -121,11 +125,12 @@ def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
     return f"{ended}; it continues from its last checkpoint with\n{how}"
 
 
-def requeue(runs: Path, checkpoint: Path) -> None:
+def requeue(runs: Path, command: str, checkpoint: Path) -> None:
     """Requeues the SLURM job, as Lightning does, and notes the checkpoint that the job continues from."""
-    job = _job()
+    job, note = _job(), _note(runs, command)
     if checkpoint.is_file():
-        _note(runs, job).write_text(str(checkpoint))
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(str(checkpoint))
     try:
         result = subprocess.run(["scontrol", "requeue", job], check=False).returncode
     except OSError as error:  # a container may lack it
@@ -134,16 +139,12 @@ def requeue(runs: Path, checkpoint: Path) -> None:
         rank_zero_warn(f"The SLURM job {job} could not be requeued: scontrol gave {result}.")
 
 
-def requeued(runs: Path) -> str | None:
-    """The checkpoint that this requeued SLURM job continues from; None at a second call or if there is none."""
+def requeued(runs: Path, command: str) -> str | None:
+    """The checkpoint from which a requeued SLURM job's command continues, until it has begun; None if there is none."""
     if not (SLURMEnvironment.detect() and int(os.environ.get("SLURM_RESTART_COUNT", 0))):
         return None
-    note = _note(runs, _job())
-    if not note.is_file():
-        return None
-    checkpoint = note.read_text()
-    note.unlink()
-    return checkpoint
+    note = _note(runs, command)
+    return note.read_text() if note.is_file() else None
 
 
 def _job() -> str:
@@ -152,5 +153,6 @@ def _job() -> str:
     return os.environ.get("SLURM_JOB_ID", "")
 
 
-def _note(runs: Path, job: str) -> Path:
-    return runs / f"requeued_{job}"
+def _note(runs: Path, command: str) -> Path:
+    # a job may run several commands, of which each goes on from its own checkpoint
+    return runs / f"requeued_{_job()}_{zlib.crc32(command.encode()):08x}"

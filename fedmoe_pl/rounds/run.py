@@ -143,6 +143,8 @@ class Run(Settings, Saved):
         given_results: results from checkpoints, by phase name.
         plans: how the clients of each phase are trained, by phase name; each is removed when its phase begins.
         noise_multipliers: by phase and client, if noise follows from a target (``privacy.set_noise``).
+        secret: on the server of a deployed federation, what the noise of aggregations and their Poisson cohorts follow
+            from in place of the seed, which clients know; None for the seed.
         logged: with ``trainer.logger``, the means that each client of the last round logged, one dict per epoch.
         other_test_set: a note to print below results on a test set other than the run's own; empty for its own.
     """
@@ -159,6 +161,7 @@ class Run(Settings, Saved):
     given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
     noise_multipliers: dict[str, dict[int, float]] = field(default_factory=dict)
+    secret: int | None = None
     logged: dict[int, list[dict[str, float]]] = field(default_factory=dict)
     other_test_set: str = ""
 
@@ -300,8 +303,8 @@ class Run(Settings, Saved):
         state = self.states.get(phase.name)
         server_learns = state is None or state.server_learns
         secure = phase.secure if server_learns else None
+        cohort = cohort_of(phase, self.datamodule.num_clients, self.seed)
         if secure is not None:
-            cohort = cohort_of(phase, self.datamodule.num_clients, self.seed)
             secure = replace(secure, threshold=secure.needed(cohort.size))
         return LocalTraining(
             module=module,
@@ -311,6 +314,7 @@ class Run(Settings, Saved):
             trainer=phase.client_trainer(self.trainer),
             batch_size=phase.train.batch_size,
             seed=self.seed,
+            participants=cohort.participants,
             rounds=phase.rounds,
             rounds_before=self.rounds_before(phase),
             round_lr_scheduler=phase.train.round_lr_scheduler,

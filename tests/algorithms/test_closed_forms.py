@@ -119,6 +119,15 @@ def test_scaffold_takes_the_steps_of_its_algorithm_also_with_a_rate_that_falls(
     assert [state.clients[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-10)
 
 
+def test_scaffold_of_the_only_client_that_takes_part_is_fedavg(tmp_path):
+    """The mean of the participants' control variates is the client's own, so that the corrections cancel."""
+    for rounds in (1, 3):
+        alone = phase("it", Scaffold(), rounds=rounds, clients=[1])
+        federation = run([alone], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
+        expected = (1 - REMAINS[1] ** rounds) * MINIMA[1]
+        assert weight_of(federation, "it") == pytest.approx(expected.item(), rel=1e-13)
+
+
 def test_scaffold_goes_on_after_a_round_with_a_learning_rate_of_0(tmp_path):
     """Such a round tells nothing of the gradients, so that all control variates stay as they are."""
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round != 1))

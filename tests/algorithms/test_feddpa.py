@@ -69,10 +69,10 @@ def test_an_upload_does_not_change_with_the_module_that_trains_the_next_client()
 def test_what_a_client_cannot_have_made_is_named():
     algorithm, initial = FedALT(), {"local_expert.A": torch.zeros(1), "global_expert.A": torch.zeros(1)}
     sent = {"uploads/tensors/A": torch.zeros(1, 1), "uploads/ids": torch.tensor([2])}
-    assert algorithm.problem_of_update(2, Update(sent, 1), initial, SimpleNamespace()) == ""
-    assert "another client" in algorithm.problem_of_update(1, Update(sent, 1), initial, SimpleNamespace())
+    assert algorithm.problem_of_update(2, Update(sent, 1), initial, SimpleNamespace(), 0) == ""
+    assert "another client" in algorithm.problem_of_update(1, Update(sent, 1), initial, SimpleNamespace(), 0)
     wrong = {**sent, "uploads/tensors/A": torch.zeros(2, 1)}
-    assert "shape (2, 1)" in algorithm.problem_of_update(2, Update(wrong, 1), initial, SimpleNamespace())
+    assert "shape (2, 1)" in algorithm.problem_of_update(2, Update(wrong, 1), initial, SimpleNamespace(), 0)
 
 
 # FedDPA

@@ -381,8 +381,8 @@ def test_an_update_of_another_rank_is_not_one_that_the_client_can_have_made():
     updates = [group.update for group in groups]
     assert [update.weight for update in updates] == [1, 1, 1], "what is no factor is averaged uniformly"
     for client, update in enumerate(updates):
-        assert algorithm.problem_of_update(client, update, initial, data) == ""
-        assert "of shape" in algorithm.problem_of_update((client + 1) % 3, update, initial, data)
+        assert algorithm.problem_of_update(client, update, initial, data, 0) == ""
+        assert "of shape" in algorithm.problem_of_update((client + 1) % 3, update, initial, data, 0)
 
 
 @pytest.mark.few(2)

@@ -1,5 +1,6 @@
 """kNN-Per, the label prior and PM-MoE, which add to a finished federated model, against computations by hand."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Generator
 
 from fedmoe_pl import Phase, Train, algorithms
 from fedmoe_pl.algorithms import FedAvg, KNNPer, PMMoE
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, MLPGate
+from fedmoe_pl.phases.client_failures import ClientFailures
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import subtree
 
@@ -221,6 +224,21 @@ def test_it_needs_a_federated_model_that_is_not_corrected_yet(tmp_path):
     assert not algorithms.LabelPrior(expert="global_experts.1").missing_start(
         [algorithms.LabelPrior(expert="global_experts.0"), algorithms.FedAvg()]
     )
+
+
+def test_models_that_clients_make_alone_are_no_start_for_clients_without_one(tmp_path):
+    of_all = Phase("later", algorithms.Local("global_expert.*"), gate=GlobalOnly(), start="prior")
+    of_one, last = replace(of_all, clients=[2]), replace(of_all, name="last", start="later")
+    of_two, in_use = prior(clients=[0, 2]), {"failures": ClientFailures(dropout=0.1)}
+    for phases, settings, argument in (
+        ([of_two, of_all], {}, "clients"),
+        ([of_two, of_one, last], {}, "clients"),
+        ([prior(), of_all], in_use, "failures.dropout"),
+    ):
+        with pytest.raises(InvalidArgumentError, match="starts from 'prior', whose models clients make") as error:
+            fitted(tmp_path, fedavg(), *phases, **settings)
+        assert error.value.argument == argument
+    fitted(tmp_path, fedavg(rounds=1), of_two, of_one)
 
 
 # PM-MoE

@@ -270,6 +270,15 @@ def test_anchors_are_the_clients_with_the_most_distant_labels():
     assert len({*most_distant(torch.ones(4, 3) / 3, 3).tolist()}) == 3, "no client is anchor of two experts"
 
 
+def test_anchors_are_among_the_clients_that_take_part(tmp_path):
+    data, names = blobs(FOUR), ["embedding.*", "experts.0.*"]
+    before = phase("common", FedAvg(names, names), gate=GlobalOnly())
+    jets = phase("FedJETs", FedJETs(), clients=[3, 0, 2], clients_per_round=1)
+    anchors = run([before, jets], choosy(), data, tmp_path).run.states["FedJETs"].server["anchors/clients"]
+    expected = [[0, 2, 3][row] for row in most_distant(data.class_shares[[0, 2, 3]], 4).tolist()]
+    assert anchors.tolist() == expected and len(expected) == 3
+
+
 def test_an_anchor_s_loss_makes_the_gate_choose_its_expert_and_pads_do_not_count():
     module, x, y = choosy(), torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
     constants = {"experts": [0, 2], "anchor": -1}

@@ -19,6 +19,7 @@ from fedmoe_pl.data import CsvFile, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
 from fedmoe_pl.deployment.descriptions import own_data, read_descriptions
 from fedmoe_pl.deployment.schema import FAILURES, problem_of_values
+from fedmoe_pl.rounds import interruption
 from fedmoe_pl.setup.data import TooManyClassesError
 
 METHOD = method_of("FedPer", rounds=4)
@@ -120,13 +121,22 @@ def test_a_server_that_is_to_continue_a_run_begins_one_if_there_is_none_and_need
     assert {message.kind for _, message in deployed.passed[before:]} == {"describe", "begin", "finish"}
 
 
-def test_a_requeued_job_of_slurm_continues_its_run(tmp_path, monkeypatch):
+def test_a_requeued_job_of_slurm_continues_its_run_also_if_it_ended_while_it_waited_for_clients(tmp_path, monkeypatch):
     deployed = Deployment(METHOD, tmp_path)
     server = deployed.run()
-    (server.runs / "requeued_8").write_text(str(server.run_dir / FILE))
     for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}.items():
         monkeypatch.setenv(name, value)
+    interruption._note(server.runs, server.command).write_text(str(server.run_dir / FILE))
+    deployed.run_until(lambda client, message: message.kind == "describe")
     assert deployed.run().run_dir == server.run_dir
+    assert interruption.requeued(server.runs, server.command) is None
+
+
+def test_a_client_that_describes_more_samples_than_the_server_has_memory_for_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(descriptions, "_MOST_SAMPLES", 1000)
+    reason = f"client {CLIENT}: it describes 1001 samples, and all clients together 1.*, which must be at most 1000"
+    with pytest.raises(MisconfigurationException, match=reason):
+        deployment_with(tmp_path, with_values(sizes=[1001, 0, 0], global_test=0)).run()
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 
 import httpx
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
+from helpers.deployed import federation
+from helpers.methods import METHODS
 
 from fedmoe_pl.cli import flower_app
 from fedmoe_pl.deployment import Message, flower_processes
@@ -26,6 +28,7 @@ from fedmoe_pl.deployment.flower import packed, unpacked
 from fedmoe_pl.deployment.flower_inside import LostMessageError, Tasks, has_lost_server, pulling, retries
 from fedmoe_pl.deployment.flower_keys import provision
 from fedmoe_pl.deployment.flower_processes import Server, answer_tasks
+from fedmoe_pl.deployment.serve_and_join import own_folder
 
 
 def test_a_message_is_given_up_if_its_server_was_killed_while_it_was_received(tmp_path):
@@ -234,3 +237,38 @@ def test_flowers_own_commands_send_the_server_no_text_of_an_exception(capsys, mo
     answer = unpacked(flower_app.answer(SimpleNamespace(content=packed(Message("describe"))), context))
     assert (answer.kind, answer.values) == ("failed", {"failure": "configuration"})
     assert "/data/patients.yaml" in capsys.readouterr().err
+
+
+def test_flowers_own_commands_refuse_phases_that_need_a_client_s_memory(tmp_path, capsys, monkeypatch):
+    phases = METHODS["SecureAggregation"].phases()
+    monkeypatch.setattr(flower_app, "FlowerMessage", lambda content, reply_to: content)
+    monkeypatch.setattr(flower_app, "objects_of", lambda _: (federation(phases, tmp_path), None, None))
+    reason = "secure_aggregation is .*, but must be left out, because Flower's own commands start a client anew"
+    values = {"arguments": "", "num-clients": 3, "client": 0}
+    context = SimpleNamespace(run_config=values, node_config=values)
+    with pytest.raises(MisconfigurationException, match=f"^{phases[0]}: {reason}"):
+        flower_app.run_server(None, context)
+    assert unpacked(flower_app.answer(SimpleNamespace(content=packed(Message("describe"))), context)).kind == "failed"
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def test_with_flowers_own_commands_no_other_user_reads_what_a_client_keeps_and_no_other_process_writes_it(
+    tmp_path, capsys, monkeypatch
+):
+    def answered(message):
+        (folder / "kept").touch()
+        return Message("noted")
+
+    folder = tmp_path / "runs/client_0"
+    monkeypatch.setattr(flower_app, "FlowerMessage", lambda content, reply_to: content)
+    monkeypatch.setattr(flower_app, "_participant", lambda *_: SimpleNamespace(folder=folder, answer=answered))
+    context, message = SimpleNamespace(node_config={"arguments": "", "client": 0}), Message("note", {"text": ""})
+
+    def answer():
+        return unpacked(flower_app.answer(SimpleNamespace(content=packed(message)), context)).kind
+
+    assert answer() == "noted"
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "kept")] == [0o700, 0o600]
+    with own_folder(folder / "flower"):  # as `join` does
+        assert answer() == "failed"
+    assert "Another process uses" in capsys.readouterr().err

@@ -3,10 +3,12 @@
 When a test here fails with a newer Flower, read ``flower_inside.py`` beside that Flower's source.
 """
 
+import asyncio
 import importlib
 import inspect
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,3 +87,32 @@ def test_what_is_called_takes_the_same_arguments():
 )
 def test_other_machines_reach_what_is_for_clients_only(path, host, is_allowed):
     assert importlib.import_module(INSIDE).is_allowed(path, (host, 1)) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("peer", "claimed", "status"),
+    [("10.0.0.9", "127.0.0.1", 403), ("127.0.0.1", "10.0.0.9", 403), ("127.0.0.1", "127.0.0.1", 200)],
+)
+def test_a_header_makes_no_other_machine_this_one(peer, claimed, status, monkeypatch):
+    async def answer_all(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def note(message):
+        sent.append(message)
+
+    def configure(app, log_config, **named):
+        made.append(uvicorn.Config(app, log_config=None, ws="none", **named))
+
+    made, sent, settings = [], [], {"host": "0.0.0.0", "port": 1, "ssl_keyfile": None, "ssl_certfile": None}
+    names = "uvicorn", "flwr.superlink.cli.flower_superlink", "flwr.superlink.main"
+    uvicorn, of_command, of_app = map(importlib.import_module, names)
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    monkeypatch.setattr(of_command, "_parse_superlink_lifespan_config", lambda: SimpleNamespace(**settings))
+    monkeypatch.setattr(of_app, "create_app", lambda *_: answer_all)
+    monkeypatch.setattr(uvicorn, "run", configure)
+    importlib.import_module(INSIDE).main()
+    made[0].load()
+    request = {"type": "http", "path": "/v1/control/start-run", "client": (peer, 1)}
+    request["headers"] = [(b"x-forwarded-for", claimed.encode())]
+    asyncio.run(made[0].loaded_app(request, None, note))
+    assert sent[0]["status"] == status

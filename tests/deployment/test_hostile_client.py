@@ -2,12 +2,16 @@
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import HOSTILE, tensors, with_hostile, with_values, without
+from helpers import blobs, sparse_mixture
+from helpers.deployed import FOUR, HOSTILE, Deployment, tensors, with_hostile, with_values, without
+from helpers.methods import METHODS, Method, everything, one
 
+from fedmoe_pl.algorithms import FedLEASE, FedMoEDA
 from fedmoe_pl.deployment import Message
 
 
@@ -40,6 +44,11 @@ def without_weights(tree):
     return {name: tensor for name, tensor in tree.items() if not name.startswith("experts/weight/")}
 
 
+def with_proxies(tree):
+    return {"proxies/1": torch.zeros(2, 4), **tree}
+
+
+CHECK = torch.tensor([0.0, 0.0, 0.5, 1.0], dtype=torch.float64)  # a validation, for which no round asks
 HUGE = torch.tensor(1e30, dtype=torch.float64)
 UPDATES = [  # the hostile client has 8 samples
     ("FedAvg", lambda answer: Message("kept", {"keeps": 1}), "its answer to 'train' is 'kept'"),
@@ -64,8 +73,9 @@ UPDATES = [  # the hostile client has 8 samples
     ("FD", changed("outputs/count", lambda counts: 5 * counts), "its update has the counts of other samples"),
     ("FD", renamed("senders/1", "senders/0"), "its update has no senders/1"),
     ("IFCA", changed("clusters/tally/", lambda tally: 1e30 * tally), "its update has the tally of other samples"),
+    ("IFCA", changed("clusters/tally/", lambda tally: tally + CHECK), "its update has the tally of other samples"),
     ("IFCA", tensors(of_another_cluster), r"its update has (no )?(global_experts|clusters/tally)"),
-    ("FedMoEDA", renamed("proxies/1", "proxies/99"), "its update has proxies/99, which no client sends"),
+    ("FedMoEDA", renamed("proxies/1", "proxies/99"), "its update has no proxies/1"),
     ("FedMoEDA", changed("proxies/1", lambda rows: torch.zeros(50_000, 1)), r"its update has a proxies/1 of shape"),
     ("DifferentialPrivacy", changed("aggregation/", lambda _: HUGE), r"its update cannot be used \(ValueError"),
     ("Scaffold", added("control/x", torch.zeros(10)), "its update has control/x, which no client sends"),
@@ -86,6 +96,31 @@ def test_an_update_that_the_client_cannot_have_made(name, change, reason, tmp_pa
         with_hostile(name, tmp_path, "train", change, clients_per_round=1.0, rounds=1, evaluate=False)
     (warning,) = (str(each.message) for each in warned if "round 1: client" in str(each.message))
     assert re.search(f"client {HOSTILE} is left out: {reason}", warning), warning
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "change", "number", "reason"),
+    [
+        (partial(FedMoEDA, interval=2), sparse_mixture, tensors(with_proxies), 2, "has proxies/1, which"),
+        (
+            partial(FedLEASE, 2),
+            METHODS["FedLEASE"].model,
+            added("uploads/ids", torch.ones(1)),
+            1,
+            "has uploads/ids, which",
+        ),
+        (partial(FedLEASE, 2), METHODS["FedLEASE"].model, tensors(lambda _: {}), 2, "has no uploads/tensors/"),
+    ],
+    ids=["proxies", "warm-up", "after the warm-up"],
+)
+def test_an_update_of_another_round(algorithm, model, change, number, reason, tmp_path):
+    method = Method(one(algorithm, None, **everything()), model)
+    deployed = Deployment(method, tmp_path, datamodule=blobs(FOUR))
+    deployed.change(HOSTILE, "train", change)
+    with pytest.warns(UserWarning) as warned:
+        deployed.run()
+    (warning,) = (str(each.message) for each in warned if f"client {HOSTILE} is left out" in str(each.message))
+    assert f"round {number}: client {HOSTILE} is left out: its update {reason}" in warning
 
 
 @pytest.mark.parametrize("client", [0, 3])

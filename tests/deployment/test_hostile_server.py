@@ -12,6 +12,7 @@ from helpers.methods import METHODS, Method, alone, everything, linear_gate, one
 
 from fedmoe_pl import Select, Train
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local, OptInFedAvg
+from fedmoe_pl.algorithms.algorithm import Messages
 from fedmoe_pl.checkpoints.checkpoint import load_federation
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.models import GlobalOnly
@@ -211,6 +212,55 @@ def test_a_client_that_takes_no_part_by_its_own_configuration_trains_for_nobody(
     message = next(iter(trained.values()))
     reason = reason_of(deployed.participants[absent], replace(message, values={**message.values, "kept": []}))
     assert reason.endswith("its own configuration says that it takes no part in phase 'it'")
+
+
+class Asking(FedAvg):
+    messages = Messages(request=("local_expert.",))
+
+
+def test_a_client_that_takes_no_part_asks_for_nothing(tmp_path):
+    """The server asks all clients for their requests, when it gives them the result."""
+    part = [0, 2, 3]
+    phases = after_local(lambda: Asking("global_expert.*"), OWN, start="Local", clients=part)
+    deployed = Deployment(Method(phases), tmp_path)
+    deployed.run()
+    answers = [(client, each) for (client, _), each in zip(deployed.heard, deployed.answers, strict=True)]
+    assert {client for client, each in answers if each.kind == "requested"} == {*range(5)}
+    assert {client for client, each in answers if each.kind == "requested" and each.tensors} == {*part}
+
+
+@pytest.mark.parametrize("why", ["has not trained", "takes no part"])
+def test_a_client_gives_no_part_that_it_has_not_trained_in_the_phase(why, tmp_path):
+    """It has trained its experts in a phase in which nothing is exchanged; the server says that it trains in the next.
+
+    The server is killed before the first training, or before the second one if the client takes no part.
+    """
+    clients = None if why == "has not trained" else [0, 2, 3]
+
+    def phases():
+        exchanging = phase("it", FedMoEDA(interval=1), start="Local", clients=clients, **everything())
+        return [alone("Local", Local(["experts.*", "gate.*"])), exchanging]
+
+    deployed = Deployment(Method(phases, sparse_mixture), tmp_path)
+    deployed.run_until(lambda client, message: message.kind == "train" and message.values["phase"] == "it" and client)
+    client = deployed.participants[CLIENT]
+    begin = next(each for _, each in deployed.heard if each.kind == "begin" and each.values["phase"] == "it")
+    assert client.answer(begin).kind == "begun"
+    ((name, number, names),) = deployed.server.run.states["it"].clients.files[CLIENT]
+    values = {**{key: begin.values[key] for key in ("run", "phase")}, "round": 0, "kept": [[name, number, names]]}
+    sent = {"means/owners": torch.tensor([[[CLIENT, 0]]]), "means/weights": torch.ones(1, 1)}
+    asked = [
+        Message("exchange", values, sent),
+        Message("read", {**values, "kept": [["it", 1, None]], "parts": ["experts.0"]}),
+    ]
+    before = files_of(tmp_path)
+    reasons = [reason_of(client, message) for message in asked]
+    assert before and before == files_of(tmp_path)
+    if clients:
+        assert all(reason.endswith("says that it takes no part in phase 'it'") for reason in reasons)
+        return
+    assert reasons[0].endswith("clients exchange only what they have trained in phase 'it'")
+    assert reasons[1].endswith("clients exchange what they keep after their last training, and nothing older")
 
 
 def test_a_message_names_no_file_twice(tmp_path):

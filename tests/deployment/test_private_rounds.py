@@ -1,4 +1,4 @@
-"""DP-SGD on clients' own machines: what their noise follows from, what they refuse, and what they count."""
+"""Secrets that noise follows from in a deployment: clients' own with DP-SGD, and the server's, for whole clients."""
 
 import logging
 import math
@@ -19,11 +19,14 @@ from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import DPSGD
+from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.checkpoints.files import read_json, write_json
 from fedmoe_pl.deployment import Message
-from fedmoe_pl.deployment.private_rounds import PrivateRounds
+from fedmoe_pl.deployment.private_rounds import PrivateRounds, with_checksum
 from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.fit import aggregated
 from fedmoe_pl.rounds.privacy import epsilon_of_clients
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
@@ -142,7 +145,7 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
     reason = reason_of(deployed.started(1), begin)
-    assert "secret', from which the noise of this client follows, is damaged" in reason
+    assert "secret', from which noise follows, is damaged" in reason
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
 
@@ -271,3 +274,80 @@ def test_a_client_refuses_a_server_that_trains_without_privacy_whatever_that_say
         deployed.run()
     assert re.search(r"this client has failed: .*sample_privacy", caplog.text)
     assert "update" not in [answer.kind for answer in deployed.answers]
+
+
+def of_whole_clients(**kwargs):
+    """A method whose server adds noise; by default, all clients are in all of its cohorts."""
+    private = {"aggregation": DifferentialPrivacy(1.0, 1.0, 0.1), "evaluate": True, **everything(**kwargs)}
+    return Method(one(lambda: FedAvg("global_expert.*"), **private))
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_noise_of_whole_clients_follows_from_a_secret_that_only_the_server_has(has_secret, tmp_path, monkeypatch):
+    """Without the secret, the same deployment has the noise of the seed, which every client knows."""
+    if not has_secret:
+        monkeypatch.setattr("fedmoe_pl.deployment.server._secret_of", lambda *_: None)
+    simulation = simulated(of_whole_clients(), tmp_path, blobs(SIZES))
+    deployed = Deployment(of_whole_clients(), tmp_path, datamodule=blobs(SIZES))
+    deployed.run()
+    assert differ(state_of(deployed).server, simulation.run.states["it"].server) == has_secret
+    assert state_of(deployed).epsilon == simulation.run.states["it"].epsilon
+    if not has_secret:
+        return
+    path, secret = deployed.server.run_dir / "secret", deployed.server.run.secret
+    assert path.stat().st_mode & 0o777 == 0o600
+    of_file = path.read_bytes()[:32]
+    hidden = (of_file, of_file.hex().encode(), str(secret).encode(), f"{secret:x}".encode())
+    written = [each.read_bytes() for each in tmp_path.rglob("*") if each.is_file() and each != path]
+    sent = [message.to_bytes() for message in (*deployed.answers, *(message for _, message in deployed.heard))]
+    assert written and sent
+    assert not [content for content in (*sent, *written) for each in hidden if each in content]
+    again = Deployment(of_whole_clients(), tmp_path, datamodule=blobs(SIZES)).run()
+    assert again.run.secret != secret, "each run has its own"
+
+
+def test_the_server_s_noise_differs_between_updates_of_a_round_and_is_the_same_for_the_same(tmp_path):
+    (phase,) = of_whole_clients().phases()
+    start = phase.algorithm.server_init(mixture())
+
+    def noise(change, weight=3, secret=7, round=0):
+        state = SimpleNamespace(server=start, aggregation={}, round=round)
+        run = SimpleNamespace(states={"it": state}, datamodule=SimpleNamespace(num_clients=3), seed=0, secret=secret)
+        sent = {name: torch.full_like(tensor, change) for name, tensor in start.items()}
+        update = aggregated(run, phase, mixture(), Update(sent, weight) if weight else None)
+        return torch.cat([(3 * (update.sent[name] - start[name]) - weight * sent[name]).flatten() for name in start])
+
+    first = noise(0.5)
+    assert torch.equal(noise(0.5), first) and abs(first.std() - 1) < 0.2
+    others = [noise(0.25), noise(0.5, weight=2), noise(0.5, weight=0), noise(0.5, secret=8), noise(0.5, round=1)]
+    for other in others:
+        assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 0.5
+    torch.testing.assert_close(noise(0.5, secret=None), noise(0.25, secret=None))  # of a simulation
+
+
+def test_a_server_that_goes_on_draws_the_same_noise_and_cohorts_and_only_with_its_secret(tmp_path, monkeypatch):
+    """It is killed after it has drawn the noise of the second round, and before it has saved it."""
+    some = of_whole_clients(clients_per_round=2, rounds=3)
+    with monkeypatch.context() as patch:
+        patch.setattr("fedmoe_pl.deployment.private_rounds.secrets.token_bytes", bytes)
+        whole = Deployment(some, tmp_path / "whole", datamodule=blobs(SIZES), evaluate_every_n_rounds=1)
+        whole.run()
+        deployed = Deployment(some, tmp_path / "killed", datamodule=blobs(SIZES), evaluate_every_n_rounds=1)
+        deployed.run_until(lambda _, message: message.kind == "evaluate" and message.values["round"] == 2)
+    path = deployed.server.run_dir / "secret"
+    content = path.read_bytes()
+    for wrong in (b"", content[:-9] + b"x" + content[-8:], with_checksum(content[:32] + 32 * b"0")):
+        path.write_bytes(wrong)
+        if not wrong:
+            path.unlink()
+        with pytest.raises(MisconfigurationException, match=r"secret', from which (the )?noise"):
+            deployed.run("last")
+    path.write_bytes(content)
+    deployed.run("last")
+    assert_same(state_of(deployed).server, state_of(whole).server)
+    assert {*trained_in(deployed)} == {*trained_in(whole)}
+
+
+def trained_in(deployed):
+    """The clients and rounds of all trainings."""
+    return [(client, each.values["round"]) for client, each in deployed.heard if each.kind == "train"]

@@ -148,11 +148,23 @@ def test_a_client_evaluates_one_model_in_a_round_whoever_asks(tmp_path):
     assert asked(client, other_run, second, round=2).kind == "evaluation"
 
 
+def test_what_a_phase_starts_from_makes_no_other_model_of_the_same_round(tmp_path):
+    client, messages = begun(method(rounds=2), tmp_path, evaluate_every_n_rounds=1)
+    answer, begin = asked(client, messages, {}), messages[-1]
+    assert client.answer(replace(begin, tensors=predicting(client, 1))).kind == "begun"
+    assert "has evaluated another model after round 1" in reason_of(client, asking(messages, {}))
+    assert client.answer(begin).kind == "begun" and asked(client, messages, {}).to_bytes() == answer.to_bytes()
+
+
 def test_a_client_evaluates_after_rounds_of_its_own_configuration_and_a_last_one(tmp_path):
     client, messages = begun(method(rounds=9), tmp_path, evaluate_every_n_rounds=4)
     tensors = dict(client._plan.training.initial)
     kinds = {round: asked(client, messages, tensors, round).kind for round in (4, 8, 9, 6, 5, 7, 0, 6)}
     assert kinds == dict.fromkeys((4, 8, 9, 6), "evaluation") | dict.fromkeys((5, 7, 0), FAILED)
+    other_run = [replace(each, values={**each.values, "run": 32 * "a"}) for each in messages]
+    assert [client.answer(message).kind for message in other_run] == ["prepared", "begun"]
+    kinds = {round: asked(client, other_run, tensors, round).kind for round in (5, 4, 6)}
+    assert kinds == {5: FAILED, 4: "evaluation", 6: "evaluation"}
 
 
 @pytest.mark.slow

@@ -56,7 +56,9 @@ def assert_sends_what_the_ledger_has(transport, simulation):
 
 @pytest.mark.few("FedPer")
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
-def test_every_method(name, tmp_path):
+def test_every_method(name, tmp_path, monkeypatch):
+    # cohorts with differential privacy follow from a secret of the server, in place of the seed
+    monkeypatch.setattr("fedmoe_pl.deployment.server._secret_of", lambda *_: None)
     method = method_of(name, evaluate=True)
     simulation = simulated(method, tmp_path, data(**SPLIT), callbacks=[TrafficLedger()])
     deployed = Deployment(method, tmp_path, datamodule=data(**SPLIT), reports=EVERYTHING)
@@ -85,6 +87,14 @@ def test_a_client_without_held_out_samples_takes_part(phases, tmp_path):
     simulation, deployed = simulated(method, tmp_path, three()), Deployment(method, tmp_path, datamodule=three())
     deployed.run()
     assert not any(state.failed for state in deployed.server.run.states.values())
+    deployed.assert_ends_as(simulation)
+
+
+def test_a_client_knows_how_many_take_part(tmp_path):
+    """SCAFFOLD's clients divide by their number."""
+    method = method_of("Scaffold", clients=[0, 2])
+    simulation, deployed = simulated(method, tmp_path), Deployment(method, tmp_path)
+    deployed.run()
     deployed.assert_ends_as(simulation)
 
 

@@ -107,6 +107,15 @@ def test_an_address_that_another_process_has_is_refused():
     check_is_free(address)
 
 
+@pytest.mark.parametrize("address", ["10.1.2.3:8000", "server.example:8000", "::1:8000", ":::8000"])
+@pytest.mark.parametrize("secured", [(None, False), (None, True), ("nowhere", False)])
+def test_an_address_at_which_a_server_cannot_reach_itself_is_refused(address, secured, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_and_join, "module_of_flower", lambda *args: pytest.fail)
+    settings, allowed = federation(METHOD.phases(), tmp_path), "127.0.0.1:8000, or 0.0.0.0:8000 where others connect"
+    with pytest.raises(MisconfigurationException, match=f"serve: address is '{address}', but must be {allowed}"):
+        serve_and_join.run_server(settings, METHOD.model(), data(), 2, address, *secured, None)
+
+
 @pytest.mark.parametrize("address", ["8000", "server", "server:http", "server:0", "http://server:8000"])
 def test_what_is_no_address_is_refused(address, tmp_path):
     with pytest.raises(MisconfigurationException, match=f"address is '{address}', but must be a host and a port"):

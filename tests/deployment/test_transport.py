@@ -134,6 +134,15 @@ def test_a_client_with_another_ones_key_is_told_so_and_does_not_take_its_place()
     assert ask(network) and network.sent[-1] == (20, "train")
 
 
+def test_a_node_whose_key_is_none_of_the_clients_is_asked_nothing():
+    network = Network({10: 0}, owners={20: 0})
+    with pytest.warns(UserWarning, match="a machine that connected is left out: its key is not among the clients'"):
+        assert ask(network) is None
+    assert ask(network) is None and network.sent == []
+    network.clients[20] = 0
+    assert ask(network) and network.sent == [(20, "describe"), (20, "train")]
+
+
 def test_clients_that_would_get_no_message_are_away():
     network = Network({10: 0})
     assert network.away() == [1]

@@ -1,5 +1,7 @@
 """What a phase starts from: an earlier phase, its best round, or a checkpoint."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import TensorData, mixture
@@ -144,6 +146,19 @@ def test_clients_of_the_same_names_go_on_with_what_they_kept_when_others_join_le
         for run in (before, again)
     ]
     assert accuracies[0] == accuracies[1]
+
+
+def test_experts_of_another_seed_are_refused_which_have_seen_what_is_set_aside_for_the_gate(tmp_path):
+    fedavg = Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly())
+    tuned = Phase("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly())
+    run = federation(tmp_path / "before", [fedavg, tuned])
+    run.fit(model(), data())
+    path = str(run.run_dir / "checkpoints/last.ckpt")
+    given = [replace(phase, ckpt_path=path) for phase in (fedavg, tuned)]
+    for seed, phases_of_run in ((0, given), (1, [given[0], tuned])):
+        federation(tmp_path / f"{seed}", phases_of_run, seed=seed).fit(model(), data())
+    with pytest.raises(MisconfigurationException, match="'tuned': ckpt_path .* a checkpoint of a run with seed 1, because"):
+        federation(tmp_path / "refused", given, seed=1).fit(model(), data())
 
 
 @pytest.mark.parametrize("algorithm", [Ditto, FedPAC])

@@ -105,21 +105,25 @@ def test_slurm_requeues_the_job_which_continues_once(tmp_path, monkeypatch):
     job = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     for name, value in {**job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as end, interruption.interruptible(SimpleNamespace(folder=tmp_path), tmp_path, ""):  # pyright: ignore[reportArgumentType]
+    begun = partial(interruption.interruptible, SimpleNamespace(folder=tmp_path), tmp_path / "runs", "fit")
+    with pytest.raises(SystemExit) as end, begun():
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(10)
     assert end.value.code == 128 + signal.SIGUSR1
     assert (tmp_path / "asked").read_text() == "requeue 7_3\n"
-    assert interruption.requeued(tmp_path) is None, "not in the same start of the job"
+    assert interruption.requeued(tmp_path / "runs", "fit") is None, "not in the same start of the job"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert interruption.requeued(tmp_path) == str(checkpoint)
-    assert interruption.requeued(tmp_path) is None, "another run of the same job begins anew"
+    assert interruption.requeued(tmp_path / "runs", "fit --seed_everything 1") is None, "another command of the job"
+    for _ in range(2):  # it may be ended before its run has begun
+        assert interruption.requeued(tmp_path / "runs", "fit") == str(checkpoint)
+    with begun():
+        assert interruption.requeued(tmp_path / "runs", "fit") is None, "another run of the same job begins anew"
 
 
 def test_a_job_whose_container_has_no_scontrol_is_said_not_to_be_requeued(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.warns(UserWarning, match=r"could not be requeued: scontrol gave No such file or directory\."):
-        interruption.requeue(tmp_path, tmp_path / "last.ckpt")
+        interruption.requeue(tmp_path, "fit", tmp_path / "last.ckpt")
 
 
 SCRIPT = """

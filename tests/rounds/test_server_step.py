@@ -175,8 +175,20 @@ def test_private_phases_draw_cohorts_of_their_own():
     """A phase may start from parts of both: their epsilons add up if the draws are independent."""
     private = {"clients_per_round": 3, "aggregation": DifferentialPrivacy(0.0, 1.0, 1e-5)}
     one, other = (phase(name, FedAvg("global_expert.*"), **private) for name in "AB")
-    both = [({0} <= {*phase_cohort(one, 10, 0, i)}, {0} <= {*phase_cohort(other, 10, 0, i)}) for i in range(2000)]
-    assert abs(sum(a and b for a, b in both) / 2000 - 0.09) < 0.02
+    for secret in (None, 5):
+        cohorts = [[phase_cohort(each, 10, 0, i, 0, secret) for each in (one, other)] for i in range(2000)]
+        assert abs(sum(0 in a and 0 in b for a, b in cohorts) / 2000 - 0.09) < 0.02
+        assert abs(sum(len(a) for a, _ in cohorts) / 2000 - 3) < 0.1
+
+
+def test_cohorts_of_a_secret_follow_from_all_of_it_and_not_from_the_seed():
+    private = phase("A", FedAvg("*"), clients_per_round=3, aggregation=DifferentialPrivacy(0.0, 1.0, 1e-5))
+
+    def cohorts(seed, secret, attempt=0):
+        return [phase_cohort(private, 10, seed, round, attempt, secret) for round in range(50)]
+
+    assert cohorts(0, 5) == cohorts(1, 5)
+    assert len({str(each) for each in (cohorts(0, None), cohorts(0, 5), cohorts(0, 5 + 2**200), cohorts(0, 5, 1))}) == 4
 
 
 @pytest.mark.parametrize("backend", [StackedBackend(), TrainerBackend()])
@@ -206,6 +218,10 @@ class Exchanging(FedAvg):
     messages = Messages(exchanged=("local_expert.",))
 
 
+class SendsChanges(FedAvg):
+    messages = Messages(changes=True)
+
+
 MEDIAN = CoordinateMedian()
 REFUSED = {
     "Local aggregates nothing": (Local(), MEDIAN, mixture),
@@ -216,6 +232,7 @@ REFUSED = {
     "too few clients": (FedAvg(), TrimmedMean(2), mixture),
     "answers before the first round": (AsksClients(), MEAN, mixture),
     "an exchange": (Exchanging(), MEAN, mixture),
+    "changes": (SendsChanges(), MEDIAN, mixture),
 }
 
 

@@ -85,7 +85,9 @@ class SharedExperts(Algorithm, ABC):
         sent |= {f"{_WEIGHT}{expert}": weight for expert, weight in zip(experts, weights, strict=True)}
         return Update(sent, update.weight, {**update.state, _ASKED: constants["next"]})
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The gate, the experts that have a weight, and these weights: each above 0, and at most all samples."""
         experts = {expert_of(name) for name in of_module(update.sent)}
         shapes = {name: shape for name, shape in shapes_of_shared(self, initial).items() if expert_of(name) in experts}

@@ -79,7 +79,9 @@ class UnequalRanks(Algorithm):
         update = super().client_final(client, constants)
         return replace(update, sent=self._cut(update.sent, client.id))
 
-    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+    def problem_of_update(
+        self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule, round: int
+    ) -> str:
         """The shared tensors, with factors of the client's rank."""
         shared = {name: tensor for name, tensor in initial.items() if self.is_shared(name)}
         shapes = {name: tensor.shape for name, tensor in self._cut(shared, client_id).items()}

@@ -130,7 +130,8 @@ class MaskedPlan(ClientsPlan):
             yield GroupUpdate(None, {}, Traffic(), failed=failed)
             return
         except MaskingError as error:
-            reason = Failure(f"the sum of updates is not unmasked: {error}")
+            wrong = f"a client of the round, it is unknown which, has sent something wrong: {error}"
+            reason = Failure(f"the sum of updates is not unmasked, because {wrong}")
             yield GroupUpdate(None, {}, Traffic(), failed={client: failed.get(client, reason) for client in answers})
             return
         traffic = sum((Traffic.of(update.sent) for _ in keeps), Traffic())
@@ -158,7 +159,7 @@ class MaskedPlan(ClientsPlan):
         }
         answers = self._step("mask", of_senders, [*shares], round)
         weights = {client: weight for client, (_, weight, _) in trained.items()}
-        survivors = half.add(_same_layout(_found(answers, partial(self._masked, weights), failed), failed))
+        survivors = half.add(_same_layout(_found(answers, partial(self._masked, weights, round), failed), failed))
 
         late = dict[int, Failure]()
         try:  # the updates of those that are gone now count, too, unless too few are left
@@ -187,7 +188,7 @@ class MaskedPlan(ClientsPlan):
             return Failure(problem)
         return PublicKeys(*rows_of(answer, KEYS, 2, KEY)), weight, keeps
 
-    def _masked(self, weights: Mapping[int, float], client: int, answer: Message) -> Tree | Failure:
+    def _masked(self, weights: Mapping[int, float], round: int, client: int, answer: Message) -> Tree | Failure:
         """A client's masked tensors, whose values cannot be checked: names and shapes are those of its update."""
         initial, shown = self.training.of(client).initial, {}
         for name, tensor in answer.tensors.items():
@@ -196,7 +197,8 @@ class MaskedPlan(ClientsPlan):
             known = initial.get(name)
             dtype = torch.float64 if known is None else known.dtype
             shown[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
-        update = update_of(Message("update", {"weight": weights[client], "keeps": 0}, shown), self.training, client)
+        as_update = Message("update", {"weight": weights[client], "keeps": 0}, shown)
+        update = update_of(as_update, self.training, client, round)
         return update if isinstance(update, Failure) else answer.tensors
 
 
