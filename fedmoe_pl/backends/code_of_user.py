@@ -40,7 +40,7 @@ def code_in_losses(training: LocalTraining) -> str:
 def _beside_algorithm(training: LocalTraining) -> str:
     module, data = training.module, training.datamodule
     criterion = getattr(module, "criterion", None)
-    # the factories of optimizer and scheduler run only before the steps; `changes_steps` checks what they made
+    # the factories of optimizer and scheduler run only before the steps; the trial's checks see what they made
     given = {name: value for name, value in vars(module).items() if name not in ("optimizer", "lr_scheduler")}
     code = {
         f"the model {type(module).__name__}": (type(module),),

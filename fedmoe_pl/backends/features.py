@@ -23,7 +23,7 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
 from fedmoe_pl.models.layers import computes_more, has_own_train, replaced_forward
 from fedmoe_pl.seeds import seed_all, seeded
-from fedmoe_pl.trees import Tree, changed, copy_module, is_borrowed, of_parts
+from fedmoe_pl.trees import Tree, changed, copy_module, is_borrowed, of_parts, same_bits
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
@@ -108,16 +108,22 @@ class FeatureCache:
 
 
 class NoTrainer:
-    """Stands in for a module's Trainer in a trial and records what is read: a client's own may have other values."""
+    """Stands in for a module's Trainer in a trial and records what is read or set: a client's own may differ."""
+
+    asked: list[str]
 
     def __init__(self, *modules: LightningModule) -> None:
-        self.asked: list[str] = []
+        vars(self)["asked"] = []  # `__setattr__` would refuse it
         for module in modules:
             module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):  # Python itself reads such names, for example to copy
             self.asked.append(name)
+        raise AttributeError(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.asked.append(name)
         raise AttributeError(name)
 
 
@@ -166,10 +172,13 @@ class _Tracing:
 
     def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
         """Finds the frozen parts for the parameters that are trainable now."""
+        before = {name: buffer.clone() for name, buffer in self._frozen_buffers().items()}
         # each step gets a new copy of the samples, because it may change them in place
         self._find_calls(x.clone(), y)
         if not (names := self.names) or self.are_too_large:
             return None
+        if not all(same_bits(before[name], buffer) for name, buffer in of_parts(self._frozen_buffers(), names).items()):
+            return None  # a part that is looked up would not update its buffers
         expected, state = self._loss_and_gradients(x.clone(), y)
         # one sample at a time: an output that depends on other samples of the batch cannot be looked up
         of_each = [self._of_parts(one) for one in x.clone().split(1)]
@@ -182,6 +191,11 @@ class _Tracing:
                 if state == new_state and len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
         return None
+
+    def _frozen_buffers(self) -> Tree:
+        """What the frozen parts save besides parameters."""
+        saved = of_parts(self.module.state_dict(keep_vars=True), self.training.frozen_in_use)
+        return {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
 
     def rows(self, samples: Tensor) -> Tree:
         """Outputs of the frozen parts for some samples, in the order of the samples."""

@@ -61,6 +61,7 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
         loaded=training.initial,
         rounds=training.rounds,
         rounds_before=training.rounds_before,
+        participants=training.participants,
     )
 
 

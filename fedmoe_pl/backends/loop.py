@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, discard, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
@@ -107,11 +109,16 @@ def needs_every_batch(training: LocalTraining) -> str | None:
 
 
 class NeedsTrainerError(Exception):
-    """A loss reads an attribute of its Trainer, the argument, that a bare loop does not have."""
+    """A loss or ``client_final`` reads or sets an attribute of its Trainer, the argument, that a bare loop lacks."""
 
     def __str__(self) -> str:
         """The sentence."""
-        return f"the loss reads {self.args[0]} of its Trainer, which only a Trainer for each client knows"
+        return f"the training reads or sets {self.args[0]} of its Trainer, which only a Trainer for each client has"
+
+
+def needs_trainer(result: Any) -> bool:
+    """Whether what the training of a client gave is the failure of one that needs a Trainer of its own."""
+    return isinstance(getattr(result, "error", None), NeedsTrainerError)
 
 
 class OneStep(LightningModule):
@@ -168,24 +175,92 @@ class Learner(ABC):
         """Sets and clips the gradients of the optimizer's parameters, which are None before."""
 
 
-class Loop:
+class _StandIn:
+    """Poses as the Trainer of a module, and refuses what only a client's own Trainer has.
+
+    Attributes:
+        refused: the last such attribute that was read or set, even if whoever did so caught the error.
+    """
+
+    __slots__ = ("refused",)  # no other attribute can be set
+
+    def __init__(self) -> None:
+        self.refused = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python itself reads such names, for example to copy
+            raise AttributeError(name)
+        self._refuse(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except AttributeError:
+            self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        self.refused = name
+        raise NeedsTrainerError(name)
+
+    @contextmanager
+    def attached(self, module: LightningModule) -> Iterator[None]:
+        """In this context, it is the module's Trainer; raises a ``NeedsTrainerError`` if it refused anything."""
+        module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        except Exception:
+            if self.refused:
+                raise NeedsTrainerError(self.refused) from None
+            raise
+        finally:
+            module.trainer = None
+        if self.refused:
+            raise NeedsTrainerError(self.refused)
+
+
+class EndedTraining(_StandIn):
+    """Poses as the Trainer of a client's module when a bare loop or a stack has trained the client for some epochs."""
+
+    __slots__ = ("current_epoch", "global_step")
+
+    def __init__(self, client: Client, epochs: int) -> None:
+        super().__init__()
+        self.global_step = client.steps
+        self.current_epoch = epochs
+
+
+class Loop(_StandIn):
     """Trains a learner for all epochs, and poses as the Trainer of its module.
 
     Attributes:
         steps: the number of optimizer steps so far.
-        refused: the last attribute read that only a client's own Trainer has, even if the reader caught the error.
+        epoch: the epoch, from 0.
+        called: whether the optimizer has called the closure of this step.
     """
 
+    __slots__ = ("called", "counts_steps", "device_type", "epoch", "freezing", "is_mixed", "steps", "trainer")
+
     def __init__(self, trainer: Trainer, training: LocalTraining, freezing: Freezing) -> None:
+        super().__init__()
         self.trainer = trainer
         self.device_type = training.device.type
         self.is_mixed = training.in_half_precision
         self.freezing = freezing
-        self.max_epochs = freezing.epochs
-        self.current_epoch = 0
-        self.steps = 0
+        self.epoch = self.steps = 0
         self.counts_steps = True
-        self.refused = ""
+        self.called = False
+
+    # properties without setters, as in a Trainer
+
+    @property
+    def max_epochs(self) -> int:
+        """The number of the client's epochs."""
+        return self.freezing.epochs
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch, from 0."""
+        return self.epoch
 
     @property
     def global_step(self) -> int:
@@ -194,46 +269,38 @@ class Loop:
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that are the same in all Trainers; others would describe the Trainer around the loop."""
-        if name.startswith("__"):  # Python itself reads such names, for example to copy
-            raise AttributeError(name)
-        return getattr(self.trainer, name) if name in _SAME_IN_ALL else self._refuse(name)
-
-    def _refuse(self, name: str) -> NoReturn:
-        self.refused = name
-        raise NeedsTrainerError(name)
+        return getattr(self.trainer, name) if name in _SAME_IN_ALL else super().__getattr__(name)
 
     def run(self, learner: Learner) -> torch.optim.Optimizer:
         """Trains all epochs; returns the optimizer."""
         self.counts_steps = learner.counts_steps
-        learner.module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            optimizer = self._run(learner)
-        except Exception:
-            if self.refused:
-                raise NeedsTrainerError(self.refused) from None
-            raise
-        finally:
-            learner.module.trainer = None
-        if self.refused:
-            raise NeedsTrainerError(self.refused)
-        return optimizer
+        with self.attached(learner.module):
+            return self._run(learner)
 
     def _run(self, learner: Learner) -> torch.optim.Optimizer:
         optimizer, scheduler = optimizer_and_scheduler(learner.configure_optimizers())
         assert optimizer is not None, "needs_every_batch has refused it"
         for epoch in range(self.freezing.stop_after):
-            self.current_epoch = epoch
+            self.epoch = epoch
             self.freezing.freeze(epoch)
             for batch in learner.epoch():
+                self.called = False
                 optimizer.step(closure=partial(self._closure, learner, optimizer, batch))
+                if not self.called:
+                    raise MisconfigurationException(
+                        f"{type(optimizer).__name__}: a step did not call the closure that it was given, but must do "
+                        "so at least once, because the closure computes the loss and its gradients."
+                    )
                 self.steps += 1
             if scheduler is not None:
                 scheduler.step()
             self.freezing.unfreeze()
         return optimizer
 
+    @torch.enable_grad()
     def _closure(self, learner: Learner, optimizer: torch.optim.Optimizer, batch: Any) -> Any:
         """The closure that Lightning passes to ``optimizer.step``, which may call it more than once."""
+        self.called = True
         with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
             loss = learner.loss(batch)
         if self.is_mixed:

@@ -23,6 +23,7 @@ from fedmoe_pl.backends.rounding import in_full_precision, is_close, largest_val
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError, reason_of
 from fedmoe_pl.data import PoissonBatches
+from fedmoe_pl.models.copies import has_hooks
 from fedmoe_pl.models.layers import trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, copy_module, same_values
@@ -159,6 +160,8 @@ def check_private(training: LocalTraining) -> None:
         optimizer_and_scheduler(training.module.configure_optimizers())[0], torch.optim.LBFGS
     ):
         because = _AGAIN
+    if not because and any(map(has_hooks, training.module.parameters())):
+        because = "configure_optimizers registers hooks of parameters"
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         because = because or _problem(training.of(clients[0]), clients)
     if because:

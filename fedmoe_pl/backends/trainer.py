@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,13 @@ from fedmoe_pl.backends.fitting import discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.local_client import begin_client, client_batches, end_client, on_device
 from fedmoe_pl.backends.loop import (
+    EndedTraining,
     Learner,
     Loop,
-    NeedsTrainerError,
     OneStep,
     in_one_step,
     needs_every_batch,
+    needs_trainer,
     trains_by_loss,
 )
 from fedmoe_pl.backends.optimizers import optimizer_state
@@ -50,8 +51,9 @@ class TrainerBackend(Backend):
 
     If nothing must see a client's batches (callbacks, validation, gradient accumulation, a logger, a plugin or a user's
     ``training_step``), clients share a ``Trainer``, whose training step trains one after another in a bare loop.
-    Results are bit-identical and take less time. If a loss reads an attribute of its Trainer that a bare loop does not
-    have, such as ``estimated_stepping_batches``, each client is trained in its own ``Trainer`` from then on.
+    Results take less time and are bit-identical or, where outputs of frozen parts are looked up, equal up to rounding.
+    If a loss or ``client_final`` reads or sets an attribute of its Trainer that a bare loop does not have, such as
+    ``estimated_stepping_batches`` or ``should_stop``, each client is trained in its own ``Trainer`` from then on.
 
     Args:
         loss_is_mean: whether the loss of a batch is the mean over its samples, so that ``trainer.strategy`` may divide
@@ -117,7 +119,7 @@ class TrainerPlan(Plan):
         with one_thread():
             if self.shares_trainer:
                 in_one_step(self.training, train)
-                needs = any(isinstance(getattr(each, "error", None), NeedsTrainerError) for each in updates.values())
+                needs = any(map(needs_trainer, updates.values()))
                 self.shares_trainer = self.training.sample_privacy is not None or not needs
             if not self.shares_trainer:
                 train(None)
@@ -140,7 +142,9 @@ class TrainerPlan(Plan):
         else:
             optimizers = self._fit_in_loop(step, training, client, there, samples, freezing)
         state = optimizer_state(client.module.named_parameters(), optimizers[0]) if training.keep_optimizer else {}
-        update = end_client(training, client, constants, state)
+        ended = nullcontext() if step is None else EndedTraining(client, freezing.stop_after).attached(client.module)
+        with ended:
+            update = end_client(training, client, constants, state)
         training.copies.try_out(client)
         if trainer is not None:
             discard(trainer)
@@ -211,6 +215,7 @@ def algorithm_steps(
     """In this context, the client's module trains with the algorithm's loss, unless its own step is used."""
     module, names = client.module, ["training_step", "validation_step"] if trains_by_loss(training) else []
     names += ["loss"] if names and isinstance(module, MixtureOfExperts) else []
+    own = {name: vars(module)[name] for name in names if name in vars(module)}
     steps = _Steps(module, training.algorithm, constants, sharing)
     for name in names:
         setattr(module, name, getattr(steps, name))
@@ -219,6 +224,7 @@ def algorithm_steps(
     finally:
         for name in names:
             delattr(module, name)
+        vars(module).update(own)
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
@@ -252,6 +258,7 @@ class _Steps:
         self, module: LightningModule, algorithm: Algorithm, constants: dict[str, Any], sharing: Sharing | None
     ) -> None:
         self.module = module
+        self.own_loss: Any = getattr(module, "loss", None)  # which the module may have been given
         self.algorithm = algorithm
         self.constants = constants
         self.sharing = sharing
@@ -275,7 +282,7 @@ class _Steps:
     def loss(self, batch: Any) -> Any:
         """A mixture's own loss, which most algorithms' losses call; also logs what the mixture's own steps would."""
         module: Any = self.module
-        loss, outputs = type(module).loss(module, batch)
+        loss, outputs = self.own_loss(batch)
         if loss is not None and module.trainer.loggers:
             self._log(module.metrics_of(batch, outputs, "train" if module.trainer.training else "validation"))
         return loss, outputs

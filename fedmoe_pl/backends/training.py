@@ -62,6 +62,7 @@ class LocalTraining:
         trainer: arguments of every client's ``Trainer``, except its devices.
         batch_size: overrides the data module's batch size; None keeps it.
         seed: the run's seed.
+        participants: ids of the clients that take part in the phase, from which its rounds are drawn.
         rounds: number of rounds of the phase.
         rounds_before: number of rounds of the phases that this one goes on from; random numbers depend on this number
             plus the round, so that a phase does not repeat the random numbers of an earlier one.
@@ -92,6 +93,7 @@ class LocalTraining:
     trainer: dict[str, Any]
     batch_size: int | None
     seed: int
+    participants: Sequence[int]
     rounds: int = 1
     rounds_before: int = 0
     round_lr_scheduler: LRSchedulerCallable | None = None

@@ -42,9 +42,14 @@ def _check_scripts(module: nn.Module) -> None:
 def _check_hooks(module: nn.Module) -> None:
     """Refuses hooks of parameters, which Python does not copy; those of modules are copied."""
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             allowed = "without hooks of its own; use on_after_backward, or a full backward hook of a layer"
             raise InvalidArgumentError(module, name, "with a hook", allowed, "clients train copies, which lack it")
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of its own see or change a parameter's gradient when it is computed."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _check_memory(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import EveryBatch, Expert, OneWeight, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, images, local_training, train, train_clients
-from helpers.ingredients import build
+from helpers.ingredients import build, double_gradient
 from helpers.models import Adapted
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -78,6 +78,26 @@ def test_the_trial_of_stacking_runs_once_for_a_phase(monkeypatch):
     train_clients(begun, round=1)
 
 
+def hooked(register):
+    """An optimizer whose factory registers a hook of each parameter."""
+
+    def make(parameters):
+        parameters = [*parameters]
+        for parameter in parameters:
+            register(parameter)
+        return momentum_sgd(parameters)
+
+    return make
+
+
+class Stopping(PersonalizedMoE):
+    """Ends the training after the first step."""
+
+    def loss(self, batch):
+        self.trainer.should_stop = True
+        return super().loss(batch)
+
+
 def adapted():
     torch.manual_seed(0)
     expert = Expert()
@@ -91,7 +111,30 @@ NOT_STACKED = {
     "statistics of two names": (statistics_of_two_names, FedAvg(), {}, "parts of the model share parameters or"),
     "a gate that draws, behind frozen experts": (lambda: mixture(Noisy(5)), PFLMoE(), {}, "random operations"),
     "dropout": (lambda: mixture(expert=Expert(dropout=0.3)), FedAvg(), {}, "random operations"),
-    "a loss that counts steps": (lambda: build(loss="global_step"), FedAvg(), {}, "the loss reads global_step of its"),
+    "a loss that counts steps": (
+        lambda: build(loss="global_step"),
+        FedAvg(),
+        {},
+        "the loss reads or sets global_step of",
+    ),
+    "a loss that ends the training": (
+        lambda: mixture(kind=Stopping),
+        FedAvg(),
+        {},
+        "the loss reads or sets should_stop of its Trainer",
+    ),
+    "hooks of gradients": (
+        lambda: mixture(optimizer=hooked(lambda parameter: parameter.register_hook(lambda gradient: 2 * gradient))),
+        FedAvg(),
+        {},
+        "configure_optimizers registers hooks of parameters",
+    ),
+    "hooks after gradients": (
+        lambda: mixture(optimizer=hooked(lambda each: each.register_post_accumulate_grad_hook(double_gradient))),
+        FedAvg(),
+        {},
+        "configure_optimizers registers hooks of parameters",
+    ),
     "callbacks": (mixture, FedAvg(), {"callbacks": [BestEpoch()]}, "callbacks"),
     "accumulation": (mixture, FedAvg(), {"accumulate_grad_batches": 2}, "accumulate_grad_batches is set"),
     "precision": (mixture, FedAvg(), {"precision": "16-mixed"}, "precision is set"),

@@ -268,6 +268,15 @@ class Branching(Classifier):
         return (loss if loss > 0 else 2 * loss), metrics
 
 
+class WithHooks(Classifier):
+    """Its optimizer scales the gradients where they are computed."""
+
+    def configure_optimizers(self):
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+        return super().configure_optimizers()
+
+
 class Squeezing(nn.Module):
     def forward(self, x):
         return x.squeeze()
@@ -297,6 +306,7 @@ class MeanOfBatch(nn.Module):
         (Classifier(nn.Sequential(RunningMean(), nn.Linear(5, 3))), {}, "a step changes the buffer 'network.0.mean'"),
         (Classifier(nn.Linear(5, 3)), {"accumulate_grad_batches": 2}, "accumulate_grad_batches is set"),
         (Classifier(nn.Linear(5, 3)), {"logger": True}, "logger is set"),
+        (WithHooks(nn.Linear(5, 3)), {}, "configure_optimizers registers hooks of parameters"),
     ],
 )
 def test_what_has_no_gradient_of_a_sample_is_refused(module, arguments, because):

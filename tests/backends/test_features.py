@@ -87,6 +87,24 @@ class CountingBatches(Expert):
         return super().forward(-x if self.batches > 9 else x)
 
 
+class Averaging(nn.Linear):
+    """Keeps a mean of its inputs in every mode, which no output depends on."""
+
+    def __init__(self):
+        super().__init__(5, 6)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x)
+
+
+class KeepsMean(Expert):
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(Averaging(), nn.Tanh())
+
+
 class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -124,13 +142,15 @@ FEATURES = {
     ),
     "a decision by values": (lambda: mixture(ConstantGate(0), Deciding()), FROZEN, points),
     "a decision by attributes": (lambda: mixture(ConstantGate(0), CountingBatches()), FROZEN, points),
+    "a mean in every mode": (lambda: mixture(ConstantGate(0), KeepsMean()), FROZEN, points),
     "augmentation": (convolutions, FROZEN, lambda: images([RandomCrop()])),
     "no gradients in eval mode": (lambda: mixture(LinearGate(5), LikeCudnn()), SpecialistMixture(), points),
 }
 
 
 @pytest.mark.few(
-    "a gate of features", "a part that computes more than its own", "a decision by values", "a decision by attributes"
+    *("a gate of features", "a part that computes more than its own", "a decision by values"),
+    *("a decision by attributes", "a mean in every mode"),
 )
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_give_what_computing_them_in_every_step_gives(name):

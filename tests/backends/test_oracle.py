@@ -48,6 +48,7 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "optimizer, pre hook": Case(optimizer="pre hook"),
     "optimizer, replaced step": Case(optimizer="replaced step"),
     "optimizer, some parameters": Case(optimizer="some parameters", setting="clip by norm"),
+    "optimizer, hooks of parameters": Case(optimizer="hooks of parameters"),
     "optimizer, scheduler": Case(scheduler="touches parameters"),
     "random numbers, Python": Case("python random", seed=4),
     "random numbers, NumPy": Case("numpy random"),
@@ -65,6 +66,7 @@ POINTS = {  # ways to a silently wrong result, by the kind of shortcut that was 
     "protocol, LBFGS": Case(optimizer="LBFGS"),
     "protocol, SAM": Case(optimizer="SAM"),
     "protocol, any arguments": Case(optimizer="any arguments"),
+    "protocol, without gradients": Case(optimizer="without gradients"),
     "protocol, configure_optimizers": Case(hook="asks for max_epochs"),
     "protocol, catches Exception": Case(loss="catches Exception"),
     "protocol, None": Case(loss="None for short batches"),
@@ -100,7 +102,10 @@ STACKED = {  # what a stack trains, and does not refuse
     "BatchNorm": Case("BatchNorm", optimizer="AdamW"),
     "batches that cannot be padded": Case(loss="term of the batch"),
     "two groups and a schedule": Case(optimizer="two groups", scheduler="StepLR"),
+    "padded, some parameters": Case("SmallMLP", optimizer="some parameters"),
 }
+# the last client, alone in its stack, has tuned the statistics that its frozen experts normalize by
+STACKED_ALONE = {"BatchNorm, chain": Case("BatchNorm", algorithm="chain", data="large batches", max_epochs=1)}
 FEW_LABELS = {  # batches of which some samples, or all, have no label
     "plain": Case(optimizer="momentum", data="few labels", rounds=2),
     "uniform": Case(optimizer="Adam", algorithm="uniform", data="few labels"),
@@ -131,6 +136,7 @@ BACKENDS = {
     "auto": {"backend": "auto"},
     "TrainerBackend": {"backend": TrainerBackend()},
     "StackedBackend": {"backend": StackedBackend()},
+    "stacks of two": {"backend": StackedBackend(2)},
     "alone": {"backend": TrainerBackend(), "callbacks": [EveryBatch()]},  # a Trainer per client
     "workers": {"backend": TwoInThisProcess()},
     "two processes": {"devices": 2},
@@ -187,7 +193,13 @@ def test_a_backend_gives_what_plain_trainers_give(case, backend, tmp_path):
     check(case, backend, tmp_path)
 
 
-@pytest.mark.parametrize(("case", "backend"), repeated(STACKED, "StackedBackend", "auto", fast=["StackedBackend"]))
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *repeated(STACKED, "StackedBackend", "auto", fast=["StackedBackend"]),
+        *repeated(STACKED_ALONE, "stacks of two", fast=["stacks of two"]),
+    ],
+)
 def test_plain_clients_are_stacked(case, backend, tmp_path):
     assert not check(case, backend, tmp_path), "a stack can train it"
     before = case.make()[0].state_dict()

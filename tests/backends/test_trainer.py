@@ -228,6 +228,46 @@ def _scale_gradients(module, factor):
         parameter.grad.mul_(factor)
 
 
+class HasItsLoss(FedAvg):
+    """Its last hook calls the loss that the client's module has then."""
+
+    def client_final(self, client, constants):
+        (batch,) = client.datamodule.batches(client.samples, batch_size=len(client.samples))
+        state = {"loss/loss": client.module.loss(batch)[0].detach()}
+        return replace(super().client_final(client, constants), state=state)
+
+
+def test_the_loss_that_one_module_was_given_is_used_and_stays():
+    results = []
+    for callbacks in (None, [EveryBatch()]):
+        module = mixture(LinearGate(5))
+        module.loss = MethodType(_half_loss, module)
+        training = local_training(module, HasItsLoss(), blobs((8, 4)), callbacks=callbacks)
+        assert needs_every_batch(training) is None or callbacks
+        update, kept = train(TrainerBackend(), training)
+        results.append({**update.sent, **{str(client): tree["loss/loss"] for client, tree in kept.items()}})
+    assert_same_bits(*results)
+    whole = train(TrainerBackend(), local_training(mixture(LinearGate(5)), FedAvg(), blobs((8, 4))))[0].sent
+    assert not torch.equal(whole["gate.linear.weight"], results[0]["gate.linear.weight"])
+
+
+def _half_loss(module, batch):
+    loss, values = PersonalizedMoE.loss(module, batch)
+    return loss / 2, values
+
+
+class WithoutClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step()
+
+
+@pytest.mark.parametrize("callbacks", [None, [EveryBatch()]])
+def test_an_optimizer_that_does_not_call_its_closure_is_refused_with_any_trainer(callbacks):
+    module = mixture(LinearGate(5), optimizer=partial(WithoutClosure, lr=0.1))
+    with pytest.raises(MisconfigurationException, match="closure"):
+        train(TrainerBackend(), local_training(module, FedAvg(), blobs((4, 4)), callbacks=callbacks))
+
+
 class TwoLayers(LightningModule):
     """A user's own module, whose first layer the test freezes."""
 
@@ -319,7 +359,14 @@ def fails_otherwise(trainer):
         raise ValueError from None
 
 
-ASKING = [attrgetter("estimated_stepping_batches"), attrgetter("num_training_batches"), fails_otherwise]
+def stops(trainer):
+    """Ends the training after the third step."""
+    if trainer.global_step == 2:
+        trainer.should_stop = True
+    return 10
+
+
+ASKING = [attrgetter("estimated_stepping_batches"), attrgetter("num_training_batches"), fails_otherwise, stops]
 
 
 @pytest.mark.parametrize("ask", ASKING)
@@ -333,6 +380,40 @@ def test_a_loss_that_reads_what_only_its_own_trainer_knows_gets_one(ask, served)
     assert len(served) == 1
     assert_same_bits(*sent)
     assert not torch.equal(sent[0]["gate.linear.weight"], mixture(LinearGate(5)).gate.linear.weight)
+
+
+class LooksBack(FedAvg):
+    """Keeps what a client's module says of its training when it has ended."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.ask, self.seen = ask, {}
+
+    def client_final(self, client, constants):
+        self.seen[client.id] = self.ask(client.module)
+        return super().client_final(client, constants)
+
+
+def batches_or_none(module):
+    """The number of batches, if whatever refuses to tell it is no error."""
+    try:
+        return module.trainer.num_training_batches
+    except Exception:
+        return None
+
+
+LOOKING_BACK = [attrgetter("global_step", "current_epoch"), attrgetter("trainer.num_training_batches"), batches_or_none]
+
+
+@pytest.mark.parametrize("ask", LOOKING_BACK)
+def test_after_its_training_a_module_says_what_its_own_trainer_would_have_said(ask):
+    seen = []
+    for backend, callbacks in ((TrainerBackend(), [EveryBatch()]), (TrainerBackend(), None), (StackedBackend(), None)):
+        training = local_training(mixture(), LooksBack(ask), blobs((9, 4, 2)), 3, callbacks=callbacks)
+        train(backend, training)
+        seen.append(training.algorithm.seen)
+    assert seen[0] == seen[1] == seen[2] and seen[0].keys() == {0, 1, 2}
+    assert ask is not LOOKING_BACK[0] or seen[0] == {0: (9, 3), 1: (3, 3), 2: (3, 3)}
 
 
 class SendsViews(FedAvg):

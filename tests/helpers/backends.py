@@ -62,6 +62,7 @@ def local_training(module, algorithm, datamodule, max_epochs=2, rounds=1, **trai
         trainer={**LEAN_TRAINER, "max_epochs": max_epochs, "accelerator": "cpu", **trainer},
         batch_size=None,
         seed=0,
+        participants=range(datamodule.num_clients),
         rounds=rounds,
     )
 

@@ -401,6 +401,30 @@ class SAM(SGD):
         return loss
 
 
+class WithoutGradients(SGD):
+    """Its whole step is under ``no_grad``, the closure's computation of the gradients included."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+def hooked(parameters, lr):
+    """Doubles the gradients where they are computed, twice."""
+    parameters = [*parameters]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: 2 * gradient)
+            parameter.register_post_accumulate_grad_hook(double_gradient)
+    return SGD(parameters, lr=lr)
+
+
+def double_gradient(parameter):
+    parameter.grad.mul_(2)
+
+
 def changed(change):
     def make(parameters, lr):
         optimizer = SGD(parameters, lr=lr)
@@ -428,6 +452,8 @@ OPTIMIZERS = {
     "SAM": SAM,
     "LBFGS": partial(torch.optim.LBFGS, max_iter=2),
     "some parameters": lambda parameters, lr: SGD([*parameters][:2], lr=lr),
+    "without gradients": WithoutGradients,
+    "hooks of parameters": hooked,
 }
 
 
@@ -557,6 +583,7 @@ DATA = {
 }
 UNLABELLED = {"few labels": ((12, 14, 17), 3)}
 NOT_DRAWN = {*MORE_NETS, "small term of the batch", "some parameters", "clip by value in capitals"}  # came later
+NOT_DRAWN |= {"without gradients", "hooks of parameters"}
 
 
 def build(net="mlp", loss="", optimizer="", scheduler="", hook="", is_mixture=True, dtype=torch.float64):

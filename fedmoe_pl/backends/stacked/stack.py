@@ -154,6 +154,8 @@ class Stack(Learner):
             gradients = plain_gradients(training, module, first, self.data.first_share(slice(1)), trainable)
             used = [name for name in trainable if gradients[name] is not None]
             self.pads = ignores_padding(training, module, first, self.data, used)
+        # what is not stacked is read from the module, whose buffers are the old ones again; a trial may have left noise
+        load_tree(module, first.state)
         optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
         assert optimizer is not None, "try_to_stack has refused it"
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}

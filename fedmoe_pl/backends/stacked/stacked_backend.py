@@ -13,7 +13,7 @@ from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.local_client import end_client, trainable_names
-from fedmoe_pl.backends.loop import in_one_step
+from fedmoe_pl.backends.loop import EndedTraining, in_one_step, needs_trainer
 from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.stack import make_stack
 from fedmoe_pl.backends.stacked.trial import NotStackable, try_to_stack
@@ -110,6 +110,8 @@ class StackedPlan(Plan):
         for member in members:
             if member.client.id not in results:
                 results[member.client.id] = guarded(partial(_end, training, member), seconds)
+                if needs_trainer(results[member.client.id]):
+                    stopped.append(member.client.id)
         return results, stopped
 
 
@@ -120,5 +122,8 @@ def _fit(training: LocalTraining, members: list[Member], round: int) -> None:
 
 
 def _end(training: LocalTraining, member: Member) -> Update:
-    load_tree(member.client.module, member.state)
-    return end_client(training, member.client, member.constants)
+    client = member.client
+    load_tree(client.module, member.state)
+    epochs = client.steps // max(len(member.batches), 1)
+    with EndedTraining(client, epochs).attached(client.module):
+        return end_client(training, client, member.constants)

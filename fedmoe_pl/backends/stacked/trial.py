@@ -26,6 +26,7 @@ from fedmoe_pl.backends.stacked.members import Member, StackedShare, begin_membe
 from fedmoe_pl.backends.stacked.stack import Stack, make_stack, with_noise
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data.arrays import NO_LABEL
+from fedmoe_pl.models.copies import has_hooks
 from fedmoe_pl.models.layers import has_own_train
 from fedmoe_pl.trees import copy_module, loads_by_itself, names_of_same_tensors, same_bits
 
@@ -91,6 +92,8 @@ def check_without_trial(training: LocalTraining) -> None:
     for stepping in filter(None, (optimizer, scheduler)):
         if changes_steps(stepping):
             raise NotStackable(f"the steps of {type(stepping).__name__} call hooks or methods of your own")
+    if any(map(has_hooks, training.module.parameters())):
+        raise NotStackable("configure_optimizers registers hooks of parameters")
     if has_own_train(training.module):
         raise NotStackable("a part of the model has a train method of its own")
     if loads_by_itself(training.module):
@@ -159,7 +162,7 @@ def _try_stack(
 
 
 def _reads_trainer(trainer: NoTrainer) -> NotStackable:
-    return NotStackable(f"the loss reads {trainer.asked[0]} of its Trainer")
+    return NotStackable(f"the loss reads or sets {trainer.asked[0]} of its Trainer")
 
 
 def _compare(stack: Stack, share: StackedShare, alone: list[dict[str, Any]]) -> None:
