@@ -83,6 +83,7 @@ def seconds_of_step(
         device=torch.device("cuda", 0) if accelerator == "gpu" else torch.device("cpu"),
         batch_size=None,
         seed=0,
+        participants=range(CLIENTS),
         rounds=2,
         sample_privacy=privacy,
     )

@@ -77,7 +77,7 @@ OTHER_PARSERS = {
 """What makes the parsers of the commands that are not methods of Federation."""
 # arguments of commands, which are no part of the configuration that a run's folder has
 _OF_COMMANDS = (
-    *("ckpt_path", "allow_changes", "method", "client", "format", "output"),
+    *("ckpt_path", "allow_changes", "rounds", "method", "client", "format", "output"),
     *("num_clients", "address", "keys", "insecure"),
 )
 

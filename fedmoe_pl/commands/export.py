@@ -50,8 +50,8 @@ def write_lightning(run: Run, method: str, paths: Mapping[int, Path]) -> list[Pa
     """Writes the models of clients as checkpoints of Lightning; one for all if several have the same model.
 
     The arguments of PyTorch's and this package's modules are known, and those of all classes and functions that a
-    configuration names; of your own classes in Python, what they gave to ``save_hyperparameters()``. Pass others to
-    ``load_from_checkpoint``.
+    configuration names; of your own classes in Python, the numbers, texts, functions and modules that they gave to
+    ``save_hyperparameters()``. Pass others to ``load_from_checkpoint``.
     """
     phase, evaluation_point = run.phase_and_point(method)
     training, state, clients = run.training(phase), run.states[phase.name], [*paths]

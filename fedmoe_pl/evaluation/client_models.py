@@ -36,11 +36,13 @@ def evaluate_clients(
     """Evaluates the model that each client would use now, made of the tensors that the server sends and of its own.
 
     Clients that receive the same tensors and keep none have the same model, which is evaluated once, on the samples of
-    all of them. Only validation samples that opt in count.
+    all of them, unless the algorithm has a ``predictor`` or a ``validation_loss``. Only validation samples that opt in
+    count.
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
     with_predictor = training.algorithm.predictor is not None
-    alone = [*clients] if with_predictor else _with_own_model(training, kept, clients, evaluation_point)
+    with_hook = with_predictor or training.algorithm.validation_loss is not None
+    alone = [*clients] if with_hook else _with_own_model(training, kept, clients, evaluation_point)
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
     job = partial(_evaluate_groups, round=round, evaluation_point=evaluation_point)

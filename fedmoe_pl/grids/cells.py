@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, finished_path, run_versions
-from fedmoe_pl.checkpoints.configuration import relevant
+from fedmoe_pl.checkpoints.configuration import as_text, relevant
 from fedmoe_pl.checks import InvalidArgumentError, is_file_name
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
@@ -70,6 +70,7 @@ def make_cells(grid: Grid, configured: Configured) -> list[Cell]:
 def _cells_of(grid: Grid, where: dict[str, Any], configured: Configured) -> list[Cell]:
     """The cells with these values, one for each seed."""
     configuration = configuration_of(grid, where, configured)
+    check_used("benchmark", "values", grid.values, configuration)
     shown = _shown(grid, configuration["federation"]["phases"])
     cells = [_cell(grid, where, seed, configuration, shown) for seed in grid.values.get(SEED, [configuration[SEED]])]
     if all(finished_run(cell) or cut_run(cell) for cell in cells):
@@ -102,6 +103,15 @@ def configuration_of(grid: Grid, where: Mapping[str, Any], configured: Configure
     phases = [phase for phase in configuration["federation"]["phases"] if phase["name"] in needed]
     configuration["federation"]["phases"] = phases
     return configuration
+
+
+def check_used(command: str, argument: str, keys: Iterable[str], configuration: dict[str, Any]) -> None:
+    """Refuses keys of phases that are left out, because their values would change nothing."""
+    names = [*_phases(configuration)]
+    for key in keys:
+        if key.startswith(_PHASES) and not key.startswith(tuple(f"{_PHASES}{name}." for name in names)):
+            allowed = f"a key of a phase that is run: {', '.join(names)}"
+            raise InvalidArgumentError(command, argument, key, allowed)
 
 
 def is_row_of(row: str | None, phase: str) -> bool:
@@ -156,13 +166,12 @@ def _name(grid: Grid, where: Mapping[str, Any]) -> str:
 def finished_run(cell: Cell) -> Path | None:
     """The folder of the newest finished run of a cell, which may have more phases; None if there is none."""
     wanted = _phases(cell.configuration)
-    names = [phase["name"] for phase in wanted]
     for folder, configuration in _runs(cell):
         # among more phases, one without a `start` may start from another one
-        same = all(phase in _phases(configuration) for phase in wanted) and all(
-            phases_behind(name, configuration) == phases_behind(name, cell.configuration) for name in names
+        same = wanted.items() <= _phases(configuration).items() and all(
+            phases_behind(name, configuration) == phases_behind(name, cell.configuration) for name in wanted
         )
-        if same and all(finished_path(folder / FILE, name).is_file() for name in names):
+        if same and all(finished_path(folder / FILE, name).is_file() for name in wanted):
             return folder
     return None
 
@@ -170,7 +179,7 @@ def finished_run(cell: Cell) -> Path | None:
 def cut_run(cell: Cell) -> Path | None:
     """The checkpoint with which the newest run of a cell goes on; None if there is none."""
     for folder, configuration in _runs(cell):
-        path, same = folder / FILE, _phases(configuration) == _phases(cell.configuration)
+        path, same = folder / FILE, [*_phases(configuration).items()] == [*_phases(cell.configuration).items()]
         if same and (path.is_file() or path.with_name(PREVIOUS).is_file()):
             return path
     return None
@@ -203,11 +212,13 @@ def _runs(cell: Cell) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path.parent, configuration
 
 
-def _compared(configuration: dict[str, Any]) -> dict[str, Any]:
+def _compared(configuration: dict[str, Any]) -> str:
     compared = relevant(configuration, of_two_runs=True)
     federation = {name: value for name, value in compared["federation"].items() if name != "phases"}
-    return {**compared, "federation": federation, SEED: configuration[SEED]}  # a run compares the seed by itself
+    # a run compares the seed by itself
+    return as_text({**compared, "federation": federation, SEED: configuration[SEED]})
 
 
-def _phases(configuration: dict[str, Any]) -> list[dict[str, Any]]:
-    return configuration["federation"]["phases"]
+def _phases(configuration: dict[str, Any]) -> dict[str, str]:
+    """The phases by name, in their order, as texts to compare."""
+    return {phase["name"]: as_text(phase) for phase in configuration["federation"]["phases"]}

@@ -134,7 +134,7 @@ def _start(title: str, cell: Cell, slot: int, parallel: int) -> _Process:
     """Starts or continues the run of a cell."""
     path = cell.folder / "config.yaml"
     _write(path, yaml.safe_dump(cell.configuration, sort_keys=False))
-    checkpoint, device = cut_run(cell), _gpu(cell, slot)
+    checkpoint, device = cut_run(cell), _gpu(cell, slot) if parallel > 1 else None  # one run at a time has them all
     environment = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     cores = cores_of_process()
     # or runs would start more worker processes than there are cores

@@ -18,6 +18,7 @@ from optuna.pruners import BasePruner
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
+from fedmoe_pl.checkpoints.configuration import as_text
 from fedmoe_pl.checkpoints.files import write_file
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
@@ -25,7 +26,7 @@ from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.evaluation.results import ACCURACIES
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.benchmark import locked, say_how_to_continue
-from fedmoe_pl.grids.cells import Configured, make_cells
+from fedmoe_pl.grids.cells import Configured, check_used, make_cells
 from fedmoe_pl.grids.grid import Grid, Variant
 from fedmoe_pl.grids.processes import run_cells
 from fedmoe_pl.grids.space import distribution_of, ends_of
@@ -131,6 +132,7 @@ def _check_ends(tuning: Tuning, grid: Grid, configured: Configured) -> None:
         cells = make_cells(replace(grid, variants=ends), configured)
     except MisconfigurationException as error:
         raise (error.__cause__ or error) from None
+    check_used("tune", "space", tuning.space, cells[0].configuration)
     for phase in (phase for cell in cells for phase in cell.configuration["federation"]["phases"]):
         monitor = (phase["select"] or {}).get("monitor", _VALIDATION)
         if not monitor.startswith(_VALIDATION):
@@ -142,5 +144,5 @@ def _keep(path: Path, content: dict[str, Any], is_new: bool) -> None:
     text = yaml.safe_dump(content, sort_keys=False)
     if is_new:
         write_file(path, text)
-    elif not path.is_file() or yaml.safe_load(path.read_text()) != yaml.safe_load(text):
+    elif not path.is_file() or as_text(yaml.safe_load(path.read_text())) != as_text(yaml.safe_load(text)):
         raise InvalidArgumentError("tune", "folder", str(path.parent), "another one", f"its {path.name} differs")

@@ -65,7 +65,8 @@ def _work_of_round(
     sizes = datamodule.train_samples.sizes
     largest = max(cohort.participants, key=lambda client: int(sizes[client]))
     samples = datamodule.train_samples[largest]
-    chosen = phase.algorithm.client_samples(Client(largest, 0, seed, module, samples, {}, datamodule))
+    client = Client(largest, 0, seed, module, samples, {}, datamodule, participants=cohort.participants)
+    chosen = phase.algorithm.client_samples(client)
     share = len(chosen) / len(samples) if len(chosen) else 1.0
     samples_of_one = share * sizes[[*cohort.participants]].double().mean().item()
     steps = max(samples_of_one / (phase.train.batch_size or datamodule.batch_size), 1)

@@ -217,7 +217,8 @@ def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int = 0) 
         raise InvalidArgumentError(str(phase), option, "given", "left out", because)
     if phase.train.round_lr_scheduler is not None:
         with tried(f"{phase}: train.round_lr_scheduler cannot be stepped once per round"):
-            may_end = phase.select is not None or overrides(phase.algorithm, "server_final")  # may need fewer rounds
+            # it may need fewer rounds
+            may_end = (phase.select and phase.select.patience) or overrides(phase.algorithm, "server_final")
             learning_rates(module, phase.train.round_lr_scheduler, min(1 if may_end else _MOST_STEPS, phase.rounds - 1))
 
 

@@ -36,7 +36,7 @@ from fedmoe_pl.models.layers import has_batch_norm
 from fedmoe_pl.models.mixtures.tasks import IGNORED
 from fedmoe_pl.phases.participation import cohort_of, cohort_size
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.phases.starts import chain_of_starts, check_start, sources, warn_of_computed_parts
+from fedmoe_pl.phases.starts import chain_of_starts, check_start, warn_of_computed_parts
 from fedmoe_pl.rounds.fit import shared_by
 from fedmoe_pl.rounds.given_result import ReadResult, check_evaluation_points
 from fedmoe_pl.rounds.run import Run
@@ -65,6 +65,7 @@ from fedmoe_pl.trees import Tree, of_algorithm, same_memory
 
 _NEEDS: dict[Need, str] = {
     "all_clients": "all clients in every round",
+    "every_client": "every client to take part",
     "validation_samples": "validation samples of clients",
     "validation_samples_of_each": "validation samples of every client",
     "classes": "a class for each sample",
@@ -106,7 +107,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
-        _check_dropout(run, phase, by_name)
+        _check_made_alone(run, phase)
         check_needs(run, phase, module)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module, run.identity)
@@ -137,13 +138,21 @@ def check_run(run: Run, read_result: ReadResult) -> None:
             check_evaluation_points(phase, state)
 
 
-def _check_dropout(run: Run, phase: Phase, by_name: Mapping[str, Phase]) -> None:
-    """Refuses to start from models that clients make in training, because clients that drop out would have none."""
-    for _, name in sources(run.starts[phase.name]):
-        before = by_name[name]
-        if run.failures.dropout and not before.aggregates and chooses_model(before.algorithm) and not before.ckpt_path:
-            because = f"{phase} starts from '{name}', whose models clients make in their training alone"
+def _check_made_alone(run: Run, phase: Phase) -> None:
+    """Refuses to start from models that clients make in training where some clients of the phase would have none.
+
+    These are clients that may drop out, and those that ``clients`` of the earlier phase leaves out.
+    """
+    participants = cohort_of(phase, run.datamodule.num_clients, run.seed).participants
+    for before in run.phases_before(phase):
+        if before.aggregates or not chooses_model(before.algorithm) or before.ckpt_path:
+            continue
+        because = f"{phase} starts from '{before.name}', whose models clients make in their training alone"
+        if run.failures.dropout:
             raise InvalidArgumentError("Federation", "failures.dropout", run.failures.dropout, "0", because)
+        if before.clients is not None and not {*participants} <= {*before.clients}:
+            allowed = f"left out, or a list of all clients that take part in '{phase.name}'"
+            raise InvalidArgumentError(str(before), "clients", before.clients, allowed, because)
 
 
 def _check_selection(run: Run, phase: Phase) -> None:
@@ -193,6 +202,10 @@ def check_needs(run: Run, phase: Phase, module: LightningModule) -> None:
     trains_gate = not (gate is None or isinstance(gate, FixedGate) or getattr(algorithm, "expert", None) == "")
     lacking: dict[Need, tuple[bool, tuple[object, str, Any, str]]] = {
         "all_clients": (number < datamodule.num_clients, (owner, "clients_per_round", size, "left out")),
+        "every_client": (
+            phase.clients is not None and not {*range(datamodule.num_clients)} <= {*phase.clients},
+            (owner, "clients", phase.clients, "left out"),
+        ),
         "validation_samples": (
             # a client of a deployed federation does not know what the others have; the server does
             not (len(datamodule.validation_samples.indices) or isinstance(datamodule.partitioner, AllToOne)),
@@ -422,7 +435,8 @@ def check_aggregation(
         server = algorithm.server_init(module)
         shared = shared_by(algorithm, server)
         idle = [name for name, _ in module.named_parameters() if name in shared and name not in trained]
-        only_averages, hooks = averages(algorithm) and not of_algorithm(server), sends_more(algorithm, server)
+        only_averages = averages(algorithm) and not (of_algorithm(server) or algorithm.messages.changes)
+        hooks = sends_more(algorithm, server)
         if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
             because = f"what {name} combines is not the mean of parameters"
         elif is_private and hooks:

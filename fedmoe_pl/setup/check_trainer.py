@@ -175,7 +175,10 @@ def samples_of_clients(run: Run, phase: Phase, module: LightningModule) -> dict[
     """The samples on which each participant that has any trains in the first round; refuses what are no indices."""
     data, algorithm, seed = run.datamodule, phase.algorithm, run.seed
     participants = cohort_of(phase, data.num_clients, seed).participants
-    clients = [Client(client, 0, seed, module, data.train_samples[client], {}, data) for client in participants]
+    clients = [
+        Client(client, 0, seed, module, data.train_samples[client], {}, data, participants=participants)
+        for client in participants
+    ]
     # on the machine of a deployed federation's client, the others have none
     chosen: dict[int, Any] = {each.id: algorithm.client_samples(each) for each in clients if len(each.samples)}
     for each in chosen.values():

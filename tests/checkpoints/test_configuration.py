@@ -115,6 +115,24 @@ def test_the_rounds_of_a_phase_that_has_ended_early_do_not_change(tmp_path):
 
 
 @pytest.mark.slow
+class Reset(FedAvg):
+    """Its result is a model of zeros."""
+
+    def server_final(self, server, is_last):
+        return {name: torch.zeros_like(tensor) for name, tensor in server.items()} if is_last else None
+
+
+def test_a_phase_ends_with_the_rounds_that_it_has_had_as_one_that_began_with_so_many(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, phases(Reset(SHARED)), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
+    shorter, whole = (federation(tmp_path / name, phases(Reset(SHARED), rounds=2)) for name in ("", "whole"))
+    shorter.fit(model(), data(), ckpt_path="last")
+    whole.fit(model(), data())
+    assert not any(tensor.any() for tensor in whole.run.states["FedAvg"].server.values())
+    assert_same(shorter.run.states["FedAvg"].server, whole.run.states["FedAvg"].server)
+    assert (shorter.run_dir / "summary.csv").read_bytes() == (whole.run_dir / "summary.csv").read_bytes()
+
+
 def test_harmless_changes_are_accepted_and_change_no_bit(tmp_path):
     later = [*phases()[:2], Phase("later", FedAvg(SHARED), rounds=2, start="initial", gate=ConstantGate(0.5))]
     whole = federation(tmp_path / "whole", [*later, Phase("new", Local())])
@@ -235,6 +253,14 @@ def test_a_value_of_any_kind_is_told_from_another(values, tmp_path):
     assert changes(one, same, []) == []
     (change,) = changes(one, other, [])
     assert change.key.startswith("model.global_expert.extractor.2.value")
+
+
+def test_one_client_is_not_all_of_them(tmp_path):
+    one, all_of_them = (
+        configuration(federation(tmp_path, [Phase("FedAvg", FedAvg(), clients_per_round=number)]), model(), data())
+        for number in (1, 1.0)
+    )
+    assert [*map(str, changes(one, all_of_them, ["FedAvg"]))] == ["phases.FedAvg.clients_per_round was 1, now 1.0"]
 
 
 def test_a_layer_that_is_called_a_second_time_is_a_change(tmp_path):

@@ -69,6 +69,16 @@ def test_copies_of_a_module_share_the_command_line_s_optimizer_factory(quickstar
     assert copy.deepcopy(module).optimizer is not module.optimizer, "nothing to guard against any more"
 
 
+def test_every_command_takes_the_configuration_in_a_run_s_folder_also_of_new_clients(quickstart, tmp_path, capsys):
+    quickstart["federation"] |= {"phases": quickstart["federation"]["phases"][1:2], "logger": False}
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(quickstart))
+    for command in (["fit"], ["personalize", "--rounds", "1"]):
+        main([*command, "--config", str(tmp_path / "one.yaml")])
+    (path,) = tmp_path.glob("**/new_clients/version_0/config.yaml")
+    main(["partition", "--config", str(path)])
+    assert "Picture: " in capsys.readouterr().out
+
+
 REFUSED = {  # at every moment of a command: while it is parsed, made, set up and started
     "data.init_args.partitioner.init_args.alpha is -1.0, but must be a finite number above 0.": (
         ["--data.init_args.partitioner.init_args.alpha", "-1"]

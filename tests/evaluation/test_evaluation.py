@@ -215,6 +215,25 @@ def test_the_validation_loss_of_a_user_s_own_module_is_the_mean_cross_entropy():
         assert evaluation.validation_loss == pytest.approx(expected.item(), rel=1e-12)
 
 
+def test_the_validation_loss_is_the_algorithm_s_own_also_for_clients_that_share_a_model():
+    class Brier(FedAvg):
+        def validation_loss(self, module, batch, constants):
+            x, y = batch
+            return (module(x).softmax(1) - torch.nn.functional.one_hot(y, 3)).square().sum(1).mean()
+
+    datamodule, module = blobs((17, 30, 1), validation_fraction=0.2), mixture(GlobalOnly()).eval()
+    server = another_model(9, module)
+    found, plain = (evaluated(mixture(GlobalOnly()), datamodule, each, server) for each in (Brier(), FedAvg()))
+    load_tree(module, server)
+    for client, evaluation in enumerate(found):
+        samples, loss = datamodule.validation_samples[client], math.nan
+        if len(samples):
+            p, classes = module(datamodule.x[samples]).softmax(1), datamodule.y[samples][:, None]
+            loss = (p.square().sum(1) - 2 * p.gather(1, classes)[:, 0] + 1).mean().item()
+        assert evaluation.validation_loss == pytest.approx(loss, rel=1e-12, nan_ok=True)
+        assert repr(replace(evaluation, validation_loss=0.0)) == repr(replace(plain[client], validation_loss=0.0))
+
+
 def test_the_validation_loss_of_a_mixture_with_a_loss_of_its_own_is_that_of_its_samples_together():
     own = torch.nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64), label_smoothing=0.1)
     datamodule = blobs((17, 30), validation_fraction=0.2)

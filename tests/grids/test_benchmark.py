@@ -212,6 +212,10 @@ def test_a_run_of_more_phases_counts_unless_one_starts_from_another(tmp_path):
     assert is_finished([fedprox, fedavg, tuned], [fedavg, tuned])
     assert not is_finished([fedavg, fedprox, tuned], [fedavg, tuned]), "it starts from FedProx"
     assert is_finished([fedavg, fedprox, of_fedavg], [fedavg, of_fedavg])
+    one, all_of_them = (fedavg | {"clients_per_round": number} for number in (1, 1.0))
+    assert is_finished([one], [one]) and not is_finished([one], [all_of_them])
+    (folder / "checkpoints/last.ckpt").touch()
+    assert cut_run(with_phases(one)) and not cut_run(with_phases(all_of_them))
 
 
 def test_one_process_runs_a_grid(pretend, tmp_path, capsys):

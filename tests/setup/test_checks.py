@@ -115,6 +115,10 @@ TRIED = [
     (f"{BY_ROUND}: ReduceLROnPlateau needs a metric", {"train": Train(round_lr_scheduler=ReduceLROnPlateau)}),
     (f"{BY_ROUND}: list index", {"train": Train(round_lr_scheduler=ONE_RATE), "rounds": 2}),
     (f"{BY_ROUND}: Tried to step 3 times", {"train": Train(round_lr_scheduler=TWO_STEPS), "rounds": 4}),
+    (
+        f"{BY_ROUND}: Tried to step 3 times",
+        {"train": Train(round_lr_scheduler=TWO_STEPS), "rounds": 4, "select": Select("global_test")},
+    ),
     (f"{BY_EPOCH}: integer ", {"train": Train(lr_scheduler=partial(StepLR, step_size=0), max_epochs=1)}),
     (f"{BY_EPOCH}: Tried to step 3 times", {"train": Train(lr_scheduler=TWO_STEPS, max_epochs=3)}),
     (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
@@ -329,6 +333,7 @@ AVERAGED = Train(trainer={"callbacks": StochasticWeightAveraging(0.1)})
 EACH_BATCH = "step_of_each_batch"
 MISSING = [
     ("all_clients", "clients_per_round", {"clients_per_round": 2}),
+    ("every_client", "clients", {"clients": [0, 2]}),
     ("validation_samples", "validation_fraction", {}),
     ("validation_samples_of_each", "validation_fraction", {}, mixture, ONE_VALIDATES),
     (EACH_BATCH, "train.trainer.accumulate_grad_batches", {"train": Train(trainer={"accumulate_grad_batches": 2})}),
