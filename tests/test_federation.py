@@ -119,7 +119,7 @@ OF_ANOTHER_KIND = {
     "aggregation is 'median', but must be": lambda: Phase("A", FedAvg(), aggregation="median"),
     "global_expert is the class Linear, but must be a Module": lambda: PersonalizedMoE(nn.Linear),
     "local_expert is 'Linear', but must be": lambda: PersonalizedMoE(nn.Linear(5, 3), local_expert="Linear"),
-    "gate is 'LinearGate', but must be a Module, such as": lambda: PersonalizedMoE(nn.Linear(5, 3), gate="LinearGate"),
+    "gate is 'LinearGate', but must be a Gate, such as": lambda: PersonalizedMoE(nn.Linear(5, 3), gate="LinearGate"),
     "indices is 3, but must be lists": lambda: PredefinedIndices(3),
 }
 

@@ -9,6 +9,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
 from pydoc import locate
 from typing import Any
 
@@ -19,11 +22,14 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedmoe_pl.checks import InvalidArgumentError, with_article
+from fedmoe_pl.data.map_style import tensors_of
+from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.seeds import seeded
 
 _CONFIGURED = "_configured"  # attribute of a module with the node of the configuration that it was made from
-_NUMBERS = (bool, int, float, str)
-_PLAIN = (type(None), *_NUMBERS, Tensor)
+_NUMBERS = (type(None), bool, int, float, str)
+_PLAIN = (*_NUMBERS, Tensor)
+_COMPARED = (*_NUMBERS, Enum, PurePath, torch.dtype, torch.device)
 _NOT_KEPT = ("device", "dtype", "size_average", "reduce", "min_value", "max_value")  # by torch's modules
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # nor what Identity takes and ignores
 
@@ -113,13 +119,15 @@ def _check_made_again(module: nn.Module, node: dict[str, Any]) -> None:
         return
     if isinstance(getattr(module, "classifier", None), nn.Identity):  # in place of one that a mixture does not use
         made.classifier = nn.Identity()
+    if isinstance(module, FixedGate) and isinstance(made, FixedGate):
+        made.fit_to(len(module.weights))  # as the mixture did
     is_sized_later = any(isinstance(part, LazyModuleMixin) for part in made.modules()) or not _tensors(made)
     if not (is_sized_later and _tensors(module)) and differ(module, made):
         raise UndescribedError
 
 
 def differ(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules differ in their tensors' names, parts, hooks, or attributes that are numbers or strings."""
+    """Whether two modules differ in their tensors' names, parts, hooks, or attributes, see :func:`_comparable`."""
     parts, others = (dict(each.named_modules(remove_duplicate=False)) for each in (one, other))
     if _tensors(one) != _tensors(other) or parts.keys() != others.keys():
         return True
@@ -136,7 +144,8 @@ def _part_differs(one: nn.Module, other: nn.Module) -> bool:
         return True
     names = [name for name in vars(one).keys() & vars(other).keys() if name != "training" and name[0] != "_"]
     pairs = [(vars(one)[name], vars(other)[name]) for name in names]
-    return any(_is_plain(a) and _is_plain(b) and a != b for a, b in pairs)
+    # a step may have left a tensor where there was None
+    return any(not tensors_of(pair) and _comparable(pair[0]) != _comparable(pair[1]) for pair in pairs)
 
 
 def _hooks(module: nn.Module) -> int:
@@ -145,8 +154,19 @@ def _hooks(module: nn.Module) -> int:
     return len([hook for hook in hooks if not getattr(hook, "__module__", "").startswith("fedmoe_pl.")])
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in _NUMBERS or (type(value) is tuple and all(map(_is_plain, value)))
+def _comparable(value: Any) -> Any:
+    """By what attributes are compared: plain values as they are, functions by their code, other objects by class."""
+    if isinstance(value, _COMPARED):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_comparable(part) for part in value]
+    if isinstance(value, Mapping):
+        return {name: _comparable(part) for name, part in value.items()}
+    if isinstance(value, partial):
+        return [_comparable(part) for part in (value.func, value.args, value.keywords)]
+    if inspect.isroutine(value):  # a constructor may make another one, of the same code, for each module
+        return value.__name__, getattr(value, "__code__", value)
+    return _class_path(value if isinstance(value, type) else type(value))
 
 
 def stand_in(owner: str, argument: str, value: nn.Module) -> Any:

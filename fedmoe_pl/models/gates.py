@@ -1,8 +1,9 @@
 """Gates: for every sample, a gate computes the weights of the experts.
 
 A gate returns weights of shape (B, experts) that are at least 0, add up to 1 and, in eval mode, do not depend on the
-other samples of a batch; mixtures try this before training. Global experts always come first and the local one last,
-whatever the order in a paper: of two experts, index 0 is the global one.
+other samples of a batch. A federation tries this before training; without one, it is tried only if the expert that
+reads the inputs has an ``input_shape``. Global experts always come first and the local one last, whatever the order in
+a paper: of two experts, index 0 is the global one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, check_kind
 from fedmoe_pl.models.inputs import Inputs, batch_size_of, call, first_tensor
 from fedmoe_pl.models.layers import (
     SmallBiasLinear,
@@ -58,6 +59,11 @@ class Gate(nn.Module, ABC):
             return None
         parts = [self] if [*self.parameters(recurse=False)] else map(layer_without_reset, self.children())
         return next(filter(None, parts), None)
+
+
+def check_is_gate(owner: object, gate: Any) -> None:
+    """Refuses what is no gate, such as a bare network; None passes."""
+    check_kind(owner, "gate", gate, Gate, ", such as ConstantGate(0.5), or NetworkGate(network) of a network")
 
 
 class FixedGate(Gate):

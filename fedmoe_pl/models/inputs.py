@@ -89,6 +89,9 @@ def first_tensor(x: Inputs) -> Tensor:
     """The inputs, or of a dict the first tensor with a row for each sample."""
     if isinstance(x, Tensor):
         return x
+    if not isinstance(x, Mapping):
+        given = with_article(type(x).__name__)
+        raise MisconfigurationException(f"Inputs are {given}, but mixtures need a tensor, or a dict of tensors.")
     found = (value for value in x.values() if isinstance(value, Tensor) and value.dim())
     if (tensor := next(found, None)) is None:
         raise MisconfigurationException(f"Inputs with the keys {', '.join(map(str, x))} have no tensor of samples.")

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import nn
 
 from fedmoe_pl.aggregation import Aggregation, SecureAggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint, check_declarations
@@ -173,7 +172,8 @@ class Phase:
         """Checks the arguments, in which numbers of NumPy become those of Python."""
         kinds = {"train": (Train, "a Train"), "select": (Select | None, "a Select or None")}
         kinds |= {"algorithm": (Algorithm, "an Algorithm, such as FedAvg()")}
-        kinds |= {"gate": (nn.Module | None, "a Gate or None"), "aggregation": (Aggregation | None, "an Aggregation")}
+        kinds |= {"gate": (Gate | None, "a Gate, such as NetworkGate(network) of a network, or None")}
+        kinds |= {"aggregation": (Aggregation | None, "an Aggregation")}
         kinds |= {"evaluate": (Evaluate | bool, "an Evaluate, True or False")}
         kinds |= {"secure_aggregation": (SecureAggregation | bool, "a SecureAggregation, True or False")}
         kinds |= {"sample_privacy": (DPSGD | None, "a DPSGD or None")}

@@ -43,7 +43,7 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
             raise InvalidArgumentError(str(phase), key, "given", "left out", because)
         setattr(module, part, copy_module(replacement).to(_dtype(model)) if part == "gate" else replacement)
         if key in module.hparams:  # a gate or mixing that a subclass has saved, and checkpoints therefore have
-            module.hparams[part] = getattr(module, part)
+            module.hparams[key] = getattr(module, key)
         if part == "optimizer":
             module.lr = None
         if key in train and not _uses(module, part):

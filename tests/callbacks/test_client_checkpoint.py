@@ -1,7 +1,10 @@
 """Clients' checkpoints of mixtures and of a user's own modules, from Python and from a configuration."""
 
 import sys
+from collections.abc import Callable
+from enum import Enum
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +17,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE
+from fedmoe_pl import PersonalizedMoE, SparseMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks import ClientCheckpoint
 from fedmoe_pl.checks import InvalidArgumentError, with_article
 from fedmoe_pl.cli import main
 from fedmoe_pl.commands.export import lightning_checkpoint
-from fedmoe_pl.models import ConstantGate, Gate, GlobalOnly, NetworkGate, SmallMLP
+from fedmoe_pl.models import ConstantGate, EqualWeights, Gate, GlobalOnly, NetworkGate, SmallMLP
 from fedmoe_pl.models.description import describe
+from fedmoe_pl.rounds.begin import phase_module
 
 
 class Classifier(LightningModule):
@@ -140,6 +144,117 @@ def test_what_a_subclass_hands_on_is_kept_although_it_saves_its_own_argument_alo
     assert_computes_the_same(loaded, module)
 
 
+class Mode(Enum):
+    FLAT, DEEP = range(2)
+
+
+LAYER = partial(nn.Linear, 5, 3)
+
+
+class OfObjects(PersonalizedMoE):
+    """Its hyperparameters are neither numbers nor texts."""
+
+    def __init__(
+        self,
+        activation: type = nn.ReLU,
+        mode: Mode = Mode.FLAT,
+        folder: Path = Path("a"),
+        make: Callable = LAYER,
+    ):
+        self.save_hyperparameters()
+        super().__init__(nn.Sequential(make(), activation()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("activation", nn.GELU),
+        ("mode", Mode.DEEP),
+        ("folder", Path("b")),
+        ("make", partial(nn.Linear, 5, 3, bias=False)),
+    ],
+)
+def test_a_hyperparameter_that_cannot_be_described_must_be_given(name, value, tmp_path):
+    module = OfObjects(**{name: value})
+    path = written(module, tmp_path / "own.ckpt")
+    with pytest.raises(InvalidArgumentError, match="the checkpoint cannot describe it") as error:
+        OfObjects.load_from_checkpoint(path)
+    assert error.value.argument == name
+    loaded = OfObjects.load_from_checkpoint(path, **{name: value})
+    assert loaded.hparams == module.hparams
+    assert_computes_the_same(loaded, module)
+
+
+def test_the_default_of_a_hyperparameter_need_not_be_given(tmp_path):
+    module = OfObjects()
+    assert_computes_the_same(OfObjects.load_from_checkpoint(written(module, tmp_path / "own.ckpt")), module)
+
+
+def squared_error(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+GATES = {"equal": EqualWeights, "global": GlobalOnly}
+LOSSES = {"squared": squared_error, "absolute": nn.L1Loss()}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
+
+
+class OfWords(PersonalizedMoE):
+    """Makes parts from words, and a rate from another one."""
+
+    def __init__(
+        self, gate: str = "equal", loss: str = "squared", optimizer: str = "sgd", gate_lr: float = 0.5, lr: float = 0.1
+    ):
+        self.save_hyperparameters()
+        parts = {"gate": GATES[gate](), "loss": LOSSES[loss], "gate_lr": 2 * gate_lr}
+        make = partial(OPTIMIZERS[optimizer], lr=lr)
+        super().__init__(nn.Linear(5, 1), optimizer=make, task="regression", **parts)
+
+
+def test_words_from_which_a_subclass_makes_its_parts_are_loaded(tmp_path):
+    module = OfWords("global", "absolute", "adam", 0.25, 0.375)
+    path = written(module, tmp_path / "own.ckpt")
+    loaded = OfWords.load_from_checkpoint(path)
+    assert loaded.hparams == module.hparams
+    assert (type(loaded.gate), type(loaded.criterion), loaded.gate_lr) == (GlobalOnly, nn.L1Loss, 0.5)
+    assert type(loaded.configure_optimizers()) is torch.optim.Adam
+    assert OfWords.load_from_checkpoint(path, optimizer="sgd").hparams["optimizer"] == "sgd"
+    module.gate = ConstantGate(0.25)
+    with pytest.raises(InvalidArgumentError, match="gate is a GlobalOnly, but must be a ConstantGate"):
+        OfWords.load_from_checkpoint(written(module, tmp_path / "own.ckpt"))
+
+
+class OfParts(PersonalizedMoE):
+    """Saves arguments that a phase replaces."""
+
+    def __init__(self, gate: Gate | None = None, mixing: str = "logits"):
+        self.save_hyperparameters()
+        super().__init__(nn.Linear(5, 3), gate=gate, mixing=mixing)
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'gate' is an instance of `nn.Module`")
+@pytest.mark.parametrize("gate", [None, EqualWeights()])
+def test_what_a_phase_has_replaced_is_loaded(gate, tmp_path):
+    module = phase_module(OfParts(gate), phase("p", FedAvg(), gate=ConstantGate(0.25), mixing="probabilities"))
+    loaded = OfParts.load_from_checkpoint(written(module, tmp_path / "own.ckpt"))
+    assert (loaded.gate.weight, loaded.mixing) == (0.25, "probabilities")
+    assert_computes_the_same(loaded, module)
+
+
+class OfExperts(SparseMoE):
+    """Saves the numbers of experts of all clients."""
+
+    def __init__(self, num_experts: int | list[int]):
+        self.save_hyperparameters()
+        super().__init__(nn.Linear(5, 4), nn.Linear(4, 3), num_experts, gate=EqualWeights())
+
+
+def test_a_client_s_number_of_experts_is_loaded(tmp_path):
+    module = OfExperts([3, 2])
+    module.keep_architecture(2)
+    assert_computes_the_same(OfExperts.load_from_checkpoint(written(module, tmp_path / "own.ckpt")), module)
+
+
 class Saving(Expert, HyperparametersMixin):
     """Saves its arguments, with Lightning's way for any class."""
 
@@ -186,6 +301,24 @@ class OwnGate(Gate):
         return torch.tensor([[self.share, 1 - self.share]]).expand(len(x), -1)
 
 
+class OfOwnGate(PersonalizedMoE):
+    """Has a gate of its own by default."""
+
+    def __init__(self, gate: Gate | None = None):
+        self.save_hyperparameters()
+        super().__init__(nn.Linear(5, 3), nn.Sequential(nn.Linear(5, 3)), OwnGate(0.25) if gate is None else gate)
+
+
+@pytest.mark.filterwarnings("ignore:Attribute 'gate' is an instance of `nn.Module`")
+def test_a_gate_of_the_same_class_as_the_default_must_be_given(tmp_path):
+    default, other = OfOwnGate(), OfOwnGate(OwnGate(0.75))
+    assert_computes_the_same(OfOwnGate.load_from_checkpoint(written(default, tmp_path / "own.ckpt")), default)
+    path = written(other, tmp_path / "own.ckpt")
+    with pytest.raises(InvalidArgumentError, match="gate is None, but must be an OwnGate, because the checkpoint"):
+        OfOwnGate.load_from_checkpoint(path)
+    assert_computes_the_same(OfOwnGate.load_from_checkpoint(path, gate=OwnGate(0.75)), other)
+
+
 def absolute_error(outputs, targets):
     return (outputs - targets).abs().mean()
 
@@ -220,10 +353,10 @@ class Scaled(nn.Linear):
 
     def __init__(self):
         super().__init__(5, 3)
-        self.scale = 1.0
+        self.scale, self.offset, self.factors, self.activation = 1.0, None, [1.0, 2.0], F.relu
 
     def forward(self, input):
-        return self.scale * super().forward(input)
+        return self.activation(self.scale * self.factors[0] * super().forward(input) + (self.offset or 0))
 
 
 def changed(expert, change) -> nn.Module:
@@ -240,6 +373,9 @@ CHANGED = {
     "part": lambda: changed(SmallMLP(5, 4, 3), lambda expert: expert.extractor.__setitem__(2, nn.Tanh())),
     "slope": lambda: changed(Saving(features=5), lambda expert: setattr(expert.classifier[0], "negative_slope", 0.3)),
     "attribute": lambda: changed(Scaled(), lambda expert: setattr(expert, "scale", 3.0)),
+    "number in place of None": lambda: changed(Scaled(), lambda expert: setattr(expert, "offset", 1.7)),
+    "function": lambda: changed(Scaled(), lambda expert: setattr(expert, "activation", torch.tanh)),
+    "list": lambda: changed(Scaled(), lambda expert: expert.factors.reverse()),
     "hook": lambda: changed(nn.Linear(5, 3), lambda expert: expert.register_forward_hook(lambda *call: 2 * call[2])),
     "layer called twice": with_a_layer_called_twice,
     "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 3))),
@@ -253,6 +389,33 @@ def test_a_part_that_was_changed_after_it_was_made_must_be_given(change, where, 
     module = PersonalizedMoE(nn.Linear(5, 3) if where == "local_expert" else CHANGED[change](), gate=ConstantGate(0.5))
     module.local_expert = CHANGED[change]()
     assert_must_be_given(module, where, CHANGED[change](), tmp_path)
+
+
+def test_fixed_weights_that_were_changed_must_be_given(tmp_path):
+    module = PersonalizedMoE(nn.Linear(5, 3), gate=EqualWeights())
+    module.gate.weights = [0.25, 0.75]
+    path = written(module, tmp_path / "own.ckpt")
+    with pytest.raises(InvalidArgumentError, match="the checkpoint cannot describe it") as error:
+        PersonalizedMoE.load_from_checkpoint(path)
+    assert error.value.argument == "gate"
+
+
+class Remembering(nn.Linear):
+    """Keeps its last outputs, and a function of its own for each object."""
+
+    def __init__(self):
+        super().__init__(5, 3)
+        self.last, self.activation = None, lambda outputs: outputs.tanh()
+
+    def forward(self, input):
+        self.last = self.activation(super().forward(input))
+        return self.last
+
+
+def test_what_a_step_leaves_in_a_part_is_no_change_of_it(tmp_path):
+    module = PersonalizedMoE(Remembering())
+    module(torch.rand(4, 5))
+    assert_computes_the_same(PersonalizedMoE.load_from_checkpoint(written(module, tmp_path / "own.ckpt")), module)
 
 
 def test_a_description_leaves_the_random_numbers_as_they_are():

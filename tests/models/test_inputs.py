@@ -92,6 +92,7 @@ def test_integers_get_weights_in_the_default_precision() -> None:
         ),
         ((X, X, Y), "A batch is a tuple, but mixtures need pairs of inputs and targets, or dicts."),
         (X, "A batch is a Tensor, but mixtures need pairs of inputs and targets, or dicts."),
+        (((X, X), Y), "Inputs are a tuple, but mixtures need a tensor, or a dict of tensors."),
     ],
 )
 def test_other_batches_are_refused(batch: object, message: str) -> None:

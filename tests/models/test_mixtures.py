@@ -225,14 +225,17 @@ def test_feature_gate_reads_the_global_experts_features():
     assert torch.equal(module.mix(x)[1], weights)
 
 
-@pytest.mark.parametrize("is_given", [False, True])
-def test_without_a_local_expert_of_its_own_it_is_a_copy_of_the_global_one(is_given):
+@pytest.mark.parametrize(
+    "given", [lambda expert: None, lambda expert: expert, lambda expert: [expert, nn.Linear(5, 3)]]
+)
+def test_without_a_local_expert_of_its_own_it_is_a_copy_of_the_global_one(given):
     expert = Expert()
     expert.extractor[1].weight._no_weight_decay = True
-    module = PersonalizedMoE(expert, expert if is_given else None)
-    assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
-    assert module.local_expert.extractor[1].weight._no_weight_decay
-    nn.init.zeros_(module.local_expert.extractor[1].weight)
+    module = PersonalizedMoE(expert, given(expert))
+    local = getattr(module.local_expert, "expert", module.local_expert)  # of a list, the first one
+    assert_same_bits(local.state_dict(), module.global_expert.state_dict())
+    assert local.extractor[1].weight._no_weight_decay
+    nn.init.zeros_(local.extractor[1].weight)
     assert module.global_expert.extractor[1].weight.any()
 
 

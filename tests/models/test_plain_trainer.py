@@ -10,7 +10,7 @@ import yaml
 from helpers import Expert, assert_same_bits, blobs, mixture, run
 from helpers.models import checkpoint, plain_trainer, samples, trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
@@ -203,6 +203,52 @@ def test_a_plain_trainer_logs_what_a_mixture_was_made_with(tmp_path):
     assert logged["gate"]["init_args"] == {"weight": 0.25}
     assert (logged["optimizer"], logged["lr"], logged["momentum"]) == ("SGD", 0.3, 0)
     assert not module.hparams, "checkpoints describe the arguments by themselves"
+
+
+@of_lightning
+@pytest.mark.parametrize("is_of_class", [False, True])
+def test_loggers_show_no_optimizer_that_the_constructor_s_function_may_not_make(is_of_class):
+    class Own(PersonalizedMoE):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    module = (Own if is_of_class else PersonalizedMoE)(SmallMLP(), optimizer=sgd)
+    if not is_of_class:
+        module.configure_optimizers = lambda: torch.optim.Adam(module.parameters())
+    assert module.hparams_initial["mixing"] == "logits"
+    assert not {"optimizer", "lr", "momentum"} & module.hparams_initial.keys()
+
+
+class WithTask(LightningDataModule):
+    def __init__(self, task="digits", lr=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(4, 64), torch.arange(4)), 4)
+
+
+@of_lightning
+def test_a_data_module_may_have_hyperparameters_of_the_names_of_a_mixture_s(tmp_path):
+    plain = trainer(tmp_path, max_epochs=1)
+    plain.loggers = [TensorBoardLogger(tmp_path)]
+    plain.fit(PersonalizedMoE(SmallMLP(), optimizer=sgd), WithTask())
+    logged = yaml.safe_load((tmp_path / "lightning_logs/version_0/hparams.yaml").read_text())
+    assert (logged["task"], logged["lr"], logged["mixing"]) == ("digits", 3, "logits")
+
+
+@of_lightning
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["validate", "test"])
+def test_several_processes_log_the_means_over_the_samples_of_all(call, tmp_path):
+    module = mixture(LinearGate(5), dtype=torch.float32)
+    x, y = samples(8)
+    y[0::2] = -100  # those of the first process
+    y[5] = -100
+    loader, logged = DataLoader(TensorDataset(x, y), batch_size=3), []
+    for several in ({}, {"devices": 2, "strategy": "ddp_fork"}):
+        logged += getattr(trainer(tmp_path, **several), call)(module, loader, verbose=False)
+    assert len(logged[0]) == 3 and logged[1] == pytest.approx(logged[0])
 
 
 @of_lightning

@@ -56,6 +56,13 @@ MIXTURES = [
     ("local_expert", partial(models.PooledMoE, nn.Linear(5, 3), 2)),
     ("in_features", lambda: models.PersonalizedMoE(nn.Linear(5, 3), gate=models.LinearGate(9))(samples()[0])),
     ("gate", lambda: models.PersonalizedMoE(nn.Embedding(5, 3), gate=models.LinearGate(9))(torch.arange(4))),
+    ("gate", partial(models.PersonalizedMoE, Expert(), gate=nn.Linear(5, 2))),
+    ("gate", partial(models.ClusteredMoE, Expert(), 1, gate=nn.Linear(5, 2))),
+    ("gate", partial(models.PooledMoE, Expert(), 2, gate=nn.Linear(5, 2))),
+    ("gate", partial(models.SparseMoE, Embedding(), small_expert(), 2, gate=nn.Linear(6, 2))),
+    ("gate", partial(model, gate=nn.Linear(5, 2))),
+    ("gate", lambda: Phase("p", FedAvg(), gate=nn.Linear(5, 2))),
+    ("loss", lambda: setattr(models.PersonalizedMoE(Expert()), "loss", nn.CrossEntropyLoss())),
     ("top_k", partial(models.PooledMoE, Expert(), 3, top_k=0)),
     ("mixing", replaced(models.PooledMoE(Expert(), 3), mixing="probabilities")),
     ("mixing", replaced(model(), mixing="probabilities")),
@@ -96,6 +103,27 @@ def test_an_argument_is_refused(argument, make):
 @pytest.mark.parametrize(("argument", "arguments"), TASKS)
 def test_what_does_not_fit_the_task_is_refused(argument, arguments):
     assert refused_argument(lambda: models.PersonalizedMoE(Expert(), **arguments)) == argument
+
+
+@pytest.mark.parametrize(
+    ("task", "mixing", "outputs", "targets"),
+    [
+        ("regression", "logits", (4,), (4, 1)),
+        ("regression", "logits", (4, 1), (4, 3)),
+        ("multilabel", "probabilities", (4, 3), (4, 1)),
+        ("multiclass", "probabilities", (3, 3), (3,)),
+    ],
+)
+@pytest.mark.parametrize("loss", [None, half_squared_error])
+def test_outputs_that_a_loss_would_compare_with_several_targets_are_refused(task, mixing, outputs, targets, loss):
+    module = models.PersonalizedMoE(Expert(), task=task, mixing=mixing, loss=loss)
+    assert refused_argument(lambda: module.loss_of(torch.rand(outputs), torch.rand(targets))) == "task"
+
+
+def test_a_function_may_take_the_place_of_the_method_loss():
+    module = models.PersonalizedMoE(Expert())
+    module.loss = lambda batch: (torch.tensor(2.0), {})
+    assert module.loss(None)[0] == 2
 
 
 def test_widths_that_no_shape_of_the_input_tells_are_refused_at_the_first_batch():

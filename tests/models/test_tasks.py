@@ -80,6 +80,28 @@ def test_a_loss_of_tokens_may_have_a_padding_of_its_own():
         assert module.counted(labels) == 3
 
 
+class Focal(nn.Module):
+    """Ignores no class."""
+
+    ignore_index = None
+
+    def forward(self, outputs, targets):
+        return (1 - outputs.softmax(1).gather(1, targets[:, None])).square().mean()
+
+
+def test_a_loss_may_ignore_no_class():
+    module, x, y = mixture(3, task="multiclass", loss=Focal()), X.double(), torch.arange(6) % 3
+    assert torch.equal(module.loss((x, y))[0], Focal()(module(x), y)) and module.counted(y) == 6
+
+
+@pytest.mark.parametrize("loss", [None, nn.MSELoss()])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_outputs_in_half_precision_are_compared_with_exact_values(dtype, loss):
+    module, y = mixture(task="regression", loss=loss), torch.tensor([1e6, 1 + 2**-15])
+    outputs = torch.tensor([[2.0], [1.0]], dtype=dtype)
+    assert torch.equal(module.loss_of(outputs, y), F.mse_loss(outputs.float()[:, 0], y))
+
+
 def test_regression_mixes_values_and_takes_the_squared_error():
     module, x, y = mixture(task="regression"), X.double(), torch.randn(6)
     one, other, weights = experts(module, x)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from fedmoe_pl import PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, FedRoD, FineTuning, KNNPer, PerFedAvg, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FedProto, FedRoD, FineTuning, KNNPer, PerFedAvg, PFLMoE
 from fedmoe_pl.data import Dirichlet, FromDatasets
 from fedmoe_pl.evaluation.outputs import labelled_batches
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, NetworkGate
@@ -89,6 +89,15 @@ def test_all_methods_compute_the_same_with_dicts_as_with_pairs(tmp_path) -> None
             assert_same(*({client: dict(tree) for client, tree in each.clients.items()} for each in (state, expected)))
             assert [repr(each) for each in state.evaluations] == [repr(each) for each in expected.evaluations]
             assert state.traffic == expected.traffic
+
+
+def test_prototypes_predict_the_same_for_dicts_as_for_pairs(tmp_path) -> None:
+    found = []
+    for collate_fn in (default_collate, dicts):
+        run = federation(tmp_path, [Phase("it", FedProto(prediction="prototype"), gate=GlobalOnly())])
+        found.append(run.fit(model(), data(collate_fn))["it"].clients)
+    assert [repr(each) for each in found[0]] == [repr(each) for each in found[1]]
+    assert any(each.global_test > 0 for each in found[0])
 
 
 def test_a_batch_of_another_mapping_has_its_size() -> None:

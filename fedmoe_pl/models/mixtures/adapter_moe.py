@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
 from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Pass, Weigh
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate, check_is_gate
 from fedmoe_pl.models.inputs import batch_size_of, rows_of
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -42,7 +42,8 @@ class AdapterMoE(MixtureOfExperts):
             model of transformers.
         pooling: the features of a sequence, see :data:`Pooling`.
         pad_token_id: the token in inputs that are no dicts that is padding: the base gets ``input_ids`` and an
-            ``attention_mask``. None calls it with the inputs alone.
+            ``attention_mask``. None calls it with the inputs alone. In the task ``causal_lm``, the labels of padding
+            must be -100, because the mask of such inputs leaves no label out of the loss.
         **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
     Attributes:
@@ -94,6 +95,7 @@ class AdapterMoE(MixtureOfExperts):
         number = len(self.weighed_parts)
         self._adapted = AdaptedBase(base, lora, number, self.prepared, self.blocks, self.has_one_head)
         self.name_experts(self._adapted.experts)
+        check_is_gate(self, gate)
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 

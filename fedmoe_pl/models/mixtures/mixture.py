@@ -102,7 +102,7 @@ Batch = tuple[Inputs, Tensor] | Mapping[str, Any]
 _TRIED_SAMPLES = 4
 _OF_TRAINING = ("optimizer", "lr_scheduler")  # arguments that checkpoints do not have: a phase may have others
 _FROZEN = "frozen_parameters"  # of a checkpoint: their names
-_UNDESCRIBED = "undescribed_arguments"  # of a checkpoint: the classes of arguments that it cannot describe
+_UNDESCRIBED = "undescribed_arguments"  # of a checkpoint: the classes of arguments that it cannot describe itself
 
 
 class MixtureOfExperts(LightningModule, ABC):
@@ -177,6 +177,13 @@ class MixtureOfExperts(LightningModule, ABC):
             raise InvalidArgumentError(self, "loss", loss, allowed)
         self.criterion = loss
         self.target_key = target_key
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses a module as ``loss``, which the method of this name would hide."""
+        if name == "loss" and isinstance(value, nn.Module):
+            allowed = "given to the constructor, as its argument loss=, or a function of a batch"
+            raise InvalidArgumentError(self, "loss", value, allowed, "the method of this name would be called")
+        super().__setattr__(name, value)
 
     @abstractmethod
     def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -355,10 +362,11 @@ class MixtureOfExperts(LightningModule, ABC):
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
+        scores, y = aligned(self.task, scores, y)
         if y.is_floating_point():  # probabilities of classes
             losses = -(y.to(scores.dtype) * scores).sum(1)
         else:
-            losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
+            losses = F.nll_loss(scores, y, reduction=reduction)
         losses = losses.mean() if reduction == "mean" else losses
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
@@ -379,9 +387,13 @@ class MixtureOfExperts(LightningModule, ABC):
         if loss is None:  # an override's; Lightning then leaves the batch out
             return loss
         weight: Any = self.counted(inputs_and_targets(batch, self.target_key, self.task)[1])
+        # processes wait for one another with each name, so all of them log it; Lightning would round means of integers
+        is_shared = stage != "train" and getattr(self._trainer, "world_size", 1) > 1
         for name, (mean, count) in {f"{stage}_loss": (loss, weight), **self.metrics_of(batch, outputs, stage)}.items():
-            if count:
-                self.log(name, mean, batch_size=count)
+            if is_shared:
+                mean, count = mean if count else torch.zeros_like(mean), float(count)  # a mean over nothing is nan
+            if count or is_shared:
+                self.log(name, mean, batch_size=count, sync_dist=is_shared)  # pyright: ignore[reportArgumentType]
         return loss
 
     def metrics_of(self, batch: Batch, outputs: Mapping[str, Tensor], stage: str) -> dict[str, tuple[Tensor, int]]:
@@ -450,27 +462,45 @@ class MixtureOfExperts(LightningModule, ABC):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """What loggers of a plain Trainer show: the arguments, in place of the optimizer's function its numbers."""
+        """What loggers of a plain Trainer show: the arguments, in place of the optimizer's function its numbers.
+
+        Without the numbers if a ``configure_optimizers`` of your own may make another optimizer, and without names that
+        the data module's hyperparameters have, which Lightning would refuse.
+        """
         if saved := super().hparams_initial:
             return saved
         arguments, undescribed = self._described_arguments()
-        optimizer = self.optimizer(self.parameter_groups())
-        numbers = optimizer.defaults if self.lr is None else optimizer.defaults | {"lr": self.lr}
-        return AttributeDict(arguments | undescribed | {"optimizer": type(optimizer).__name__} | numbers)
+        shown = arguments | undescribed
+        own = vars(self).get("configure_optimizers", type(self).configure_optimizers)
+        if own is MixtureOfExperts.configure_optimizers:
+            optimizer = self.optimizer(self.parameter_groups())
+            shown |= {"optimizer": type(optimizer).__name__} | optimizer.defaults
+            shown |= {} if self.lr is None else {"lr": self.lr}
+        datamodule = getattr(self._trainer, "datamodule", None)
+        of_data = datamodule.hparams_initial if datamodule is not None and datamodule._log_hyperparams else {}
+        return AttributeDict({name: value for name, value in shown.items() if name not in of_data})
 
     def _described_arguments(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The constructor's arguments in the words of a configuration, and the classes of those that have none."""
         configured, kept = configured_arguments(self), _kept_arguments(type(self))
         taken = {*ArgumentParser().add_class_arguments(type(self), fail_untyped=False)}  # also those in **kwargs
-        names = (kept if _is_own(type(self)) else kept & taken) | self._saved_arguments().keys()
+        names, saved, words = kept if _is_own(type(self)) else kept & taken, self._saved_arguments(), self._words()
         arguments, undescribed = dict[str, Any](), dict[str, str]()
-        for name in sorted(names - {*_OF_TRAINING}):
-            value = self._argument(name)
+        for name in sorted((names | saved.keys()) - {*_OF_TRAINING} | words.keys()):
+            made = self._argument(name)
+            value = words.get(name, made)
             try:
                 arguments[name] = describe(value, configured.get(name))
+                if name in words and isinstance(made, nn.Module):
+                    undescribed[name] = type(made).__name__  # it may have been replaced since
             except UndescribedError:
-                undescribed[name] = type(value).__name__
                 parameter = inspect.signature(type(self)).parameters.get(name)
+                if parameter is not None and value is parameter.default:
+                    continue
+                undescribed[name] = type(made).__name__
+                if name in saved and saved[name] is None:  # a subclass of your own makes the part
+                    arguments[name] = None
+                    continue
                 is_needed = parameter is not None and parameter.default is parameter.empty
                 if name == "local_expert" and not is_needed:  # without it, a copy of the global one, if of its class
                     is_needed = type(value) is type(first := self._argument("global_expert")) and differ(value, first)
@@ -514,15 +544,19 @@ class MixtureOfExperts(LightningModule, ABC):
         return cls.load_from_checkpoint(file, *args, **kwargs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Freezes what was frozen; refuses an argument of another class than the one that was not described.
+        """Freezes what was frozen; refuses another argument than the one that was not described, or none.
 
         Raises:
             MisconfigurationException: if ``load_from_checkpoint`` did not get the argument.
         """
+        arguments = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # also those that were passed
         for name, kind in checkpoint.get(_UNDESCRIBED, {}).items():
             value = self._argument(name)
             if type(value).__name__ != kind:
                 raise not_described(self, name, value, kind)
+            # a local expert may be a copy of a global one that was passed; a training that goes on has its own module
+            if not (name in arguments or name == "local_expert" or self._trainer is not None):
+                raise not_described(self, name, None, kind)
         if _FROZEN in checkpoint and self._trainer is None:  # a training that goes on has its own frozen parameters
             for name, parameter in self.named_parameters():
                 parameter.requires_grad = name not in checkpoint[_FROZEN]  # a method is refused by a lazy layer's
@@ -531,6 +565,25 @@ class MixtureOfExperts(LightningModule, ABC):
         """The arguments in the configuration, and what a subclass of your own gave to ``save_hyperparameters``."""
         saved = dict(self.hparams) if getattr(self, "_hparams_name", None) == "kwargs" else {}
         return configured_arguments(self) | saved
+
+    def _words(self) -> dict[str, Any]:
+        """What a subclass of your own got in place of an argument of this package, such as the name of a gate."""
+        words, kept = dict[str, Any](), _kept_arguments(type(self))
+        if _is_own(type(self)):
+            return words
+        for name, value in self._saved_arguments().items():
+            if name not in kept or _is_part(value):
+                continue
+            if name in _OF_TRAINING:
+                is_word = not callable(value)
+            else:
+                made = self._argument(name)
+                # a phase may have replaced a number or text of a configuration, but notes this in hparams
+                is_first = callable(made) or name in self.hparams
+                is_word = value is not None and value is not made and is_first
+            if is_word:
+                words[name] = value
+        return words
 
     def _argument(self, name: str) -> Any:
         """An argument of the constructor; those of this package's classes are attributes."""
@@ -558,6 +611,13 @@ def _shape(value: Any) -> str:
 
 def _is_own(kind: type) -> bool:
     return kind.__module__.startswith("fedmoe_pl.")
+
+
+def _is_part(value: Any) -> bool:
+    """Whether an argument is, or has, a module or a configuration's node of one."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_part, value))
+    return isinstance(value, nn.Module) or (isinstance(value, Mapping) and "class_path" in value)
 
 
 def _kept_arguments(kind: type) -> set[str]:

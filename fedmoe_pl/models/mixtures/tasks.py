@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError, check_choice
+from fedmoe_pl.trees import precise
 
 Task = Literal["multiclass", "binary", "multilabel", "regression", "causal_lm"]
 """What a mixture predicts, in the words of torchmetrics.
@@ -73,17 +74,30 @@ def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal[
 def aligned(task: Task, outputs: Tensor, targets: Tensor, ignored: int = IGNORED) -> tuple[Tensor, Tensor]:
     """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes.
 
-    Targets that are -100 become ``ignored``, the class that the loss leaves out.
+    Targets that are -100 become ``ignored``, the class that the loss leaves out. Outputs in half precision that are
+    compared with values become float32, because half precision would round these.
+
+    Raises:
+        MisconfigurationException: if the shapes differ: a loss would compare each output with several targets.
     """
-    if task == "multiclass" and targets.is_floating_point():
-        return outputs, targets
-    if task in OF_CLASSES:
+    are_probabilities = task == "multiclass" and targets.is_floating_point()
+    if task in OF_CLASSES and not are_probabilities:
         targets = targets.long()
         if task == "causal_lm":
             targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)  # logits are large, and not copied
         return outputs, targets if ignored == IGNORED else targets.masked_fill(targets == IGNORED, ignored)
+    if not are_probabilities:
+        outputs, targets = _as_values(outputs, targets)
+    if outputs.shape != targets.shape:
+        because = f"outputs of shape {tuple(outputs.shape)} do not fit targets of shape {tuple(targets.shape)}"
+        raise InvalidArgumentError("MixtureOfExperts", "task", task, "one that fits the targets", because)
+    return outputs, targets
+
+
+def _as_values(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
+    outputs = precise(outputs)
     return outputs, targets.to(outputs.dtype)
 
 
@@ -138,7 +152,7 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
         return is_dense and not targets.is_floating_point()
     if task == "causal_lm":
         return outputs.dim() == 3 and outputs.shape[:2] == targets.shape and not targets.is_floating_point()
-    outputs, targets = aligned(task, outputs, targets)
+    outputs, targets = _as_values(outputs, targets)
     return outputs.shape == targets.shape
 
 
@@ -159,4 +173,5 @@ def range_problem(task: Task, criterion: Loss | None, outputs: Tensor, targets: 
 
 def ignored_class(criterion: Loss | None) -> int:
     """The target of samples or pixels that do not count: that of the loss, if it has one, or that of cross-entropy."""
-    return getattr(criterion, "ignore_index", IGNORED)
+    ignored = getattr(criterion, "ignore_index", None)
+    return IGNORED if ignored is None else ignored
