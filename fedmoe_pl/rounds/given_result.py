@@ -137,7 +137,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     check_states(saved.clients)
     if content["seed"] != identity["seed"] and getattr(phase.algorithm, "gate_fraction", 0):
         allowed = f"a checkpoint of a run with seed {identity['seed']}"
-        because = f"the samples that are set aside for the gate follow from the seed, which is {content['seed']} in this one"
+        because = f"samples for the gate are set aside by the seed, which is {content['seed']} in this one"
         raise InvalidArgumentError(*refused, allowed, because)
     if all(content[key] == identity[key] for key in ("partition", "client_names")):
         return saved
