@@ -1,4 +1,4 @@
-"""Decides whether two results differ only by rounding errors, and has a GPU compute in full precision."""
+"""Decides whether two results differ only by rounding errors, and has devices compute in full precision."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_OPERATIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+_OF_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+_OF_CPU = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 _NOISE = 100  # the largest error of a sum, in multiples of the rounding error of its largest value
 
 
 def precisions(exact: bool = False) -> list[Callable[[], None]]:
-    """The settings that let a GPU round the factors of products to 11 bits (TF32) or 8, as calls that apply them.
+    """The settings that let a device round the factors of products to 11 bits (TF32) or 8, as calls that apply them.
 
     They are as they are now in this process or, if ``exact``, such that nothing is rounded.
     """
+    of_cpu = [_precision(operation, exact) for operation in _OF_CPU]
     try:
         with _silent():
             products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         products = partial(_set_products, "highest" if exact else products)
-        return [products, partial(set_backend, "cudnn.allow_tf32", convolutions and not exact)]
+        return [products, partial(set_backend, "cudnn.allow_tf32", convolutions and not exact), *of_cpu]
     except RuntimeError:  # raised if the user has set the ``fp32_precision`` attributes that replace them
-        paths = [f"{operation}.fp32_precision" for operation in _OPERATIONS]
-        return [partial(set_backend, path, "ieee" if exact else attrgetter(path)(torch.backends)) for path in paths]
+        return [*(_precision(operation, exact) for operation in _OF_GPU), *of_cpu]
+
+
+def _precision(operation: str, exact: bool) -> Callable[[], None]:
+    path = f"{operation}.fp32_precision"
+    return partial(set_backend, path, "ieee" if exact else attrgetter(path)(torch.backends))
 
 
 def set_backend(path: str, value: Any) -> None:

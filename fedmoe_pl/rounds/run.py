@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
+from fedmoe_pl.backends.optimizers import with_strides_of
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, CheckpointWriter
 from fedmoe_pl.checkpoints.client_state import FileStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -291,7 +292,11 @@ class Run(Settings, Saved):
             state = begin_phase(phase, module, before, self.given_results.get(phase.name))
             state.clients = self.store.adopt(phase.name, state.round, state.clients)
             self.states[phase.name] = state
-        return self.states[phase.name]
+        state = self.states[phase.name]
+        state.initial, state.server, state.best_server = (
+            _in_format_of(module, tree) for tree in (state.initial, state.server, state.best_server)
+        )
+        return state
 
     def training(self, phase: Phase) -> LocalTraining:
         """The local training of a phase that has begun."""
@@ -347,3 +352,9 @@ class Run(Settings, Saved):
             self.writer.write_finished(finished, self.states[finished])
         states = {**self.states, **(in_round or {})}
         self.writer.write(self.initial, states, self.rows, **self.identity, configuration=self.configuration)
+
+
+def _in_format_of(module: LightningModule, tree: Tree) -> Tree:
+    """The tree in the module's memory format, which files do not have and the last bits of convolutions depend on."""
+    like = {name: tensor for name, tensor in module.state_dict().items() if tensor.dim() > 3}
+    return tree | {name: with_strides_of(tensor, tree[name]) for name, tensor in like.items() if name in tree}

@@ -188,13 +188,17 @@ def open_run(
     runs: Path | None,
     ckpt_path: Path | None,
     logger: bool | Logger | list[Logger],
+    below: str = "",
 ) -> Iterator[None]:
-    """Plans a run's phases, opens its backend, folder, store and loggers for the rounds, and closes them afterwards."""
+    """Plans a run's phases, opens its backend, folder, store and loggers for the rounds, and closes them afterwards.
+
+    ``below`` precedes the names in loggers that were given, because they may have those of another run.
+    """
     plan_phases(run)
     try:
         run.backend.open()
         with nullcontext() if runs is None else _new_folder(run, runs):
-            _open_files(run, ckpt_path, logger)
+            _open_files(run, ckpt_path, logger, below)
             yield
     except BaseException:
         with suppress(Exception):  # a logger that also fails to write must not hide the first error
@@ -253,7 +257,7 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
         yield
 
 
-def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[Logger]) -> None:
+def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[Logger], below: str) -> None:
     """Writes the run's record, configuration and first checkpoint, and makes its store and loggers."""
     with replacing(run.folder / RECORD) as temporary:
         temporary.write_text(json.dumps(run.record, default=str), encoding="utf-8")
@@ -261,7 +265,7 @@ def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[L
         _write_configuration(run)
     if ckpt_path is None:
         run.save()
-    elif ckpt_path.name != (last := run.folder / FILE).name:
+    elif run.enable_checkpointing and ckpt_path.name != (last := run.folder / FILE).name:
         # last.ckpt may be damaged or newer; the run goes on from the given checkpoint in place of both files
         copy_checkpoint(ckpt_path, last)
         copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
@@ -272,7 +276,8 @@ def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[L
             if state.best_round:
                 state.best_clients = run.store.adopt(name, state.best_round, state.best_clients)
     is_resumed = ckpt_path is not None
-    run.loggers = RunLoggers(_loggers(run, logger, is_resumed), _completed(run) if is_resumed else {})
+    completed = _completed(run) if is_resumed else {}
+    run.loggers = RunLoggers(_loggers(run, logger, is_resumed), completed, "" if logger is True else below)
     if is_resumed:
         rounds = [
             f"after round {state.round} of phase '{name}'"

@@ -106,6 +106,19 @@ def test_a_run_has_the_results_of_contiguous_format_and_in_workers_and_after_a_k
 EQUAL = {"rtol": 0, "atol": 0}
 
 
+def test_a_resumed_phase_has_the_format_of_one_that_was_not_stopped(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "stopped", phases()[:1], callbacks=[Kill("on_round_end", 2)]).fit(model(), data())
+    resumed, whole = (federation(tmp_path / name, phases()[:1]) for name in ("stopped", "whole"))
+    resumed.fit(model(), data(), ckpt_path="last")
+    whole.fit(model(), data())
+    formats = [
+        {name: tensor.stride() for tree in (state.initial, state.server) for name, tensor in tree.items()}
+        for state in (resumed.run.states["FedAvg"], whole.run.states["FedAvg"])
+    ]
+    assert formats[0] == formats[1]
+
+
 @pytest.mark.parametrize(
     "shape", [(6, 3, 5, 5), (6, 1, 5, 5), (6, 3, 1, 1), (6, 1, 1, 1), (1, 1, 4, 4), (6, 3, 2, 5, 5), (6, 3, 1, 1, 1)]
 )

@@ -224,3 +224,13 @@ def test_the_lock_ends_with_the_run(tmp_path):
             pass
     with locked(tmp_path / "anywhere/last.ckpt"):
         assert not (tmp_path / "anywhere").exists(), "no checkpoint of a run"
+
+
+def test_a_run_without_checkpoints_leaves_those_that_it_goes_on_from_as_they_are(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
+    folder = tmp_path / "federation/version_0/checkpoints"
+    before = {path.name: path.read_bytes() for path in folder.glob("*.ckpt")}
+    assert before["last.ckpt"] != before["previous.ckpt"]
+    federation(tmp_path, enable_checkpointing=False).fit(model(), data(), ckpt_path=str(folder / "previous.ckpt"))
+    assert {path.name: path.read_bytes() for path in folder.glob("*.ckpt")} == before

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,10 @@ WORKER_ENVIRONMENT = {
 }
 """Environment of a worker process, which libraries read when they are loaded."""
 
-_CUDNN = ("benchmark", "deterministic")
+_BACKENDS = (
+    *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "mkldnn.enabled"),
+    *(f"cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+)
 
 
 def torch_settings() -> list[Callable[[], None]]:
@@ -47,7 +51,7 @@ def torch_settings() -> list[Callable[[], None]]:
     return [
         partial(torch.set_default_dtype, torch.get_default_dtype()),
         partial(torch.use_deterministic_algorithms, is_deterministic, warn_only=warn_only),
-        *(partial(set_backend, f"cudnn.{name}", getattr(torch.backends.cudnn, name)) for name in _CUDNN),
+        *(partial(set_backend, path, attrgetter(path)(torch.backends)) for path in _BACKENDS),
         *precisions(),
     ]
 
