@@ -41,8 +41,8 @@ class Classifier(LightningModule):
 def datasets() -> tuple[TensorDataset, TensorDataset]:
     """Training and test samples: 569 tumours, benign or not. Any map-style dataset can take their place."""
     x, y = (torch.from_numpy(array) for array in load_breast_cancer(return_X_y=True))
-    x = ((x - x.mean(0)) / x.std(0)).float()
     is_test = torch.arange(len(y)) % 5 == 0
+    x = ((x - x[~is_test].mean(0)) / x[~is_test].std(0)).float()
     return TensorDataset(x[~is_test], y[~is_test]), TensorDataset(x[is_test], y[is_test])
 
 

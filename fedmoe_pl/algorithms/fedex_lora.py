@@ -12,7 +12,7 @@ residual            ``W + s (mean B A - mean B mean    always added transposed: 
 average             uniform                            uniform                              ``weighting``, the same for
                                                                                             factors and products
 FFA-LoRA            A is frozen                        frozen before there are adapters:    ``FedAvg``, which trains and
-(a baseline)                                           A is trained and then dropped        shares ``*lora_B*``
+(a baseline)                                           A is trained and then dropped        shares ``*lora_B*``, heads
 classification      the same                           the models are indexed, which fails  the same as other tasks
 ==================  =================================  ===================================  ============================
 """

@@ -20,10 +20,11 @@ from fedmoe_pl.callbacks.figures import (
 )
 from fedmoe_pl.callbacks.sample_monitor import words_of
 from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.evaluation.measure import pieces_of
 from fedmoe_pl.evaluation.outputs import own_batch
 from fedmoe_pl.evaluation.results import ClientEvaluation, Evaluation, gate_rows
 from fedmoe_pl.models import LayerwiseAdapterMoE, TokenGate
-from fedmoe_pl.models.inputs import Inputs, first_tensor, inputs_of
+from fedmoe_pl.models.inputs import Inputs, first_tensor, inputs_of, rows_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -183,14 +184,15 @@ class TokenGateMonitor(FederationCallback):
 
 def token_weights(module: LayerwiseAdapterMoE, x: Inputs) -> dict[str, np.ndarray]:
     """The weights (B, T) of all but the last expert by the path of the layer; nan where a token is padding."""
+    found: dict[str, list[np.ndarray]] = {}
     with torch.inference_mode():
-        weights = module.mix_layers(x)[1]
-    found = {}
-    for path, of_layer in weights.items():
-        tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])
-        padding = module.mask_of(x, tokens) == 0
-        found[path] = tokens[..., :-1].sum(-1).masked_fill(padding, torch.nan).float().cpu().numpy()
-    return found
+        for piece in (rows_of(x, rows) for rows in pieces_of(module, x)):
+            for path, of_layer in module.mix_layers(piece)[1].items():
+                tokens = of_layer.reshape(len(of_layer), -1, of_layer.shape[-1])
+                padding = module.mask_of(piece, tokens) == 0
+                weights = tokens[..., :-1].sum(-1).masked_fill(padding, torch.nan)
+                found.setdefault(path, []).append(weights.float().cpu().numpy())
+    return {path: np.concatenate(weights) for path, weights in found.items()}
 
 
 @styled

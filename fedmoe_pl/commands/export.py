@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from lightning import __version__
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -25,11 +26,12 @@ from fedmoe_pl.checkpoints.files import replacing, replacing_files, write_file
 from fedmoe_pl.checks import InvalidArgumentError, check_choice, with_article
 from fedmoe_pl.data import FederatedDataModule, TimeSeriesDataModule
 from fedmoe_pl.evaluation.client_models import have_one_model
+from fedmoe_pl.evaluation.measure import pieces_of
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights, own_batch
 from fedmoe_pl.models import AdapterMoE
 from fedmoe_pl.models.adapter_files import adapter_of, adapter_of_mixture, merged, peft_model, save_base
 from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
-from fedmoe_pl.models.inputs import call, inputs_of
+from fedmoe_pl.models.inputs import call, inputs_of, rows_of
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import same_values, subtree
@@ -41,6 +43,7 @@ ABOUT = "data.json"
 _OF_ONNX = ("onnx", "onnxruntime", "onnxscript")
 _SAMPLES, _SAMPLES_OF_ADAPTERS = 256, 64  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of outputs
+_HALF_TOLERANCE = 32  # in its place for a base in half precision: times the step from 1 to the next number
 _ANY_SIZE: Any = {"x": {0: torch.export.Dim("batch")}}
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
@@ -93,8 +96,9 @@ def export_clients(
     ``classes``, their names in the order of the scores, ``mean`` and ``std``, by which images in [0, 1] were
     normalized, and ``image_size``, to which the shorter side was resized (bilinear, with antialiasing) before the
     square centre was cut out; what the data do not know is left out. Of time series, ``mean`` and ``std`` are those of
-    the client's variables. ``vocabulary`` are the words of texts in the order of their ids, as the data module numbers
-    them (of ``AGNews``, from 2), and ``columns`` the names of a table's columns in their order in ``x``.
+    the client's variables, if all its windows are of one client's series in the data. ``vocabulary`` are the words of
+    texts in the order of their ids, as the data module numbers them (of ``AGNews``, from 2), and ``columns`` the names
+    of a table's columns in their order in ``x``.
 
     Args:
         run: a run from a checkpoint.
@@ -161,12 +165,21 @@ def _about(datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
     """What somebody who has only the client's model needs to know of its data."""
     mean, std = datamodule.normalization or (None, None)
     if isinstance(datamodule, TimeSeriesDataModule):
-        of_clients = {str(name): scale.tolist() for name, scale in datamodule.scales.items()}
-        mean, std = of_clients[datamodule.client_names[client]]
+        mean, std = _scale(datamodule, client)
     size = getattr(datamodule, "image_size", None)
     known = {"classes": datamodule.classes, "mean": mean, "std": std, "image_size": size}
     known |= {"vocabulary": datamodule.vocabulary, "columns": datamodule.columns}
     return {name: value for name, value in known.items() if value is not None}
+
+
+def _scale(datamodule: TimeSeriesDataModule, client: int) -> list[Any]:
+    """Mean and standard deviation of a client's variables; None for both if it has windows of several clients' series.
+
+    Neither its name nor its number says whose series they are: a deployed client is called by a number.
+    """
+    parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
+    owners = np.unique(datamodule.owners[torch.cat([part[client] for part in parts]).numpy()])
+    return [*datamodule.scales.values()][owners[0]].tolist() if len(owners) == 1 else [None, None]
 
 
 def _exported(module: ScoresAndWeights, x: Tensor, method: str, format: str, about: str) -> tuple[bytes, float]:
@@ -308,12 +321,15 @@ def _inputs(run: Run, client: int, module: AdapterMoE) -> Any:
 
 def _compared(module: AdapterMoE, expected: nn.Module, model: nn.Module, x: Any) -> str:
     """How far a model's outputs are from those of the module, or of its expert, in words; refuses too much of it."""
+    differences = []
     with torch.no_grad():
-        ours, theirs = expected(x), call(model, module.prepared(x))
-    if expected is module:
-        theirs = module.scores_of(theirs)
-    largest = _relative_difference(ours, theirs)
-    if not largest <= _TOLERANCE:
+        for piece in (rows_of(x, rows) for rows in pieces_of(module, x)):
+            ours, theirs = expected(piece), call(model, module.prepared(piece))
+            theirs = module.scores_of(theirs) if expected is module else theirs
+            differences.append(_relative_difference(ours, theirs))
+    largest = max(differences)
+    types = {tensor.dtype for tensor in module.base.parameters() if tensor.dtype in (torch.float16, torch.bfloat16)}
+    if not largest <= max([_TOLERANCE, *(_HALF_TOLERANCE * torch.finfo(dtype).eps for dtype in types)]):
         because = f"its outputs differ by {largest:.1e} from the module's"
         raise InvalidArgumentError("LoRA", "lora", module.lora, "one that peft computes in the same way", because)
     return f"outputs differ by at most {largest:.1e} from the module's"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from fedmoe_pl.checks import InvalidArgumentError, shown
 from fedmoe_pl.data.arrays import NO_LABEL
+from fedmoe_pl.data.client_names import are_integers
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.map_style import MapStyleData, difference_of_numbers, is_pair
 from fedmoe_pl.data.targets import labels_of, read_sample
@@ -67,9 +68,11 @@ def _composed(names: Sequence[str]) -> list[str]:
     return [normalize("NFC", name) for name in names]
 
 
-def are_integers(names: Iterable[str]) -> bool:
-    """Whether all names are integers."""
-    return all(name.removeprefix("-").isdecimal() for name in names)
+def hint_of_values(classes: Sequence[str]) -> str:
+    """What helps where values were taken for classes, as the end of a sentence; empty if these are no integers."""
+    if not (classes and are_integers(classes)):
+        return ""
+    return f"; in a table, whole numbers that are values need a decimal point, such as {classes[0]}.0"
 
 
 def _warn_of_misspelt(owner: FederatedDataModule, holders: dict[str, dict[str, None]]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.checks import InvalidArgumentError, is_file_name
@@ -97,6 +99,28 @@ class ClientNames(list[str]):
                 allowed = f"one of {shown}, or a number {allowed}"
             raise InvalidArgumentError(owner, "client", client, allowed)
         return int(number)
+
+
+def are_integers(names: Iterable[str]) -> bool:
+    """Whether all names are integers."""
+    return all(name.removeprefix("-").isdecimal() for name in names)
+
+
+def numbered_clients(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The clients' ids in the order of their numbers, and the number of each sample's client, shape (n,).
+
+    Ids are sorted; texts that are all integers, by their size.
+
+    Example:
+        >>> names, clients = numbered_clients(np.array(["10", "9", "10"]))
+        >>> names.tolist(), clients.tolist()
+        (['9', '10'], [1, 0, 1])
+    """
+    names, clients = np.unique(ids, return_inverse=True)
+    if isinstance(names[0], str) and are_integers(names):
+        order = np.array(sorted(range(len(names)), key=lambda place: int(names[place])))
+        names, clients = names[order], np.argsort(order)[clients]
+    return names, clients
 
 
 def files_of_clients(owner: object, argument: str, folder: Path, ending: str) -> list[Path]:

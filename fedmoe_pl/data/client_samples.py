@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.client_names import numbered_clients
 from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partitioners.partitioner import group_by
 
@@ -130,9 +131,11 @@ def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fracti
         reason = "the data have test samples of every client"
         raise InvalidArgumentError(owner, "test_fraction", test_fraction, "0", reason)
     assert data.client_train is not None and data.client_test is not None
-    ids = np.unique(data.client_train)
-    client = np.searchsorted(ids, data.client_test)
-    client[ids[np.minimum(client, len(ids) - 1)] != data.client_test] = len(ids)
+    ids, _ = numbered_clients(data.client_train)
+    order = np.argsort(ids)
+    places = np.searchsorted(ids, data.client_test, sorter=order)
+    client = order[np.minimum(places, len(ids) - 1)]
+    client[ids[client] != data.client_test] = len(ids)
     if len(others := np.unique(data.client_test[client == len(ids)])):
         rank_zero_warn(
             f"{type(owner).__name__}: client_test has {len(others)} ids that no training sample has, such as "

@@ -334,7 +334,8 @@ def _of_phase(audit: PhaseAudit) -> list[str]:
     lines.append(_row("stays with its client", ", ".join(_patterns(audit.stays, audit.names)) or "nothing"))
     if audit.frozen:
         number = "1 tensor" if len(audit.frozen) == 1 else f"{len(audit.frozen)} tensors"
-        lines.append(_row("frozen by the model", f"{number}, which all clients have and nobody changes or sends"))
+        told = f"{number}, which nobody changes and no client sends; if deployed, the server does, when a phase begins"
+        lines.append(_row("frozen by the model", told))
     if phase.monitor:
         samples = "validation" if phase.monitor.startswith("validation") else "test"
         lines.append(

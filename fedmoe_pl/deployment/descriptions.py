@@ -20,6 +20,7 @@ from fedmoe_pl.checkpoints.configuration import Change, changes, configuration
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checks import shown
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.class_names import hint_of_values
 from fedmoe_pl.data.map_style import difference_of_numbers
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.deployment.messages import Message, one_line, problem_of_answer
@@ -190,8 +191,9 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: Any) -> F
     if datamodule.has_learned or numbers_classes:
         what = "vocabulary" if datamodule.normalization is None else "mean and std"
         what = "classes" if numbers_classes else what
+        hint = hint_of_values(datamodule.classes or ()) if numbers_classes else ""
         raise MisconfigurationException(
-            f"{name}: {what} must be given in a deployed federation, because each client would compute its own."
+            f"{name}: {what} must be given in a deployed federation, because each client would compute its own{hint}."
         )
     if not all(isinstance(tensor, Tensor) for tensor in _first_sample(datamodule)):
         raise MisconfigurationException(

@@ -21,7 +21,7 @@ from fedmoe_pl.evaluation.outputs import has_task, has_trained_gate, labelled_ba
 from fedmoe_pl.evaluation.results import LOSS, SPLITS, ClientEvaluation
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.inputs import inputs_of, rows_of
+from fedmoe_pl.models.inputs import Inputs, batch_size_of, inputs_of, rows_of
 
 _MOST_VALUES = 2**26  # outputs computed at once when a language model is evaluated: 256 MiB of float32
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
@@ -53,11 +53,17 @@ def _in_pieces(module: LightningModule, batch: Any, y: Tensor) -> Iterator[tuple
         yield batch, y
         return
     x = inputs_of(batch, mixture.target_key)
-    values = outputs_of(module, (rows_of(x, slice(1)), y[:1]), True)[0].numel()  # for one sample
-    size = max(_MOST_VALUES // values, 1)
-    for start in range(0, len(y), size):
-        rows = slice(start, start + size)
+    for rows in pieces_of(mixture, x):
         yield (rows_of(x, rows), y[rows]), y[rows]
+
+
+def pieces_of(mixture: MixtureOfExperts, x: Inputs) -> Iterator[slice]:
+    """Which inputs are computed at once: all, or some if there are logits of the vocabulary for each token."""
+    size = number = batch_size_of(x)
+    if mixture.task == "causal_lm":
+        values = outputs_of(mixture, (rows_of(x, slice(1)), None), True)[0].numel()  # for one sample
+        size = max(_MOST_VALUES // values, 1)
+    yield from (slice(start, start + size) for start in range(0, number, size))
 
 
 @torch.inference_mode()

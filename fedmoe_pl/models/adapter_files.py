@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError, shown, tried
-from fedmoe_pl.models.adapters import LoRA, paths_to_save, silent_peft, unlike_weight
+from fedmoe_pl.models.adapters import HEADS, LoRA, paths_to_save, silent_peft, unlike_weight
 from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.models.mixtures.adapter_moe import AdapterMoE, LayerwiseAdapterMoE
 from fedmoe_pl.trees import Tree, names_of_same_tensors, same_values
@@ -23,7 +23,6 @@ from fedmoe_pl.trees import Tree, names_of_same_tensors, same_values
 _PREFIX = "base_model.model."  # of all names in peft's files
 _FACTOR = re.compile(r"\.lora_(?:embedding_)?([AB])(?:\.weight)?$")
 _TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForCausalLM": "CAUSAL_LM"}
-_HEADS = ("classifier", "score")  # layers that peft trains as a whole wherever the task is to classify
 _INITIAL = (True, False, "gaussian", "orthogonal", "eva", "mica")  # ways to draw factors that leave the base as it is
 # keys of an adapter's configuration whose values do not matter, or that the names and shapes of its tensors show
 _ANY = (
@@ -48,9 +47,11 @@ class Adapter:
 
 
 def adapter_of(module: AdapterMoE, expert: str) -> Adapter:
-    """One of a mixture's experts, with the experts' common head if they have one."""
-    state = module.state_dict()
-    return Adapter(module.lora, {name: state[own] for name, own in _names(module, expert).items()})
+    """What a mixture computes with one of its experts alone, with the experts' common head if they have one."""
+    state, names, first = module.state_dict(), _names(module, expert), _names(module, module.weighed_parts[0])
+    outside = tuple(f"{_PREFIX}{path}." for path in module.layers_outside_blocks)
+    names |= {name: own for name, own in first.items() if name.startswith(outside)}
+    return Adapter(module.lora, {name: state[own] for name, own in names.items()})
 
 
 def adapter_of_mixture(module: AdapterMoE) -> Adapter | None:
@@ -220,6 +221,6 @@ def _task_type(base: nn.Module, adapter: Adapter) -> str | None:
     if not isinstance(base, PreTrainedModel):
         return None
     task = next((task for ending, task in _TASKS.items() if type(base).__name__.endswith(ending)), None)
-    heads = [(name, part) for name, part in base.named_modules() if name.rpartition(".")[2] in _HEADS]
+    heads = [(name, part) for name, part in base.named_modules() if name.rpartition(".")[2] in HEADS]
     tensors = [f"{_PREFIX}{name}.{own}" for name, part in heads for own in part.state_dict()]
     return task if task == "CAUSAL_LM" or adapter.tensors.keys() >= {*tensors} else None

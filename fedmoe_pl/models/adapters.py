@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -26,6 +27,8 @@ from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.trees import copy_module
 
 _ADAPTER = "adapter"  # the name under which peft makes adapters
+HEADS = ("classifier", "score")
+"""Ends of the names of layers that peft trains as a whole wherever the task is to classify."""
 
 
 @dataclass
@@ -202,7 +205,7 @@ class Look:
 class AdapterExpert(nn.Module):
     """An expert's adapters and trained layers, as a tree of modules with the paths that they have in the base.
 
-    It computes what the base does with this expert alone.
+    It computes what the base does with this expert alone; layers outside of the blocks have the first one nevertheless.
     """
 
     def __init__(self) -> None:
@@ -230,6 +233,7 @@ class AdaptedBase:
     Attributes:
         experts: the experts.
         head: what the experts have together.
+        outside: the paths of the adapted layers outside of the blocks; none if there are no blocks.
         widths: by the path of the layers and blocks that mix experts, the number of input features.
 
     Raises:
@@ -258,11 +262,18 @@ class AdaptedBase:
             )
             because = "peft's files could not have both"
             raise InvalidArgumentError("LoRA", "modules_to_save", lora.modules_to_save, allowed, because)
+        if head := _untrained_head(base, self._paths, self._saved):
+            rank_zero_warn(
+                f"LoRA: modules_to_save is {lora.modules_to_save}, which leaves the {type(base).__name__}'s {head} as "
+                "it is; if the base was not trained for this task, it is a random draw."
+            )
         # in blocks without adapters, all experts would compute the same
         found = _matching(base, blocks, "blocks")
         self._blocks = [block for block in found if any(path.startswith(f"{block}.") for path in self._paths)]
         if blocks and not self._blocks:
             raise InvalidArgumentError("LoRA", "blocks", blocks, "names of modules in which layers have adapters")
+        within = tuple(f"{block}." for block in self._blocks)
+        self.outside = [path for path in self._paths if within and not path.startswith(within)]
         self._pass: Pass | None = None
         self._check = Look()
         self._checkpointing = [part for part in base.modules() if hasattr(part, "gradient_checkpointing")]
@@ -340,14 +351,19 @@ class _AdaptedLayer:
         if current is None:
             return output
         current.called.add(self.path)
-        adapters: list[Any] = [self.adapted.experts[index].get_submodule(self.path) for index in current.experts]
+        experts = [0] if self.path in self.adapted.outside else current.experts
+        adapters: list[Any] = [self.adapted.experts[index].get_submodule(self.path) for index in experts]
         x = _first(inputs, options)
         if len(adapters) == 1 or not self.mixes:
-            return (output + adapters[0](x)).to(output.dtype)
-        weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
-        # one draw for all, as in FedALT's and FedLEASE's code, also where frozen experts are in eval mode
-        x = next((adapter for adapter in adapters if adapter.training), adapters[0]).dropped(x)
-        change = mixed(weights, [adapter.of_dropped(x) for adapter in adapters], self.path)
+            change = adapters[0](x)
+        else:
+            weights = current.weights_in(self.path, x)  # before the adapters: gradients are summed in this order
+            # one draw for all, as in FedALT's and FedLEASE's code, also where frozen experts are in eval mode
+            x = next((adapter for adapter in adapters if adapter.training), adapters[0]).dropped(x)
+            change = mixed(weights, [adapter.of_dropped(x) for adapter in adapters], self.path)
+        scale: Any = getattr(layer, "embed_scale", None)  # of embeddings such as Gemma's, which have scaled the output
+        if isinstance(layer, nn.Embedding) and scale is not None:
+            change = change * scale
         return (output + change).to(output.dtype)
 
 
@@ -488,6 +504,17 @@ def paths_to_save(base: nn.Module, lora: LoRA) -> list[str]:
     """The paths of the layers of the base that are trained as a whole."""
     saved = [*dict.fromkeys(_matching(base, lora.modules_to_save or (), "modules_to_save"))]
     return [path for path in saved if not any(path.startswith(f"{other}.") for other in saved)]
+
+
+def _untrained_head(base: nn.Module, adapted: Sequence[str], saved: Sequence[str]) -> str | None:
+    """The path of a layer in a head of a model of transformers that is neither adapted nor trained as a whole."""
+    from transformers import PreTrainedModel
+
+    trained = tuple(f"{path}." for path in (*adapted, *saved))
+    heads = base.named_children() if isinstance(base, PreTrainedModel) else ()
+    layers = (layer for name, head in heads if name.endswith(HEADS) for layer in head.named_modules(prefix=name))
+    weighted = (path for path, part in layers if any(True for _ in part.parameters(recurse=False)))
+    return next((path for path in weighted if not f"{path}.".startswith(trained)), None)
 
 
 def unlike_weight(path: str, layer: nn.Module) -> str:

@@ -386,12 +386,12 @@ class SwitchNormGate(Gate):
 
 
 def _flattened(gate: Gate, x: Inputs) -> Tensor:
-    """The values of each sample, (B, F); refuses what a linear layer cannot read."""
+    """The values of each sample, (B, F), in the gate's type; refuses what a linear layer cannot read."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         reason = "inputs are integers" if isinstance(x, Tensor) else "batches are dicts"
         allowed = "NetworkGate, one of your own that reads them, or a fixed one"
         raise InvalidArgumentError("MixtureOfExperts", "gate", gate, allowed, reason)
-    x = x.flatten(1)
+    x = x.flatten(1).to(next(gate.parameters()).dtype)  # a base in half precision may have a gate in float32
     if gate.in_features not in (None, x.shape[1]):
         what = "features" if gate.reads_features else "values of an input"
         raise InvalidArgumentError(gate, "in_features", gate.in_features, f"{x.shape[1]}, the number of {what}")

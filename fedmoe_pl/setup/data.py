@@ -20,6 +20,7 @@ from fedmoe_pl.checkpoints.checkpoint import is_of_run
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, shown, tried, with_article
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.class_names import hint_of_values
 from fedmoe_pl.data.map_style import leaves_of
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
@@ -313,7 +314,10 @@ def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedD
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:
     """Refuses a mixture's task if its loss cannot compare the outputs with the targets."""
     known = datamodule.y if datamodule.y.numel() else targets  # from a reader, only a few are known
-    if module.task == "multiclass" and targets.is_floating_point():
+    if module.task == "regression" and datamodule.num_classes and datamodule.classes:
+        because = f"these are the numbers of classes, 0 for '{datamodule.classes[0]}'"
+        because += hint_of_values(datamodule.classes)
+    elif module.task == "multiclass" and targets.is_floating_point():
         because = f"its targets are {targets.dtype}, but classes must be integers, as from y.argmax(1) or y.astype(int)"
     elif not fits(module.task, outputs, targets):
         shapes = tuple(outputs.shape[1:]), tuple(targets.shape[1:])

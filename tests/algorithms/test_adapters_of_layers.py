@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import assert_same_bits, blobs, phase, run
+from helpers.adapters import ScaledEmbedding
 from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
@@ -39,6 +40,7 @@ LAYERS = {  # square where a layer has a width, so that a wrong orientation woul
     "Conv2d": (lambda: nn.Conv2d(2, 3, 2), drawn(1, 2, 4, 4)),
     "Conv3d": (lambda: nn.Conv3d(2, 3, 2, stride=2), drawn(1, 2, 4, 4, 4)),
     "Embedding": (lambda: nn.Embedding(4, 4), torch.arange(4)),
+    "ScaledEmbedding": (lambda: ScaledEmbedding(4, 4), torch.arange(4)),
 }
 # what the adapter of a convolution computes is no change of its weight, because peft does not take these over
 UNLIKE = {

@@ -23,6 +23,7 @@ from fedmoe_pl.callbacks.sample_monitor import (
     words_of,
 )
 from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.evaluation import measure
 from fedmoe_pl.models import (
     GlobalOnly,
     LayerwiseAdapterMoE,
@@ -198,10 +199,10 @@ class Tokens(nn.Module):
         return self.last(self.layer(self.embedding(input_ids)).relu().mean(1))
 
 
-def adapted(base=Tokens, layers=("layer", "last")):
+def adapted(base=Tokens, layers=("layer", "last"), **kwargs):
     pytest.importorskip("peft")
     torch.manual_seed(0)
-    return LayerwiseAdapterMoE(base(), LoRA([*layers], r=2), TokenGate(), pad_token_id=0)
+    return LayerwiseAdapterMoE(base(), LoRA([*layers], r=2), TokenGate(), pad_token_id=0, **kwargs)
 
 
 def ids(n):
@@ -219,6 +220,20 @@ def test_weights_by_layer_are_those_of_the_gate_and_blank_on_padding():
     np.testing.assert_allclose(found["layer"][1], expected[1], rtol=1e-5)
     np.testing.assert_allclose(found["layer"][0, :4], expected[0, :4], rtol=1e-5)
     assert found["last"].shape == (4, 1)
+
+
+class OfLanguage(Tokens):
+    def forward(self, input_ids, attention_mask=None):
+        return self.last(self.layer(self.embedding(input_ids)).relu())
+
+
+def test_logits_of_the_vocabulary_are_computed_of_a_few_samples_at_once(monkeypatch):
+    mixture, x, sizes = adapted(OfLanguage, ("layer",), task="causal_lm"), ids(7), []
+    expected = token_weights(mixture, x)["layer"]
+    mixture.base.register_forward_hook(lambda part, inputs, output: sizes.append(output.numel()))
+    monkeypatch.setattr(measure, "_MOST_VALUES", 2 * 6 * 3)
+    np.testing.assert_allclose(token_weights(mixture, x)["layer"], expected, rtol=1e-6)
+    assert max(sizes) == 2 * 6 * 3 and sum(sizes) >= 7 * 6 * 3
 
 
 class Deeper(Tokens):

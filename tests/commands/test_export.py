@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import run
+from helpers.data import set_up
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.runs import WithDropout, assert_same, data, federation, model
@@ -23,7 +24,18 @@ from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.commands import export
-from fedmoe_pl.data import IID, AGNews, ClientFolders, ClientNames, CsvFile, FromDatasets, SyntheticTimeSeries
+from fedmoe_pl.data import (
+    IID,
+    AGNews,
+    ClientFolders,
+    ClientNames,
+    CsvFile,
+    FromDatasets,
+    SyntheticTimeSeries,
+    TimeSeriesFile,
+)
+from fedmoe_pl.data.own_client import add_clients
+from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.outputs import ScoresAndWeights
 from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights, SmallMLP
 
@@ -118,6 +130,29 @@ def test_a_client_s_file_has_the_scales_of_its_time_series(tmp_path):
     about = about_of(mixture, series, tmp_path, client=1, metrics={"mse": MeanSquaredError()})
     mean, std = [*series.scales.values()][1]
     assert about == {"mean": mean.tolist(), "std": std.tolist()}
+
+
+class Meters(SyntheticTimeSeries):
+    """Time series whose keys are integers, but not the clients' numbers."""
+
+    def series(self):
+        return {1 + client: series for client, series in super().series().items()}
+
+
+def test_scales_are_those_of_the_client_s_own_windows_whatever_it_is_called(tmp_path):
+    shape = {"num_steps": 60, "context_length": 6, "prediction_length": 2, "test_fraction": 0.2}
+    meters = set_up(Meters(num_clients=3, **shape))
+    for client, values in enumerate(meters.series().values()):
+        mean, std = values[:48].mean(), values[:48].std()
+        assert export._about(meters, client) == {"mean": [pytest.approx(mean)], "std": [pytest.approx(std)]}
+    np.savez(tmp_path / "own.npz", meter=values)
+    own = set_up(
+        TimeSeriesFile(str(tmp_path / "own.npz"), context_length=6, prediction_length=2, partitioner=AllToOne(1))
+    )
+    add_clients(own, 3, 0)
+    assert export._about(own, 1) == export._about(meters, 2), "a client of a deployed federation"
+    mixed = set_up(SyntheticTimeSeries(num_clients=3, partitioner=IID(), **shape))
+    assert export._about(mixed, 0) == {}, "its windows are of several series"
 
 
 @pytest.mark.slow

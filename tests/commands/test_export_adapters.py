@@ -1,5 +1,6 @@
 """Export of clients' adapters, and a federation that starts from one."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,20 @@ from torch import nn
 from fedmoe_pl import Phase, Train
 from fedmoe_pl.algorithms import FedAvg, FedExLoRA, FineTuning, PFLMoE
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.models import AdapterMoE, EqualWeights, GlobalOnly, LayerwiseAdapterMoE, LinearGate, LocalOnly, LoRA
+from fedmoe_pl.commands.export import _compared
+from fedmoe_pl.evaluation import measure
+from fedmoe_pl.models import (
+    AdapterMoE,
+    ConstantGate,
+    EqualWeights,
+    GlobalOnly,
+    LayerwiseAdapterMoE,
+    LinearGate,
+    LocalOnly,
+    LoRA,
+)
+from fedmoe_pl.models.adapter_files import adapter_of_mixture
+from fedmoe_pl.models.adapter_files import merged as merge
 
 peft = pytest.importorskip("peft")
 GLOBAL = ["global_expert.*", "head.*"]
@@ -112,6 +126,39 @@ def test_what_has_no_adapters_or_no_merged_weights_is_refused(fed, tmp_path):
     for format in ("peft", "merged"):
         with pytest.raises(InvalidArgumentError, match=r"whose model is an AdapterMoE.* is a PersonalizedMoE"):
             other.export(model(), data(), method="PFL-MF", format=format)
+
+
+def compared(module, model, x):
+    return _compared(module.eval(), module, model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_merged_weights_in_half_precision_may_differ_by_their_rounding_and_by_no_more(dtype):
+    torch.manual_seed(0)
+    sizes = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3)
+    module = LayerwiseAdapterMoE(nn.Sequential(*sizes).to(dtype), LoRA(["0", "2"], r=2), ConstantGate(0.25))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.5)
+    x, weights = torch.randn(64, 16).to(dtype), merge(module.plain_base(), adapter_of_mixture(module))
+    assert float(re.search(r"at most (\S+) from", compared(module, weights, x))[1]) > 1e-3
+    with pytest.raises(InvalidArgumentError, match="one that peft computes in the same way"):
+        compared(module, module.plain_base(), x)
+
+
+def test_logits_of_the_vocabulary_are_compared_of_a_few_samples_at_once(monkeypatch):
+    torch.manual_seed(0)
+    base, sizes = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), []
+    module = LayerwiseAdapterMoE(base, LoRA(["1"], r=2), ConstantGate(0.25), task="causal_lm")
+    model, x = merge(module.plain_base(), adapter_of_mixture(module)), torch.randint(9, (7, 6))
+    for part in (module.base, model):
+        part.register_forward_hook(lambda part, inputs, output: sizes.append(output.numel()))
+    monkeypatch.setattr(measure, "_MOST_VALUES", 2 * 6 * 9)
+    compared(module, model, x)
+    assert max(sizes) == 2 * 6 * 9 and sum(sizes) >= 2 * 7 * 6 * 9
+    nn.init.zeros_(model[1].bias)
+    with pytest.raises(InvalidArgumentError, match="one that peft computes in the same way"):
+        compared(module, model, x)
 
 
 def test_a_base_that_the_server_changed_is_merged_only(tmp_path):

@@ -137,6 +137,7 @@ def test_a_class_may_be_called_nan_where_the_user_says_so(tmp_path):
         ("01 0 1 0", None, 0, r"classes is None, .* because client a has '01' and '1'\."),
         ("01 0 1 0", ["0", "1", "01"], 3, None),
         ("01 02 02 01", None, 2, None),
+        ("20_30 40_50 40_50 20_30", None, 2, None),  # which Python reads as 2030 and 4050
     ],
 )
 def test_targets_are_classes_or_values_beyond_doubt(tmp_path, labels, classes, num_classes, refusal):

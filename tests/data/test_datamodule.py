@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import GivenParts
-from helpers.data import Own, counts, numbered, set_up, vectors
+from helpers.data import Own, client_samples, counts, numbered, set_up, vectors
 from helpers.models import trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +60,20 @@ def test_natural_clients_are_the_default_and_own_their_test_samples():
     assert [part.tolist() for part in data.test_samples] == [[6], [3, 5]]
     dealt = set_up(Own(arrays, num_clients=2, partitioner=IID()))
     assert [len(part) for part in dealt.test_samples] == [0, 0]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("numbers", [range(12), [-20, -3, 9, 10, 100]])
+def test_natural_clients_whose_names_are_integers_are_in_their_order(numbers, pool):
+    n, shift = len(numbers), 2
+    ids, ids_test = (np.roll([str(number) for number in numbers], by) for by in (shift, 2 * shift))
+    arrays = vectors(n, n_test=n, client_train=ids, client_test=ids_test)
+    data = set_up(Own(arrays, pool=pool, test_fraction=0.5 * pool))
+    assert data.client_names == [str(number) for number in numbers]
+    for client in range(n):
+        samples = [(client + shift) % n, n + (client + 2 * shift) % n]
+        assert client_samples(data, client).tolist() == samples
+        assert pool or data.test_samples[client].tolist() == samples[1:]
 
 
 # PyTorch deprecates what lightning 2.6.6 uses

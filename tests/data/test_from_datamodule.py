@@ -3,6 +3,7 @@
 import multiprocessing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.data import refused_argument, set_up
@@ -16,6 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     random_split,
 )
@@ -75,6 +77,23 @@ def test_training_and_test_samples_are_of_the_same_split():
     assert sorted([*of_data.train_dataset.indices, *of_data.test_dataset.indices]) == [*range(22)]
 
 
+class RedrawnInMemory(Redrawn):
+    """The same by NumPy, with tensors in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+
+    def setup(self, stage):
+        x = torch.from_numpy(self.rng.permutation(22)).float()
+        self.training, self.testing = (TensorDataset(part[:, None], part.long() % 3) for part in (x[:15], x[15:]))
+
+
+def test_training_and_test_samples_in_memory_are_of_the_same_split():
+    data = set_up(FromDataModule(RedrawnInMemory(), num_clients=2))
+    assert data.num_shared == 15 and data.x.flatten().sort().values.tolist() == [*range(22)]
+
+
 class OneAttribute(LightningDataModule):
     """Its setup puts the samples of each stage into the same attribute."""
 
@@ -109,6 +128,19 @@ def test_training_samples_are_those_after_setup_for_fit(kind, number):
     assert data.reader is not None
     assert (len(data.reader.data.train_dataset), len(data.reader.data.test_dataset)) == (number, 7)
     assert len(data.reader.data.train_dataset[0]) == 2
+
+
+class SameInMemory(OneAttribute):
+    """All its test samples are also for training."""
+
+    def setup(self, stage):
+        x = torch.arange(15.0 if stage == "fit" else 7.0)
+        self.samples = TensorDataset(x[:, None], x.long() % 3)
+
+
+def test_training_samples_that_are_test_samples_too_are_no_other_split():
+    data = set_up(FromDataModule(SameInMemory(), num_clients=2))
+    assert data.x[: data.num_shared].flatten().tolist() == [*range(15)] and len(data.global_test) == 7
 
 
 def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():

@@ -60,7 +60,7 @@ def write_clients(folder, **of_clients):
     for client, own in of_clients.items():
         arrays = IMAGES | own
         of_parts = {f"{name}_{part}": arrays[name] for name in "xy" for part in ("train", "test")}
-        np.savez(folder / f"{client}.npz", **of_parts)
+        np.savez(folder / f"{client}.npz", **of_parts, **{name: own[name] for name in own if name not in IMAGES})
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,8 @@ def write_clients(folder, **of_clients):
         ({"y": np.ones(2)}, r"same type and shape, because y_train of 'b\.npz' is torch\.float32"),
         ({"y": np.arange(1)}, r"y_train of 'b\.npz' is torch\.int64 of shape \(1,\), and x_train"),
         ({"x": IMAGES["x"][:0], "y": IMAGES["y"][:0]}, r"'b\.npz' has none; delete it"),
+        ({"client_train": np.arange(2)}, r"without client_train, because each is of one client, and 'b\.npz' has it"),
+        ({"client_test": np.arange(2)}, r"without client_test, because each is of one client, and 'b\.npz' has it"),
         (None, r"path is .*, but must be a folder with one file .*'a' has 2\."),
     ],
 )

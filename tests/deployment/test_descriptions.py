@@ -363,6 +363,12 @@ def test_classes_that_a_client_would_number_alone_are_refused(classes, made, tmp
         own_data(table, 0, federation(METHOD.phases(), tmp_path))
 
 
+def test_a_client_whose_values_were_taken_for_classes_is_told_what_helps(tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,20\n2,30\n3,20\n4,30\n")
+    with pytest.raises(MisconfigurationException, match=r"its own; in a table, .* a decimal point, such as 20\.0\.$"):
+        own_data(CsvFile(str(tmp_path), "y", test_fraction=0.5), 0, federation(METHOD.phases(), tmp_path))
+
+
 def test_data_that_are_dealt_already_are_refused(tmp_path):
     samples = federation(METHOD.phases(), tmp_path), lazy()
     assert own_data(samples[1], 2, samples[0]) is own_data(samples[1], 2, samples[0]), "by itself, they are its own"

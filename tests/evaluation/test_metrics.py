@@ -1,6 +1,7 @@
 """Metrics of torchmetrics, computed for each client, and what is refused for a task."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -23,7 +24,9 @@ from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.callbacks import CostToTarget
 from fedmoe_pl.callbacks.cost_to_target import target_rows
 from fedmoe_pl.callbacks.figures import partition_figure
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import (
+    CsvFile,
     Diabetes,
     RandomHorizontalFlip,
     SyntheticMultilabel,
@@ -353,6 +356,22 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
 )
 def test_what_does_not_fit_is_refused_before_any_training(argument, refused):
     assert refused_argument(refused) == argument
+
+
+@pytest.mark.parametrize(
+    ("targets", "hint"),
+    [
+        ("20 30 25 30", r"0 for '20'; in a table, .* such as 20\.0\."),
+        ("b a c a", r"0 for 'a'\."),
+        ("20.0 30.0 25.0 3.0", None),
+    ],
+)
+def test_numbers_of_classes_are_no_values_of_a_regression(targets, hint, tmp_path):
+    (tmp_path / "a.csv").write_text("\n".join(["x,y", *(f"{i},{each}" for i, each in enumerate(targets.split()))]))
+    table, model = CsvFile(str(tmp_path), "y", test_fraction=0.5), PersonalizedMoE(nn.Linear(1, 1), task="regression")
+    sentence = f"task is 'regression', but must be one that fits .* {hint}$"
+    with nullcontext() if hint is None else pytest.raises(InvalidArgumentError, match=sentence):
+        check(FedAvg(), model, table)
 
 
 def test_data_without_classes_that_come_with_the_package():

@@ -13,6 +13,17 @@ LAYERS = ("0", "2")
 sgd = partial(torch.optim.SGD, lr=RATE)
 
 
+class ScaledEmbedding(nn.Embedding):
+    """An embedding that scales its outputs, as Gemma's does."""
+
+    def __init__(self, rows, width):
+        super().__init__(rows, width)
+        self.register_buffer("embed_scale", torch.tensor(width**0.5), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.embed_scale
+
+
 def adapters(gate=None, kind=LayerwiseAdapterMoE, optimizer=sgd, seed=0, **lora):
     """Two adapters of rank 2 and scale 2 in both layers of a perceptron for `blobs`, none of whose factors is zero."""
     torch.manual_seed(seed)

@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import json
 import shutil
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from helpers import assert_same_bits
+from helpers.adapters import ScaledEmbedding
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors.torch import load_file
 from torch import nn
@@ -20,6 +22,7 @@ from fedmoe_pl.models import (
     EqualWeights,
     GlobalOnly,
     LayerwiseAdapterMoE,
+    LocalOnly,
     LoRA,
     TokenGate,
 )
@@ -30,16 +33,17 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft calls it
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to"),  # by peft itself
+    pytest.mark.filterwarnings("ignore:LoRA. modules_to_save is .* as it is"),
 ]
 IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]])
 
 
 class Pictures(nn.Module):
-    """An embedding, convolutions with kernels of 3 and 1, and a linear layer; no model of transformers."""
+    """A scaled embedding, convolutions with kernels of 3 and 1, and a linear layer; no model of transformers."""
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(9, 6)
+        self.embedding = ScaledEmbedding(9, 4)
         self.conv, self.pointwise = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 4, 1)
         self.head = nn.Linear(4, 3)
 
@@ -163,6 +167,14 @@ def test_a_gate_that_keeps_one_expert_gives_its_adapter():
     own, expected = adapter_of_mixture(module), adapter_of(module, "global_expert")
     assert own.lora == expected.lora
     assert_same_bits(own.tensors, expected.tensors)
+
+
+def test_layers_outside_of_blocks_have_the_first_expert_s_adapters_in_files(tmp_path):
+    module, fresh = mixture(gate=LocalOnly(), blocks=["bert.encoder.layer.0.attention.self"])
+    for expert in ("global_expert", "local_expert"):
+        loaded = saved(module, fresh, adapter_of(module, expert), tmp_path / expert)
+        torch.testing.assert_close(logits_of(loaded, module), getattr(module, expert)(IDS))
+    torch.testing.assert_close(logits_of(merged(module.plain_base(), adapter_of_mixture(module)), module), module(IDS))
 
 
 @pytest.mark.parametrize(
@@ -394,6 +406,27 @@ def test_what_peft_would_train_as_a_whole_and_adapt_is_refused_before_training()
     lora = LoRA("all-linear", r=2, modules_to_save=["classifier"])
     with pytest.raises(MisconfigurationException, match=r"modules_to_save is \['classifier'\].* 'pre_classifier'"):
         AdapterMoE(MODELS["DistilBert"](), lora, GlobalOnly(), pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "head"),
+    [
+        ("DistilBert", LoRA(["q_lin"], modules_to_save=["classifier"]), "pre_classifier"),
+        ("DistilBert", LoRA(["q_lin"], modules_to_save=["pre_classifier", "classifier"]), None),
+        ("DistilBert", LoRA("all-linear"), None),
+        ("Roberta", LoRA(["query"], modules_to_save=["classifier.out_proj"]), "classifier.dense"),
+        ("Roberta", LoRA(["query"], modules_to_save=["classifier"]), None),
+        ("GPT2", LoRA(["c_attn"]), "score"),
+        ("Pictures", LoRA(["conv"]), None),
+    ],
+)
+def test_a_head_of_transformers_that_is_not_trained_is_warned_of(name, lora, head):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        AdapterMoE(MODELS[name](), lora, GlobalOnly())
+    sentences = [str(each.message) for each in caught if str(each.message).startswith("LoRA: ")]
+    assert len(sentences) == (head is not None)
+    assert all(f"leaves the {name}ForSequenceClassification's {head} as it is" in sentence for sentence in sentences)
 
 
 # --- types ---

@@ -30,6 +30,7 @@ from fedmoe_pl.models import (
     LinearGate,
     LocalOnly,
     LoRA,
+    MLPGate,
     NetworkGate,
     SmallFCN,
     TokenGate,
@@ -253,6 +254,17 @@ def test_a_feature_gate_reads_what_the_head_does_without_padding():
     torch.testing.assert_close(module.mix(IDS)[1], module.gate(torch.stack((seen[0][0, 3], seen[0][1, 1]))))
 
 
+@pytest.mark.parametrize("gate", [FeatureGate(), FeatureGate(6), MLPGate(2, 6)])
+@pytest.mark.parametrize("kind", [AdapterMoE, LayerwiseAdapterMoE])
+def test_a_gate_in_float32_reads_features_of_a_base_in_half_precision(kind, gate):
+    lora = LoRA(["mlp.0"], r=2, modules_to_save=["classifier"])
+    module = kind(Tokens().bfloat16(), lora, copy.deepcopy(gate)).eval()
+    weights = module.mix(IDS)[1]
+    base = module.base
+    features = (x := base.embedding(IDS)) + base.mlp(x)  # adapters change nothing at first
+    assert torch.equal(weights, module.gate(features.mean(1)))
+
+
 def test_a_feature_gate_reads_images_as_they_are():
     base, x = SmallFCN(1, 3, channels=2), torch.randn(2, 1, 4, 5)
     features = base.extractor(x)  # adapters change nothing at first
@@ -360,6 +372,17 @@ def test_a_token_gate_of_a_block_reads_what_the_block_does(lora):
     module = LayerwiseAdapterMoE(base, lora, TokenGate(), blocks=["mlp"])
     assert module.gate.routers.mlp.weight.shape == (2, 6)
     assert module.mix_layers(IDS)[1]["mlp"].shape == (2, 4, 2)
+
+
+def test_layers_outside_of_blocks_have_the_first_expert_whatever_the_gate():
+    lora = LoRA(["mlp.0", "mlp.2", "linear"], r=2, lora_alpha=4)
+    module = tokens(gate=LocalOnly(), lora=lora, blocks=["mlp"])
+    of_local = module.mix_by(IDS, torch.tensor([[0.0, 1.0]] * 2))
+    torch.testing.assert_close(module(IDS), of_local)
+    torch.testing.assert_close(module.local_expert(IDS), of_local)
+    assert module.idle_parts == [] and module.layers_outside_blocks == ["classifier.linear"]
+    alone = tokens(gate=LocalOnly(), blocks=["mlp"])
+    assert alone.idle_parts == ["global_expert"] and not alone.layers_outside_blocks
 
 
 # --- names, copies, files ---

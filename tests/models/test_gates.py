@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,6 +30,16 @@ def test_linear_gate_is_the_sigmoid_of_a_linear_layer_on_the_flattened_input():
     logit = x.reshape(4, 12) @ gate.linear.weight[0] + gate.linear.bias
     expected = torch.stack([1 / (1 + (-logit).exp()), 1 - 1 / (1 + (-logit).exp())], dim=1)
     torch.testing.assert_close(gate(x), expected)
+
+
+@pytest.mark.parametrize("in_features", [None, 6])
+@pytest.mark.parametrize(
+    "gate", [models.FeatureGate, models.LinearGate, partial(models.MLPGate, 2), partial(models.ProxyGate, 2)]
+)
+def test_a_gate_in_float32_reads_values_in_half_precision(gate, in_features):
+    gate, x = gate(in_features=in_features).eval(), torch.randn(4, 6).bfloat16()
+    weights = gate(x)
+    assert weights.dtype == torch.float32 and torch.equal(weights, gate(x.float()))
 
 
 @pytest.mark.parametrize(

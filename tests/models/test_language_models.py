@@ -21,6 +21,7 @@ from fedmoe_pl.backends.local_client import client_of
 from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.evaluation import measure
 from fedmoe_pl.models import EqualWeights
+from fedmoe_pl.models.mixtures.tasks import preds_and_target
 
 V = 5
 IGNORED = -100
@@ -87,6 +88,18 @@ def test_each_sample_has_the_mean_over_its_own_tokens_and_a_sum_is_over_all_toke
     assert summed_loss(module, module(batch["input_ids"]), labels).item() == pytest.approx(
         sum(map(sum, each)), rel=1e-6
     )
+
+
+def test_logits_in_half_precision_are_compared_in_float32() -> None:
+    """As by transformers; the sum over the tokens is larger than any value of float16."""
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = 60 * torch.randn(4, 900, V, generator=generator).half(), torch.arange(3600).view(4, 900) % V
+    each = F.cross_entropy(logits.float()[:, :-1].mT, labels[:, 1:], reduction="none")
+    assert each.sum() > torch.finfo(torch.float16).max
+    for criterion in (None, nn.CrossEntropyLoss()):
+        assert mixture(loss=criterion).loss_of(logits, labels).item() == pytest.approx(each.mean().item(), rel=1e-5)
+    torch.testing.assert_close(mixture().loss_of(logits, labels, "none"), each.mean(1))
+    assert torch.equal(preds_and_target("causal_lm", logits, labels)[0], logits.float())
 
 
 def test_a_batch_without_tokens_that_count_trains_nothing() -> None:

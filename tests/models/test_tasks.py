@@ -102,6 +102,31 @@ def test_outputs_in_half_precision_are_compared_with_exact_values(dtype, loss):
     assert torch.equal(module.loss_of(outputs, y), F.mse_loss(outputs.float()[:, 0], y))
 
 
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 2.0, 5.0])])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_and_metrics_of_classes_in_half_precision_are_computed_in_float32(dtype, weight):
+    loss = None if weight is None else nn.CrossEntropyLoss(weight)
+    module, generator = mixture(3, loss=loss).to(dtype), torch.Generator().manual_seed(0)
+    outputs, y = (5 * torch.randn(999, 3, generator=generator)).to(dtype), torch.arange(999) % 3
+    assert torch.equal(module.loss_of(outputs, y), F.cross_entropy(outputs.float(), y, weight))
+    probabilities = torch.rand(999, 3, generator=generator).softmax(1).to(dtype)
+    expected = F.cross_entropy(outputs.float(), probabilities.float(), weight)
+    torch.testing.assert_close(module.loss_of(outputs, probabilities), expected)
+    assert torch.equal(preds_and_target("multiclass", outputs, y)[0], outputs.float().softmax(1))
+
+
+@pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
+def test_probabilities_in_half_precision_are_mixed_in_float32(mixing):
+    generator = torch.Generator().manual_seed(0)
+    outputs = [torch.randn(99, 3, generator=generator).bfloat16() for _ in range(2)]
+    weights, y = torch.rand(99, 1, generator=generator).bfloat16(), torch.arange(99) % 3
+    module, weights = PersonalizedMoE(nn.Identity(), mixing=mixing), torch.cat((weights, 1 - weights), 1)
+    exact = module.loss_of(module.mix_outputs([each.double() for each in outputs], weights.double()), y)
+    assert module.loss_of(module.mix_outputs(outputs, weights), y).item() == pytest.approx(exact.item(), rel=1e-5)
+    one = module.loss_of(module.scores_of(outputs[0]), y)
+    assert one.item() == pytest.approx(module.loss_of(module.scores_of(outputs[0].double()), y).item(), rel=1e-5)
+
+
 def test_regression_mixes_values_and_takes_the_squared_error():
     module, x, y = mixture(task="regression"), X.double(), torch.randn(6)
     one, other, weights = experts(module, x)

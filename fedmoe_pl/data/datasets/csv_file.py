@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.class_names import are_integers, numbered_classes
-from fedmoe_pl.data.client_names import files_of_clients
+from fedmoe_pl.data.class_names import numbered_classes
+from fedmoe_pl.data.client_names import are_integers, files_of_clients
 from fedmoe_pl.data.datasets.images import ImageDataModule, read_images
 
 # what pandas, R, databases and Excel write for no value
@@ -29,10 +29,11 @@ class CsvFile(ImageDataModule):
 
     The other columns are numbers, which are not changed, or one of them has the files of images. The inputs of a sample
     are these numbers in the sorted order of the columns' names. Targets that are all numbers, and not all of them
-    integers, are values, as those of a regression, unless ``classes`` is given; others are the names of classes, which
-    are numbered in sorted order, integers by their size, except that -100 says that a training sample has no label
-    (see :class:`Arrays`), unless ``classes`` has it. A cell without a value (empty, or ``nan``, ``NaT``, ``<NA>``,
-    ``NA``, ``N/A``, ``None``, ``null``) is refused unless ``classes`` has it, and so is a quoted cell of several lines.
+    integers, are values, as those of a regression, unless ``classes`` is given, so write whole values with a decimal
+    point; others are the names of classes, which are numbered in sorted order, integers by their size, except that -100
+    says that a training sample has no label (see :class:`Arrays`), unless ``classes`` has it. A cell without a value
+    (empty, or ``nan``, ``NaT``, ``<NA>``, ``NA``, ``N/A``, ``None``, ``null``) is refused unless ``classes`` has it,
+    and so is a quoted cell of several lines.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.csv``.
@@ -205,7 +206,7 @@ class _Row:
         """The number in a column; refuses others."""
         text = self.cell(owner, column)
         try:
-            number = math.nan if "_" in text else float(text)  # Python takes 1_0 for 10
+            number = _number(text)
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
@@ -220,6 +221,12 @@ def _values(texts: Sequence[str]) -> Tensor | None:
     if are_integers(texts):
         return None
     try:
-        return torch.tensor([float(text) for text in texts])
+        return torch.tensor([_number(text) for text in texts])
     except ValueError:
         return None
+
+
+def _number(text: str) -> float:
+    if "_" in text:
+        raise ValueError("Python takes 1_0 for 10")
+    return float(text)

@@ -58,7 +58,8 @@ class ClientFolders(ImageDataModule):
     """A user's own images, a folder for each client with one for each of its classes: ``hospital_A/tumour/1.png``.
 
     Clients are called as their folders, and numbered in the sorted order of their names. Classes are numbered in the
-    sorted order of the names that any client has; a client may lack some. A warning tells which name may be misspelt.
+    sorted order of the names that any client has; a client may lack some. In both, names that are all integers are
+    sorted by their size. A warning tells which name may be misspelt.
     Images are read as RGB, with 8 bits per channel, and rotated according to their EXIF orientation. Files with another
     ending than an image's are left out, and so are hidden files and folders.
 

@@ -21,13 +21,13 @@ _OPTIONAL = ("client_train", "client_test")
 class NpzFile(ImageDataModule):
     """A user's own arrays in one .npz file, or in one for each client.
 
-    A file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and may hold ``client_train`` and
-    ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape (n, height, width),
-    (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are divided by 255 and
-    normalized. Floating-point arrays of any shape (n, ...) are not changed, nor are integers of shape (n, length),
-    which are ids of words from 0. Labels are integers of shape (n,), from 0, or -100 for a training sample without one,
-    see :class:`Arrays`; floating-point targets of any shape (n, ...), such as those of a regression, and integers of
-    shape (n, k, ...), such as masks, are no classes.
+    A file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``. A file of all clients may also hold
+    ``client_train`` and ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape
+    (n, height, width), (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are
+    divided by 255 and normalized. Floating-point arrays of any shape (n, ...) are not changed, nor are integers of
+    shape (n, length), which are ids of words from 0. Labels are integers of shape (n,), from 0, or -100 for a training
+    sample without one, see :class:`Arrays`; floating-point targets of any shape (n, ...), such as those of a
+    regression, and integers of shape (n, k, ...), such as masks, are no classes.
 
     Args:
         path: the file; or a folder with a file for each client, who is called as the file without its ``.npz``.
@@ -50,6 +50,9 @@ class NpzFile(ImageDataModule):
             raise InvalidArgumentError(self, "path", self.path, "an .npz file, or a folder with one for each client")
         first = next(iter(of_clients))
         for client, arrays in of_clients.items():
+            if ids := [name for name in _OPTIONAL if name in arrays]:
+                because = f"each is of one client, and '{client}.npz' has it"
+                raise InvalidArgumentError(self, "path", self.path, f"a folder of files without {ids[0]}", because)
             for name in _NEEDED:
                 own, like = arrays[name], of_clients[first][name]
                 kinds = {each.dtype for each in (own, like)}

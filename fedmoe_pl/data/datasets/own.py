@@ -109,8 +109,10 @@ class FromDataModule(FederatedDataModule):
     evaluation; batch size, number of workers and ``worker_init_fn`` are those of ``train_dataloader``. Clients shuffle
     their samples themselves and keep last batches that are smaller; samplers that leave samples out are refused, and a
     ``Subset`` takes their place. They validate on the samples that ``validation_fraction`` holds out. What the
-    data module draws at random to set up and to make loaders, such as ``random_split``, depends only on
-    ``partition_seed``. See :class:`FromDatasets` for random transforms and tensors in memory.
+    data module draws from the global generators of PyTorch, NumPy and Python to set up and to make loaders, as
+    ``random_split`` does, depends only on ``partition_seed``. With a generator of its own, it must split the samples in
+    the same way in each ``setup``; another split is noticed only if the samples are tensors in memory or a ``Subset``.
+    See :class:`FromDatasets` for random transforms and tensors in memory.
 
     Args:
         datamodule: the data module.
@@ -167,8 +169,10 @@ class FromDataModule(FederatedDataModule):
             allowed = f"one with a test_dataloader or a val_dataloader, or any {WITHOUT_TEST}"
             raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed)
         test = self._loader(given[0]) if given else None
-        if test is not None and _have_common_samples(train.dataset, test.dataset):
-            train = self._loader("train_dataloader")  # setup("test") has drawn another split
+        if test is not None and (number := _num_common_samples(train.dataset, test.dataset)):
+            again = self._loader("train_dataloader")
+            if _num_common_samples(again.dataset, test.dataset) < number:  # setup("test") has drawn another split
+                train = again
         with seeded(self.partition_seed):  # a sampler may draw at random
             has_all = test is None or _has_each_sample_once(test)
         if not has_all:
@@ -210,13 +214,20 @@ class FromDataModule(FederatedDataModule):
         return given[0]
 
 
-def _have_common_samples(one: Any, other: Any) -> bool:
-    """Whether two parts of the same dataset, or of one that is read again, have samples in common."""
+def _num_common_samples(one: Any, other: Any) -> int:
+    """How many different samples two datasets share, if they are tensors in memory or parts of a dataset.
+
+    The dataset may be one that is read again. Of other datasets, nobody knows: 0.
+    """
+    if (tensors := _tensors(one)) is not None and (others := _tensors(other)) is not None:
+        rows = (x.detach().unsqueeze(1).flatten(1).contiguous() for x, _ in (tensors, others))
+        mine, theirs = (x.view(torch.uint8).numpy() for x in rows)  # NumPy has no bfloat16
+        return len({sample.tobytes() for sample in theirs}.intersection(sample.tobytes() for sample in mine))
     if not (isinstance(one, Subset) and isinstance(other, Subset)):
-        return False
+        return 0
     wholes: list[Any] = [one.dataset, other.dataset]
     is_same = type(wholes[0]) is type(wholes[1]) and len(wholes[0]) == len(wholes[1])
-    return is_same and bool({*one.indices} & {*other.indices})
+    return len({*one.indices} & {*other.indices}) if is_same else 0
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:

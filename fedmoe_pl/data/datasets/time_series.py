@@ -46,9 +46,12 @@ class TimeSeriesDataModule(FederatedDataModule):
     Attributes:
         scales: mean and standard deviation of each client's variables, shape (2, variables), by its key in ``series``;
             0 and 1 without ``standardize``.
+        owners: the client in ``series`` that each window is of, as the place of its key, int64, shape (n,). With
+            another partitioner than ``NaturalIds``, a client of the federation may hold windows of several.
     """
 
     scales: dict[Any, np.ndarray]
+    owners: np.ndarray
     _periods: np.ndarray  # of each window, an index of _PERIODS
 
     def __init__(
@@ -91,18 +94,18 @@ class TimeSeriesDataModule(FederatedDataModule):
         of_clients = {client: self._checked(client, series) for client, series in self.series().items()}
         self._check_widths(of_clients)
         windows, periods, owners, self.scales = [], [], [], {}
-        for client, all_series in of_clients.items():
+        for place, (client, all_series) in enumerate(of_clients.items()):
             starts = [self._starts(client, len(series)) for series in all_series]
             mean, std = self.scales[client] = self._scale(all_series)
             for series, by_period in zip(all_series, starts, strict=True):
                 every = sliding_window_view((series - mean) / std, self._window, axis=0)  # (starts, variables, steps)
                 windows.append(every[np.concatenate(by_period)].astype(np.float32))
                 periods.append(np.repeat(np.arange(len(_PERIODS)), [len(each) for each in by_period]))
-                owners += [client] * len(periods[-1])
-        self._periods = np.concatenate(periods)
+                owners.append(np.full(len(periods[-1]), place))
+        self._periods, self.owners = np.concatenate(periods), np.concatenate(owners)
         together = torch.from_numpy(np.concatenate(windows)).transpose(1, 2)
         x, y = together[:, : self.context_length].contiguous(), together[:, self.context_length :, 0].contiguous()
-        return Arrays(x, y, x[:0], y[:0], np.array(owners))
+        return Arrays(x, y, x[:0], y[:0], np.array([*of_clients])[self.owners])
 
     def split_clients(
         self, samples: np.ndarray, sizes: np.ndarray, labels: np.ndarray | None

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedmoe_pl.checks import InvalidArgumentError, tried
 from fedmoe_pl.data.arrays import read_npz
+from fedmoe_pl.data.client_names import numbered_clients
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_parts, group_by
 from fedmoe_pl.data.targets import imported
 
@@ -19,7 +20,8 @@ IndexLists = Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
 class NaturalIds(Partitioner):
     """Gives every client the samples with its id in the data set, such as one writer's images.
 
-    The clients are numbered in the sorted order of their ids. Ids that are texts are the clients' names.
+    The clients are numbered in the sorted order of their ids; if all are integers, also as texts, by their size. Ids
+    that are texts are the clients' names.
     """
 
     needs_classes = False
@@ -34,7 +36,7 @@ class NaturalIds(Partitioner):
         if client_ids is None:
             reason = "these data have no client ids; FromDatasets and FromDataModule get them by their argument groups"
             raise InvalidArgumentError("data", "partitioner", self, "another one", reason)
-        ids, owners = np.unique(client_ids, return_inverse=True)
+        ids, owners = numbered_clients(client_ids)
         _check_number(self, num_clients, len(ids))
         parts = group_by(owners, len(ids))
         return dict(zip(ids.tolist(), parts, strict=True)) if isinstance(ids[0], str) else parts

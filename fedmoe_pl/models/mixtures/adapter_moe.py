@@ -27,9 +27,9 @@ class AdapterMoE(MixtureOfExperts):
     """Mixes the outputs of a frozen base with a global and with a local adapter; a gate weighs them for every sample.
 
     It is a ``PersonalizedMoE`` whose experts are adapters (LoRA) and copies of the layers in ``lora.modules_to_save``,
-    such as the classifier: the base is in memory once, nothing of it is trained or sent, and it computes a batch once
-    for each expert. In a federation, the base is in eval mode where nothing of it is trained, without its dropout,
-    unless the algorithm keeps frozen modules in train mode.
+    such as the classifier: the base is in memory once, no client trains or sends anything of it, and it computes a
+    batch once for each expert. In a federation, the base is in eval mode where nothing of it is trained, without its
+    dropout, unless the algorithm keeps frozen modules in train mode.
 
     Args:
         base: any module that maps inputs to outputs, or to an object with ``logits``, as those of transformers. It
@@ -106,6 +106,17 @@ class AdapterMoE(MixtureOfExperts):
     def name_experts(self, experts: Sequence[nn.Module]) -> None:
         """Makes the experts parts of this module."""
         self.global_expert, self.local_expert = experts
+
+    @property
+    def layers_outside_blocks(self) -> Sequence[str]:
+        """The paths of the adapted layers that have the first expert only, whatever the gate."""
+        return self._adapted.outside
+
+    @property
+    def idle_parts(self) -> list[str]:
+        """As in any mixture, but without the first expert if layers outside of the blocks have it."""
+        used = self.weighed_parts[:1] if self.layers_outside_blocks else ()
+        return [part for part in super().idle_parts if part not in used]
 
     @property
     def weighed_parts(self) -> Sequence[str]:
@@ -205,8 +216,8 @@ class LayerwiseAdapterMoE(AdapterMoE):
         gate: weighs the experts; None for ``EqualWeights``. For a gate that reads features, the base first computes the
             batch with the local expert alone, without gradients, as in FedDPA.
         blocks: names of modules of the base, or their ends after a dot, such as ``mlp``, that each expert computes as a
-            whole, so that their outputs are mixed, as in CoMiGS; adapted layers elsewhere have the global expert alone.
-            Empty mixes in every adapted layer.
+            whole, so that their outputs are mixed, as in CoMiGS; adapted layers elsewhere have the global expert alone,
+            whatever the gate. Empty mixes in every adapted layer.
         **kwargs: other arguments of ``AdapterMoE``.
 
     Attributes:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedmoe_pl.models.mixtures.tasks import SIGMOIDS, Task
+from fedmoe_pl.trees import precise
 
 Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]
 """What is mixed, and the loss of a sample.
@@ -39,7 +40,8 @@ def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing, task
         shape = (-1, *weights.shape[1:-1], *ones)
         terms = [weights[..., index].reshape(shape) * logits for index, logits in enumerate(outputs)]
         return sum(terms[1:], terms[0])
-    weights = weights.reshape(*weights.shape, *ones)  # (B, experts, 1, ...)
+    weights = precise(weights).reshape(*weights.shape, *ones)  # (B, experts, 1, ...)
+    outputs = [precise(logits) for logits in outputs]  # half precision would round probabilities
     smallest = torch.finfo(weights.dtype).tiny  # the logarithm of 0 has no gradient
     if task in SIGMOIDS:
         logits, log_weights = torch.stack([*outputs], dim=1), weights.clamp_min(smallest).log()

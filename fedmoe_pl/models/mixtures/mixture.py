@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
+from torch.func import functional_call
 from torchmetrics.functional.classification import multiclass_accuracy
 from typing_extensions import Self
 
@@ -48,7 +49,7 @@ from fedmoe_pl.models.mixtures.tasks import (
     num_labelled,
     usual_loss,
 )
-from fedmoe_pl.trees import copy_module
+from fedmoe_pl.trees import copy_module, precise
 
 
 class Absent(nn.Module):
@@ -358,7 +359,7 @@ class MixtureOfExperts(LightningModule, ABC):
             outputs, targets = aligned(self.task, scores, y, ignored_class(self.criterion))
             if self.task == "causal_lm":
                 outputs, targets = outputs.flatten(0, 1), targets.flatten()
-            return self.criterion(outputs, targets)
+            return _called(self.criterion, outputs, targets)
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
@@ -376,7 +377,7 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def scores_of(self, logits: Tensor) -> Tensor:
         """The scores (B, C) of a single expert, from its logits (B, C)."""
-        return logits if self.mixing == "logits" or self.task != "multiclass" else logits.log_softmax(1)
+        return logits if self.mixing == "logits" or self.task != "multiclass" else precise(logits).log_softmax(1)
 
     def mix_outputs(self, outputs: Sequence[Tensor], weights: Tensor) -> Tensor:
         """The scores (B, ...) of a mixture, from the outputs (B, ...) of the experts and their weights (B, experts)."""
@@ -590,6 +591,15 @@ class MixtureOfExperts(LightningModule, ABC):
         if name not in _kept_arguments(type(self)):
             return self._saved_arguments().get(name)
         return getattr(self, "criterion" if name == "loss" else name)  # ``loss`` itself is a method
+
+
+def _called(criterion: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss; what it has in half precision, such as weights of classes, is of the outputs' type meanwhile."""
+    if isinstance(criterion, nn.Module):
+        own = (*criterion.named_parameters(), *criterion.named_buffers())
+        if half := {name: precise(tensor) for name, tensor in own if tensor.dtype in (torch.float16, torch.bfloat16)}:
+            return functional_call(criterion, half, (outputs, targets))
+    return criterion(outputs, targets)
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:

@@ -74,17 +74,19 @@ def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal[
 def aligned(task: Task, outputs: Tensor, targets: Tensor, ignored: int = IGNORED) -> tuple[Tensor, Tensor]:
     """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes.
 
-    Targets that are -100 become ``ignored``, the class that the loss leaves out. Outputs in half precision that are
-    compared with values become float32, because half precision would round these.
+    Targets that are -100 become ``ignored``, the class that the loss leaves out. Outputs in half precision become
+    float32, because half precision would round losses, their sums, and values that outputs are compared with.
 
     Raises:
         MisconfigurationException: if the shapes differ: a loss would compare each output with several targets.
     """
+    outputs = precise(outputs)
     are_probabilities = task == "multiclass" and targets.is_floating_point()
     if task in OF_CLASSES and not are_probabilities:
         targets = targets.long()
         if task == "causal_lm":
-            targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)  # logits are large, and not copied
+            # logits are large, and a part of them would become a copy
+            targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         return outputs, targets if ignored == IGNORED else targets.masked_fill(targets == IGNORED, ignored)
     if not are_probabilities:
         outputs, targets = _as_values(outputs, targets)
@@ -97,7 +99,6 @@ def aligned(task: Task, outputs: Tensor, targets: Tensor, ignored: int = IGNORED
 def _as_values(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
-    outputs = precise(outputs)
     return outputs, targets.to(outputs.dtype)
 
 
@@ -140,7 +141,7 @@ def weighs_labels(criterion: Loss | None) -> bool:
 def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """What a metric of torchmetrics compares: probabilities and classes or labels, values, or logits and tokens."""
     if task == "multiclass":
-        return outputs.softmax(1), targets.long()
+        return precise(outputs).softmax(1), targets.long()
     outputs, targets = aligned(task, outputs, targets)
     return (outputs.sigmoid(), targets.round().long()) if task in SIGMOIDS else (outputs, targets)
 
