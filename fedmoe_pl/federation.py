@@ -39,6 +39,7 @@ from fedmoe_pl.rounds.given_result import ReadResult, read_result, read_result_f
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.run import Run, Saved, Settings
 from fedmoe_pl.setup.check_run import check_phases
+from fedmoe_pl.setup.check_trainer import check_loggers
 from fedmoe_pl.setup.data import set_up, set_up_as_saved
 from fedmoe_pl.setup.start import make_run, open_run, plan_phases
 from fedmoe_pl.trees import Tree
@@ -137,6 +138,7 @@ class Federation:
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {name: plain(value) for name, value in {**LEAN_TRAINER, **(trainer or {})}.items()}
+        check_loggers(logger, (phase.client_trainer(self.trainer) for phase in phases))
         self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = plain(evaluate_every_n_rounds)
         self.evaluation_cohort_size = plain(evaluation_cohort_size)
@@ -230,7 +232,8 @@ class Federation:
         is evaluated after local training. They also run the phases in which clients train alone; ``min_clients`` and
         ``dropout`` of ``failures`` do not apply. As in the federation,
         a client's architecture follows from its id, and images are normalized and words numbered in the same way. These
-        runs are in the folder ``new_clients`` beside the federation's.
+        runs are in the folder ``new_clients`` beside the federation's; in loggers that were given, ``new_clients/``
+        precedes their names.
 
         Args:
             model: the federation's model.
@@ -252,7 +255,7 @@ class Federation:
         failures = replace(self.failures, min_clients=None, dropout=0.0)
         settings = replace(self.settings, phases=phases, folder=runs, failures=failures, evaluation_cohort_size=None)
         run = self._make_run(model, datamodule, settings, None, initial, read_result_for_new_clients)
-        return self._run_phases(run, runs)
+        return self._run_phases(run, runs, below="new_clients/")
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints accuracy and metrics of every client's model on its validation samples, from a checkpoint."""
@@ -447,9 +450,10 @@ class Federation:
         runs: Path | None,
         command: str | None = None,
         checkpoint: Path | None = None,
+        below: str = "",
     ) -> dict[str, Evaluation]:
-        """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
-        with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, self.logger):
+        """Runs all phases, in a folder in ``runs`` if it is new; other arguments of ``interruptible``, ``open_run``."""
+        with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, self.logger, below):
             fit(run)
         return run.results
 

@@ -18,7 +18,7 @@ class BestEpoch(EarlyStopping):
     Add it to ``train.callbacks`` of a phase, and set in ``train.trainer`` how often clients validate, for example
     ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The module's tensors are restored; the state of an
     optimizer that ``keep_optimizer`` keeps is that after the last epoch. A client without validation samples trains
-    all epochs.
+    all epochs. Callbacks that average weights are refused beside it.
 
     Args:
         monitor: a metric that the clients' modules log on their validation samples.

@@ -70,17 +70,17 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     For TensorBoard and CSV, the name becomes a folder below the logger's ``version`` or, without one, below a folder
     named after the run, so that no two runs log to the same files. For MLflow and Weights & Biases, it becomes the name
     of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, with their
-    names as prefixes of the metrics. Other loggers keep their names.
+    names as prefixes of the metrics, and write checkpoints to their folders. Other loggers keep their names.
     """
-    given, name = training.trainer.get("logger"), client_name(training, client)
+    given, name, folder = training.trainer.get("logger"), client_name(training, client), client_folder(training, client)
     return [
-        _renamed(logger, name, training.run_name)
+        _renamed(logger, name, training.run_name, folder)
         for logger in (given if isinstance(given, list | tuple) else [given])
         if isinstance(logger, Logger)
     ]
 
 
-def _renamed(logger: Logger, name: str, run: str) -> Logger:
+def _renamed(logger: Logger, name: str, run: str, folder: str) -> Logger:
     """A renamed copy of a logger that has not logged yet; Lightning has no public way to rename a logger."""
     if isinstance(logger, WandbLogger):  # `copy` would open its run
         import wandb  # pyright: ignore[reportMissingImports]  optional
@@ -90,6 +90,7 @@ def _renamed(logger: Logger, name: str, run: str) -> Logger:
         if wandb.run is not None:  # a process can have only one run
             renamed._experiment = wandb.run
             renamed._prefix = f"{name}/{logger._prefix}".rstrip("/")
+            renamed._save_dir = folder  # where checkpoint callbacks write; all clients have the run's id
             setattr(renamed, "LOGGER_JOIN_CHAR", "/")  # noqa: B010  typed as a constant
         return renamed
     logger = copy.deepcopy(logger)

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import registry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.checks import reason_of
@@ -67,6 +68,8 @@ def fit(
         if settings["profiler"]:
             profiler: Any = trainer.profiler  # pyright: ignore[reportAttributeAccessIssue]
             profiler.filename = getattr(profiler, "filename", None) or "profile"  # a file: `quiet` suppresses prints
+            if trainer.loggers and trainer.loggers[0].save_dir is None:  # then Lightning knows no folder for the file
+                profiler.dirpath = profiler.dirpath or settings["default_root_dir"]
         trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trainer.fit(module, batches, validation)
@@ -91,6 +94,12 @@ def _waits_for_metric(trainer: Trainer) -> bool:
     schedulers = [each for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
     waiting = [each.monitor for each in (*schedulers, *trainer.early_stopping_callbacks) if each.strict]
     return trainer.is_last_batch and any(name not in trainer.callback_metrics for name in waiting)
+
+
+def has_limit(trainer: Mapping[str, Any]) -> bool:
+    """Whether steps or time of each training are limited, so that it may end before its last epoch."""
+    may_end = any(trainer.get(name) not in (None, -1, False) for name in ("max_steps", "max_time", "fast_dev_run"))
+    return may_end or any(isinstance(each, Timer) for each in listed(trainer, "callbacks"))
 
 
 def listed(trainer: Mapping[str, Any], name: str) -> list[Any]:

@@ -31,7 +31,8 @@ class AccuracyMonitor(FederationCallback):
     With ``trainer.logger: true``, every logger also gets what the clients' modules log in their training, such as
     ``train_loss``, and their learning rates: the mean over the clients that trained, for each local epoch, under the
     names that a plain Trainer's logger shows. The step is the number of local epochs since the phase began.
-    ``validation_loss`` is then theirs; otherwise it is the loss of every evaluation, as in ``validation_loss/mean``.
+    If they validate, ``validation_loss`` is theirs; otherwise it is the loss of every evaluation, as in
+    ``validation_loss/mean``.
 
     Args:
         clients: ids of clients that get curves of their own, such as ``local_test/client_003`` and
@@ -67,8 +68,10 @@ class AccuracyMonitor(FederationCallback):
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, a fraction, and metric, and the costs."""
-        logs = phase.client_trainer(run.trainer).get("logger")  # then `validation_loss` is what clients log in training
-        metrics = [*evaluation.metrics, *([] if logs else ["validation_loss"])]
+        trainer = phase.client_trainer(run.trainer)
+        # then `validation_loss` is what clients log in training
+        logs_loss = trainer.get("logger") and trainer.get("limit_val_batches")
+        metrics = [*evaluation.metrics, *([] if logs_loss else ["validation_loss"])]
         values = {
             f"{metric}/{name}": value
             for metric in metrics

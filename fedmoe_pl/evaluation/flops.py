@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.backends import Freezing, LocalTraining, begin_client, client_of, trainable_names, trains_by_loss
+from fedmoe_pl.backends.fitting import has_limit
 from fedmoe_pl.seeds import seeded
 from fedmoe_pl.trees import Tree
 
-_ENDS_TRAINING = ("max_steps", "max_time", "fast_dev_run")  # arguments of a Trainer
 _TRIED = 3  # clients whose batch is tried before the module is assumed to run only in its Trainer
 
 
@@ -34,7 +34,8 @@ class FlopCounter:
     Matrix products, convolutions and attention count, with a multiplication and an addition as two operations;
     activations, normalization and optimizers do not. Frozen parts have no backward pass, but their forward pass counts
     in every step, even if a backend looks up the outputs. A client's work before its training does not count, and
-    early stopping is ignored. If ``max_steps``, ``max_time`` or ``fast_dev_run`` is set, operations are unknown.
+    early stopping is ignored. With ``max_steps``, ``max_time``, ``fast_dev_run`` or a ``Timer``, operations are
+    unknown.
     """
 
     def __init__(self, training: LocalTraining) -> None:
@@ -43,7 +44,7 @@ class FlopCounter:
 
     def of_round(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
         """Operations of a round: an integer, or NaN if they cannot be counted."""
-        if any(self.training.trainer.get(name) not in (None, -1, False) for name in _ENDS_TRAINING):
+        if has_limit(self.training.trainer):
             return math.nan
         groups = self.training.by_architecture(cohort)
         return sum(self._of_architecture(server, clients, kept, round) for clients in groups)

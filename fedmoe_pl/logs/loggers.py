@@ -43,10 +43,15 @@ class RunLoggers:
         completed: the last completed step of each method of a resumed run, 0 for none, and that of the run under None.
             TensorBoard leaves out what was logged of later steps; what it has of these is not logged again, as when a
             phase was killed after its last round, which is then evaluated a second time.
+        below: what precedes the names of methods, and of what belongs to the whole run, such as ``new_clients/``, in
+            loggers that have those of another run.
     """
 
-    def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str | None, int] | None = None) -> None:
+    def __init__(
+        self, loggers: Sequence[Logger] = (), completed: Mapping[str | None, int] | None = None, below: str = ""
+    ) -> None:
         self.all = [*loggers]
+        self._below = below
         for logger in self.all:
             with tried(f"federation.logger: {type(logger).__name__} cannot be opened"):
                 getattr(logger, "experiment", None)  # opens it, before any training
@@ -54,6 +59,7 @@ class RunLoggers:
         self._tensorboards = [each for each in self.all if isinstance(each, TensorBoardLogger)]
         self._others = [each for each in self.all if not isinstance(each, TensorBoardLogger)]
         self._writers: dict[tuple[str, str], SummaryWriter] = {}  # by the logger's folder and the method
+        self._closed = set[str]()  # methods that have ended, to which a callback may still log
         self._runs: dict[tuple[int, str], MLFlowLogger | WandbLogger] = {}  # by the logger's place and the method
         if (step := self._completed.get(None)) is not None:
             for logger in self._tensorboards:
@@ -108,13 +114,13 @@ class RunLoggers:
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Sends text of aligned columns to loggers that take it."""
-        for logger in self._tensorboards:
-            logger.experiment.add_text(tag, f"```\n{text}\n```", step)  # Markdown that keeps spaces and line breaks
-        for logger in self._others:
+        for writer in self.writers():
+            writer.add_text(tag, f"```\n{text}\n```", step)  # Markdown that keeps spaces and line breaks
+        for logger, before in self._loggers_of(None):
             if isinstance(logger, MLFlowLogger):
-                logger.experiment.log_text(logger.run_id, text, f"{tag}.txt")
+                logger.experiment.log_text(logger.run_id, text, f"{before}{tag}.txt")
             elif isinstance(logger, WandbLogger):
-                logger.log_text(tag, columns=["text"], data=[[text]], step=step)
+                logger.log_text(f"{before}{tag}", columns=["text"], data=[[text]], step=step)
 
     def log_hparams(self, hparams: Mapping[str, Any]) -> None:
         """Sends hyperparameters to every logger, before the first round; of TensorBoard only to ``hparams.yaml``."""
@@ -145,18 +151,19 @@ class RunLoggers:
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
         """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
-        if method is None:
+        if method is None and not self._below:
             return [logger.experiment for logger in self._tensorboards]
-        return [self._writer(logger.log_dir, method) for logger in self._tensorboards]
+        return [self._writer(logger.log_dir, method or "") for logger in self._tensorboards]
 
     def _writer(self, folder: str, method: str) -> SummaryWriter:
         if (folder, method) not in self._writers:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed for TensorBoard
 
-            path, completed = os.path.join(folder, method), self._completed.get(method)
+            path, completed = os.path.join(folder, self._below + method), self._completed.get(method)
             known = set() if completed is None else _logged(path, completed)
             # a new run has nothing to purge, but TensorBoard takes no notice of the first purge
-            self._writers[folder, method] = SummaryWriter(path, purge_step=0 if completed is None else completed + 1)
+            purge_step = None if method in self._closed else 0 if completed is None else completed + 1
+            self._writers[folder, method] = SummaryWriter(path, purge_step=purge_step)
             _leave_out(self._writers[folder, method], known)
         return self._writers[folder, method]
 
@@ -164,14 +171,14 @@ class RunLoggers:
         """Loggers other than TensorBoard's of a method or of the whole run, each with what precedes a tag in it."""
         for place, logger in enumerate(self._others):
             if method is None:
-                yield logger, ""
+                yield logger, self._below
             elif _compares_runs(logger):
                 if (place, method) not in self._runs:
                     begin: Any = _of_mlflow if isinstance(logger, MLFlowLogger) else _of_wandb
-                    self._runs[place, method] = begin(logger, method)
+                    self._runs[place, method] = begin(logger, self._below + method)
                 yield self._runs[place, method], ""
             else:
-                yield logger, f"{method_tag(method)}/"
+                yield logger, f"{self._below}{method_tag(method)}/"
 
     def flush(self) -> None:
         """Writes what the loggers still hold in memory, so that a kill leaves no gap in their curves."""
@@ -189,6 +196,7 @@ class RunLoggers:
             if name == method:
                 _end_run(self._runs.pop((place, name)), status)
         self._completed.pop(method, None)
+        self._closed.add(method)
 
     def finalize(self, status: str = "success") -> None:
         """Ends all loggers; ``failed`` is the status of a run that an error or an interruption has ended."""
@@ -261,8 +269,8 @@ def _logged(folder: str, last: int) -> set[tuple[str, int]]:
 
 def _leave_out(writer: SummaryWriter, known: set[tuple[str, int]]) -> None:
     """Makes a writer leave out what is known, by tag and step; all its methods write with that of its file."""
-    assert writer.file_writer is not None, "closed writers are forgotten"
-    add_summary = writer.file_writer.add_summary
+    file_writer: Any = writer._get_file_writer()  # opens that of a user's logger anew if an earlier run has closed it
+    add_summary = file_writer.add_summary
 
     def add_new(summary: Summary, global_step: int | None = None, walltime: float | None = None) -> None:
         values = [value for value in summary.value if (value.tag, global_step or 0) not in known]
@@ -270,7 +278,7 @@ def _leave_out(writer: SummaryWriter, known: set[tuple[str, int]]) -> None:
             add_summary(Summary(value=values), global_step, walltime)
 
     if known:
-        writer.file_writer.add_summary = add_new
+        file_writer.add_summary = add_new
 
 
 def _takes_images(logger: Logger) -> bool:

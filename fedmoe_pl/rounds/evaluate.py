@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lightning.pytorch.callbacks import Checkpoint
+
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.client_loggers import SilentLogger
+from fedmoe_pl.backends.fitting import listed
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
 from fedmoe_pl.evaluation.client_models import evaluated_model
@@ -116,13 +119,20 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan, clients: Sequence[int]) 
     """Before the only round of a phase, passes an evaluation after 0, n, 2n ... epochs to the callbacks.
 
     For each, the round's clients train from the start and stop after this many epochs, with schedules over all of the
-    phase's. The trained weights are discarded; the result does not depend on them.
+    phase's. The trained weights are discarded, without logs, checkpoints or profiles; the result does not depend on
+    them.
     """
     assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
     state = run.states[phase.name]
-    logger = SilentLogger() if plan.training.trainer.get("logger") else False
+    given = plan.training.trainer
+    without_files = {
+        "logger": SilentLogger() if given.get("logger") else False,
+        "callbacks": [each for each in listed(given, "callbacks") if not isinstance(each, Checkpoint)],
+        "enable_checkpointing": False,
+        "profiler": None,
+    }
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
-        trainer = {**plan.training.trainer, "logger": logger}
+        trainer = given | without_files
         if not epochs:  # clients can stop only at the end of an epoch
             trainer["max_epochs"] = 0
         shorter = plan.begin(replace(plan.training, trainer=trainer, stop_after=epochs))

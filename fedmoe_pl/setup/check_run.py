@@ -53,6 +53,7 @@ from fedmoe_pl.setup.check_module import (
 )
 from fedmoe_pl.setup.check_trainer import (
     check_batches,
+    check_callbacks,
     check_monitored,
     check_trainer,
     epochs_of_all,
@@ -102,8 +103,8 @@ def check_run(run: Run, read_result: ReadResult) -> None:
     by_name, trained = {phase.name: phase for phase in run.phases}, dict[str, set[str]]()
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
-        if phase.train.trainer:
-            check_trainer(trainer, str(phase))
+        if phase.train.trainer or phase.train.callbacks:
+            check_trainer(trainer, phase)
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
@@ -130,6 +131,7 @@ def check_run(run: Run, read_result: ReadResult) -> None:
             check_has_optimizer(phase, module)
             check_kept_optimizers(phase, module, run.states.get(phase.name))
             check_batches(run, phase, module, samples)
+            check_callbacks(run, phase, module)
             check_monitored(run, phase, module)
             if idle := [client for client, chosen in samples.items() if not len(chosen)]:
                 who, name = run.datamodule.client_names.text(idle), type(phase.algorithm).__name__

@@ -6,7 +6,9 @@ import copy
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
+    DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
+    LearningRateMonitor,
     StochasticWeightAveraging,
     Timer,
     WeightAveraging,
@@ -28,11 +32,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import overridden_hooks, packages_read_once, quiet
-from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process, listed
+from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.fitting import TRAINER_DEFAULTS, cores_of_process, has_limit, listed
 from fedmoe_pl.backends.workers.fork_server import FORKS
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least, reason_of, shown, tried
 from fedmoe_pl.data import FederatedDataModule
@@ -58,38 +64,41 @@ _OF_KIND = {
 _KNOWN = ("fedmoe_pl.", "lightning.")  # code outside these packages may log any metric
 
 
-def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
+def check_trainer(arguments: dict[str, Any], phase: Phase | None = None) -> list[torch.device]:
     """Refuses Trainer arguments that no client can have; returns the device of each process that trains clients.
+
+    The arguments are those of all phases, or of one.
 
     The CPU appears once per process; with ``devices: auto``, once per core that this process may use. Where processes
     cannot be forked, there is one device.
     """
-    key = "trainer" if owner == "Trainer" else "train.trainer"
+    owner, key = "Trainer" if phase is None else str(phase), partial(_key, phase)
     for name in (name for name in arguments if name not in TRAINER_DEFAULTS):
         similar = difflib.get_close_matches(name, TRAINER_DEFAULTS, n=1)
         because = f"it is not an argument of Trainer{f' ({similar[0]} is)' if similar else ''}"
-        raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "left out", because)
+        raise InvalidArgumentError(owner, key(name), arguments[name], "left out", because)
     _check_values(arguments, owner, key)
     if arguments["max_epochs"] is None:
         raise InvalidArgumentError(owner, "trainer.max_epochs", None, "the number of local epochs")
     check_at_least(owner, "trainer.max_epochs", arguments["max_epochs"], 0)
-    check_at_least(owner, f"{key}.accumulate_grad_batches", arguments.get("accumulate_grad_batches"), 1)
+    check_at_least(owner, key("accumulate_grad_batches"), arguments.get("accumulate_grad_batches"), 1)
     for name, because in _LEFT_OUT.items():
         value = arguments.get(name)
         is_all = isinstance(value, float) and value == 1  # an integer 1 is one batch
         if value not in (None, TRAINER_DEFAULTS[name]) and not is_all:
-            raise InvalidArgumentError(owner, f"{key}.{name}", value, "left out", because)
+            raise InvalidArgumentError(owner, key(name), value, "left out", because)
     if SLURMEnvironment.detect() and (tasks := os.environ["SLURM_NTASKS"]) != "1":
         because = "one process starts those that train clients; --cpus-per-task gives it cores"
         raise InvalidArgumentError("SLURM", "--ntasks", int(tasks), "1", because)
-    with quiet(), packages_read_once(), tried(key if owner == "Trainer" else f"{owner}: {key}"):
+    given = "trainer" if phase is None else f"{phase}: train.{'trainer' if phase.train.trainer else 'callbacks'}"
+    with quiet(), packages_read_once(), tried(given):
         trainer = _trainer_with(arguments, owner, key)
         seconds = Timer(arguments.get("max_time")).time_remaining()
         stops = {"max_time": seconds is not None and seconds <= 0}
         stops |= {name: arguments.get(name) == 0 for name in ("limit_train_batches", "max_steps")}
         for name in (name for name, at_once in stops.items() if at_once and arguments["max_epochs"]):
             because = "no client would train; max_epochs: 0 is for phases that train nothing"
-            raise InvalidArgumentError(owner, f"{key}.{name}", arguments[name], "above 0, or left out", because)
+            raise InvalidArgumentError(owner, key(name), arguments[name], "above 0, or left out", because)
         accelerator, cores = trainer.accelerator, len(cores_of_process())
         devices = arguments.get("devices", "auto")
         if devices == "auto" and not FORKS:
@@ -100,22 +109,29 @@ def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[tor
             parsed = accelerator.parse_devices(devices)
         except Exception as error:  # anything that Lightning or an accelerator's library may raise
             because = reason_of(error)
-            raise InvalidArgumentError(owner, f"{key}.devices", devices, "what a Trainer accepts", because) from error
+            raise InvalidArgumentError(owner, key("devices"), devices, "what a Trainer accepts", because) from error
     if isinstance(accelerator, CPUAccelerator) and parsed > (most := _PROCESSES_PER_CORE * cores):
         because = f"a CPU core of this process trains at most {_PROCESSES_PER_CORE} clients at the same time"
         raise InvalidArgumentError(owner, "trainer.devices", arguments["devices"], f"at most {most}", because)
     devices = accelerator.get_parallel_devices(parsed)
     if len(devices) > 1 and not FORKS:
         because = "clients are trained in several processes on Linux only"
-        raise InvalidArgumentError(owner, f"{key}.devices", arguments["devices"], "1 here", because)
+        raise InvalidArgumentError(owner, key("devices"), arguments["devices"], "1 here", because)
     _check_strategy(trainer, arguments, owner, key)
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         because = "clients and server exchange parameters of the model's own type; .double() of the model gives 64 bits"
-        raise InvalidArgumentError(owner, f"{key}.precision", trainer.precision, "32-true or mixed", because)
+        raise InvalidArgumentError(owner, key("precision"), trainer.precision, "32-true or mixed", because)
     return devices
 
 
-def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
+def _key(phase: Phase | None, name: str) -> str:
+    """The key of an argument of all Trainers, or of those of a phase that has arguments or callbacks of its own."""
+    if phase is None:
+        return f"trainer.{name}"
+    return "train.callbacks" if name == "callbacks" and phase.train.callbacks else trainer_key(phase, name)
+
+
+def _check_values(arguments: Mapping[str, Any], owner: str, key: Callable[[str], str]) -> None:
     """Refuses values that a Trainer accepts but cannot train with; in a file, ``train.trainer`` may hold anything."""
     for name, value in arguments.items():
         kind, allowed = _OF_KIND.get(name, (object, "an object"))
@@ -123,12 +139,12 @@ def _check_values(arguments: Mapping[str, Any], owner: str, key: str) -> None:
             is_unmade = isinstance(each, Mapping) and "class_path" in each
             if is_unmade or not isinstance(each, kind | None):
                 because = "its class_path is not the full import path of a class" if is_unmade else ""
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, because)
+                raise InvalidArgumentError(owner, key(name), value, allowed, because)
             if isinstance(each, float) and math.isnan(each):
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, "a number")
+                raise InvalidArgumentError(owner, key(name), value, "a number")
 
 
-def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer:
+def _trainer_with(arguments: Mapping[str, Any], owner: str, key: Callable[[str], str]) -> Trainer:
     """Makes a Trainer for one device; if that fails, names the argument that fails by itself."""
     # copies, because a Trainer changes its strategy; copying a WandbLogger would open its run
     copied = {name: value if name == "logger" else copy.deepcopy(value) for name, value in arguments.items()}
@@ -144,15 +160,15 @@ def _trainer_with(arguments: Mapping[str, Any], owner: str, key: str) -> Trainer
                 Trainer(**{**TRAINER_DEFAULTS, "accelerator": accelerator, name: value, "devices": 1})
             except Exception as error:
                 allowed = f"what a Trainer accepts{', such as auto or cpu' if name == 'accelerator' else ''}"
-                raise InvalidArgumentError(owner, f"{key}.{name}", value, allowed, reason_of(error)) from error
+                raise InvalidArgumentError(owner, key(name), value, allowed, reason_of(error)) from error
         raise
 
 
-def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: str) -> None:
+def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, key: Callable[[str], str]) -> None:
     """Refuses one checkpoint folder for all clients, several machines, and strategies that would change the result."""
     if trainer.num_nodes > 1:
         because = "a client trains on one machine; RayBackend trains clients on several machines"
-        raise InvalidArgumentError(owner, f"{key}.num_nodes", trainer.num_nodes, "left out", because)
+        raise InvalidArgumentError(owner, key("num_nodes"), trainer.num_nodes, "left out", because)
     for callback in trainer.checkpoint_callbacks:
         if given := getattr(callback, "dirpath", None):
             because = "the files of all clients would be there; each client and round has a folder in default_root_dir"
@@ -161,14 +177,55 @@ def _check_strategy(trainer: Trainer, arguments: Mapping[str, Any], owner: str, 
     is_plain_ddp = isinstance(strategy, DDPStrategy) and strategy._start_method == "popen"
     if not (is_plain_ddp or isinstance(strategy, SingleDeviceStrategy)):
         because = "each client's processes exist already, and each has a whole copy of the model"
-        raise InvalidArgumentError(owner, f"{key}.strategy", given, "ddp, or left out", because)
+        raise InvalidArgumentError(owner, key("strategy"), given, "ddp, or left out", because)
 
 
 def epochs_of_all(trainer: Mapping[str, Any]) -> int:
     """The number of epochs that every client surely trains; at most 1 if something may end training early."""
-    may_end = any(trainer.get(name) not in (None, -1, False) for name in ("max_steps", "max_time", "fast_dev_run"))
-    may_end |= any(isinstance(each, EarlyStopping | Timer) for each in listed(trainer, "callbacks"))
+    may_end = has_limit(trainer) or any(isinstance(each, EarlyStopping) for each in listed(trainer, "callbacks"))
     return min(trainer["max_epochs"], 1) if may_end else trainer["max_epochs"]
+
+
+def check_loggers(of_run: Logger | Sequence[Logger] | bool, trainers: Iterable[Mapping[str, Any]]) -> None:
+    """Refuses a logger that is the run's and the clients', whose copies would log into what the run's has opened."""
+    given = [of_run, *(trainer.get("logger") for trainer in trainers)]
+    of_all, *of_clients = [[*each] if isinstance(each, list | tuple) else [each] for each in given]
+    for logger in (each for each in of_all if isinstance(each, Logger)):
+        if any(logger is each for loggers in of_clients for each in loggers):
+            because = "clients would log into the files, or the run, that it opens"
+            raise InvalidArgumentError("Federation", "logger", logger, "another object than trainer.logger", because)
+
+
+def check_callbacks(run: Run, phase: Phase, module: LightningModule) -> None:
+    """Refuses Lightning's callbacks that fail in the training of clients, or leave them with other tensors."""
+    trainer = phase.client_trainer(run.trainer)
+    callbacks = listed(trainer, "callbacks")
+    for callback in callbacks:
+        because = ""
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"
+        elif isinstance(callback, LearningRateMonitor | DeviceStatsMonitor) and not trainer.get("logger"):
+            because = "clients have no logger without trainer.logger"
+        elif isinstance(callback, _AVERAGES) and any(isinstance(each, BestEpoch) for each in callbacks):
+            because = "BestEpoch restores the tensors of an epoch, not an average"
+        elif isinstance(callback, StochasticWeightAveraging) and (name := _frozen_batch_norm(run, phase, module)):
+            because = f"it would reset the statistics of '{name}', which is frozen, and not estimate them anew"
+        if because:
+            raise InvalidArgumentError(str(phase), "callbacks", type(callback).__name__, "left out", because)
+
+
+def _frozen_batch_norm(run: Run, phase: Phase, module: LightningModule) -> str | None:
+    """A layer of batch normalization that is in eval mode in an epoch of the phase, because it is not trained there."""
+    if phase.algorithm.frozen_train_mode:
+        return None
+    trainer = phase.client_trainer(run.trainer)
+    with_added = {**trainer, "max_epochs": trainer["max_epochs"] + 1}  # averaging adds an epoch for the statistics
+    training = replace(run.local_training(phase, module, {}), trainer=with_added)
+    frozen = {name for trained in training.trainable for name in training.parts_without(trained)}
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and any(f"{name}.".startswith(f"{each}.") for each in frozen):
+            return name
+    return None
 
 
 def samples_of_clients(run: Run, phase: Phase, module: LightningModule) -> dict[int, Tensor]:
@@ -242,9 +299,6 @@ def check_monitored(run: Run, phase: Phase, module: LightningModule) -> None:
     """Refuses early stopping and schedulers that follow a metric which the clients' training does not log."""
     datamodule, seed, trainer = run.datamodule, run.seed, phase.client_trainer(run.trainer)
     callbacks = listed(trainer, "callbacks")
-    for callback in (each for each in callbacks if isinstance(each, LearningRateFinder | BatchSizeFinder)):
-        because = "each client would find another; tune a plain Trainer, or the federation by fedmoe tune"
-        raise InvalidArgumentError(str(phase), "callbacks", type(callback).__name__, "left out", because)
     stopping = [each for each in callbacks if isinstance(each, EarlyStopping) and each.strict]
     is_known = all(type(each).__module__.startswith(_KNOWN) for each in (*callbacks, module, phase.algorithm))
     is_known = is_known and not any(isinstance(each, LambdaCallback) for each in callbacks)  # calls users' functions

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import blobs, mixture, run
+from helpers.runs import federation
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
-from fedmoe_pl import Phase, Train
+from fedmoe_pl import Federation, Phase, Train
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
 from fedmoe_pl.checks import InvalidArgumentError
@@ -72,13 +73,14 @@ def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_the
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
-    federation = WandbLogger(name="federation", offline=True, save_dir=tmp_path)
-    federation.log_metrics({"FedAvg/reweighted_test/mean": 0.5}, step=1)
-    (logger,) = named(WandbLogger(offline=True, save_dir=tmp_path))
+    of_run = WandbLogger(name="federation", offline=True, save_dir=tmp_path)
+    of_run.log_metrics({"FedAvg/reweighted_test/mean": 0.5}, step=1)
+    (logger,) = named(WandbLogger(offline=True, save_dir=tmp_path), default_root_dir=str(tmp_path))
     logger.log_metrics({"validation_loss": 2.0}, step=4)
     assert wandb.run.summary[f"{NAME}/validation_loss"] == 2
+    assert Path(logger.save_dir) == tmp_path / "digits/version_2" / NAME, "of checkpoints"
     finish([logger])
-    assert wandb.run is federation.experiment
+    assert wandb.run is of_run.experiment
     wandb.finish()
 
 
@@ -109,11 +111,25 @@ def test_every_client_of_every_round_has_its_checkpoints_without_a_logger(tmp_pa
     assert found == [f"one/client_{c:03d}/round_{r:04d}/checkpoints" for c in range(3) for r in (1, 2)]
 
 
-def test_one_folder_for_the_checkpoints_of_all_clients_is_refused(tmp_path):
-    callbacks = [ModelCheckpoint(dirpath=tmp_path / "here")]
-    train = Train(callbacks=callbacks, trainer={"enable_checkpointing": True})
+@pytest.mark.parametrize("of_phase", [True, False])
+def test_one_folder_for_the_checkpoints_of_all_clients_is_refused(of_phase, tmp_path):
+    trainer, callbacks = {"enable_checkpointing": True}, [ModelCheckpoint(dirpath=tmp_path / "here")]
+    phase = Phase("one", FedAvg(), train=Train(callbacks=callbacks, trainer=trainer if of_phase else None))
     with pytest.raises(InvalidArgumentError, match=r"ModelCheckpoint\.dirpath is '.*here', but must be left out"):
-        run([Phase("one", FedAvg(), train=train)], mixture(), blobs(), tmp_path)
+        federation(tmp_path, [phase], trainer={"accelerator": "cpu", **trainer}).fit(mixture(), blobs())
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def test_one_logger_for_the_federation_and_its_clients_is_refused(tmp_path):
+    logger = CSVLogger(tmp_path)
+    of_clients = {"trainer": {"logger": [CSVLogger(tmp_path), logger]}}
+    sentence = "^Federation: logger is a CSVLogger, but must be another object than trainer.logger, "
+    for given in (logger, [TensorBoardLogger(tmp_path), logger]):
+        with pytest.raises(InvalidArgumentError, match=sentence):
+            Federation([Phase("one", FedAvg())], logger=given, **of_clients)
+        with pytest.raises(InvalidArgumentError, match=sentence):
+            Federation([Phase("one", FedAvg()), Phase("two", FedAvg(), train=Train(**of_clients))], logger=given)
+    assert Federation([Phase("one", FedAvg())], logger=CSVLogger(tmp_path), **of_clients)
 
 
 def test_clients_of_mixtures_log_each_epoch_under_the_names_of_a_plain_trainer(tmp_path):

@@ -509,8 +509,9 @@ def test_models_are_freed_at_once_or_if_they_form_cycles_when_they_are_too_large
     assert max(live[:4]) < live[-2] < live[-1] if cycles else len({*live[1:]}) == 1
 
 
-def test_a_profiler_writes_what_each_client_s_training_took_to_its_folder(tmp_path):
-    arguments = {"profiler": "simple", "default_root_dir": str(tmp_path)}
+@pytest.mark.parametrize("logger", [False, True])
+def test_a_profiler_writes_what_each_client_s_training_took_to_its_folder(logger, tmp_path):
+    arguments = {"profiler": "simple", "default_root_dir": str(tmp_path), "logger": logger}
     train(TrainerBackend(), replace(local_training(mixture(), FedAvg(), blobs((4, 4)), **arguments), phase_name="it"))
     texts = [path.read_text() for path in tmp_path.rglob("it/client_*/round_0001/fit-profile.txt")]
     assert len(texts) == 2 and all("run_training_epoch" in text for text in texts)

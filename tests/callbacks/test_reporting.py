@@ -222,8 +222,8 @@ def test_costs_are_shown_where_there_are_some(shown, tmp_path):
     assert "FedAvg/resources/flops" not in rows[0]
 
 
-@pytest.mark.parametrize("logs", [False, True])
-def test_the_loss_of_validation_samples_is_logged_unless_clients_log_their_own(logs):
+@pytest.mark.parametrize(("logs", "validate"), [(False, 1.0), (True, 1.0), (True, 0)])
+def test_the_loss_of_validation_samples_is_logged_unless_clients_log_their_own(logs, validate):
     """Loggers that write into folders, such as MLflow's, cannot take ``validation_loss`` and what is below it."""
     losses, found = (0.25, 0.5, 1.5), {}
     made_up = evaluation()
@@ -232,14 +232,14 @@ def test_the_loss_of_validation_samples_is_logged_unless_clients_log_their_own(l
         states={"FedAvg": PhaseState({}, {})},
         loggers=SimpleNamespace(log_scalars=lambda method, values, step: found.update(values)),
         datamodule=SimpleNamespace(client_names=ClientNames.numbers(3)),
-        trainer={"max_epochs": 1, "logger": logs},
+        trainer={"max_epochs": 1, "logger": logs, "limit_val_batches": validate},
     )
     phase = Phase("FedAvg", FedAvg("global_expert.*"))
     made_up = replace(made_up, clients=clients, lower_is_better=["validation_loss"])
     AccuracyMonitor([1]).on_evaluation_end(run, phase, made_up)
     expected = {"mean": np.mean(losses), "std": np.std(losses), "worst_tenth": 1.5, "client_001": 0.5}
     expected = {f"validation_loss/{name}": pytest.approx(value) for name, value in expected.items()}
-    assert {tag: value for tag, value in found.items() if "loss" in tag} == ({} if logs else expected)
+    assert {tag: value for tag, value in found.items() if "loss" in tag} == ({} if logs and validate else expected)
     assert found["global_test/mean"] == found["global_test/client_001"] == 0.6
 
 

@@ -10,6 +10,7 @@ from helpers.backends import WithBatchNorm, local_training
 from helpers.pfedmoe import model
 from helpers.reports import csv_rows
 from helpers.runs import Kill, assert_same, federation, resumed_after
+from lightning.pytorch.callbacks import Timer
 from torch import nn
 
 from fedmoe_pl import Phase
@@ -45,7 +46,8 @@ def test_only_the_batches_of_a_limit_are_counted(limit, samples):
     module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
     training = local_training(module, FedAvg("global_expert.*"), blobs(SIZES), 3, limit_train_batches=limit)
     assert of_round(training) == 3 * samples * linear(5, 3, passes=2)
-    assert math.isnan(of_round(local_training(module, FedAvg(), blobs(SIZES), max_steps=2)))
+    for limited in ({"max_steps": 2}, {"callbacks": [Timer("00:01:00:00")]}):
+        assert math.isnan(of_round(local_training(module, FedAvg(), blobs(SIZES), **limited)))
 
 
 def test_a_frozen_expert_has_a_forward_pass_alone():

@@ -128,6 +128,54 @@ def test_a_user_s_logger_has_the_methods_in_its_folder(tmp_path):
     assert log.Scalars("resources/bytes_up")
 
 
+@pytest.fixture
+def a_later_second(monkeypatch):
+    """Lets what follows its call happen later, because TensorBoard reads files by the second of their names."""
+    now = time.time
+    return lambda: monkeypatch.setattr(time, "time", lambda: now() + 10)
+
+
+def test_a_callback_that_logs_to_a_finished_method_keeps_its_curves(tmp_path, a_later_second):
+    loggers = RunLoggers([TensorBoardLogger(tmp_path, name="", version="")])
+    for step in (1, 2):
+        loggers.log_scalars("FedAvg", {"own": 1.0}, step)
+    loggers.close("FedAvg")
+    a_later_second()
+    loggers.log_scalars("FedAvg", {"late": 1.0}, 2)
+    loggers.finalize()
+    log = event_accumulator.EventAccumulator(str(tmp_path / "FedAvg")).Reload()
+    assert [[event.step for event in log.Scalars(tag)] for tag in ("own", "late")] == [[1, 2], [2]]
+
+
+def of_fedavg(path):
+    log = event_accumulator.EventAccumulator(str(path / "FedAvg")).Reload()
+    return [event.step for event in log.Scalars("reweighted_test/mean")]
+
+
+def test_a_run_goes_on_in_the_same_process_with_the_same_logger(tmp_path, a_later_second):
+    given = {"phases": lambda: phases()[1:2], "logger": TensorBoardLogger(tmp_path / "mine", name="", version="")}
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, Kill("on_round_end", 2), **given)
+    a_later_second()
+    fitted(tmp_path, ckpt_path="last", **given)
+    assert of_fedavg(tmp_path / "mine") == [1, 2, 3]
+
+
+def test_new_clients_do_not_replace_what_a_given_logger_has_of_the_federation(tmp_path, a_later_second):
+    board, table = TensorBoardLogger(tmp_path / "mine", name="", version=""), CSVLogger(tmp_path / "csv", "", "")
+    run = fitted(tmp_path, phases=lambda: phases()[1:2], logger=[board, table])
+    a_later_second()
+    run.personalize(mixture(), blobs((9, 6)), rounds=2)
+    assert of_fedavg(tmp_path / "mine") == [1, 2, 3]
+    assert len(of_fedavg(tmp_path / "mine" / "new_clients")) == 1
+    for folder in ("mine", "mine/new_clients"):
+        log = event_accumulator.EventAccumulator(str(tmp_path / folder)).Reload()
+        assert len(log.Images("partition")) == 1
+    rows = csv_rows(tmp_path / "csv" / "metrics.csv")
+    assert len([row for row in rows if row["FedAvg/reweighted_test/mean"]]) == 3
+    assert len([row for row in rows if row["new_clients/FedAvg/reweighted_test/mean"]]) == 1
+
+
 class Statuses(CSVLogger):
     statuses = ()
 

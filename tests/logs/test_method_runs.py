@@ -93,6 +93,20 @@ def test_a_run_that_is_continued_with_more_rounds_goes_on_in_mlflow(tmp_path, cl
     assert (of_all["Local.rounds"], of_all["FedAvg.rounds"]) == ("2", "1")
 
 
+@pytest.mark.slow
+def test_new_clients_have_runs_of_mlflow_of_their_own(tmp_path, client):
+    logger = of_mlflow(tmp_path)
+    run = federation(tmp_path, phases()[:2], logger=logger)
+    results = run.fit(model(), data())
+    run.personalize(model(), data(), rounds=1)
+    runs = runs_of(client, logger)
+    assert [*runs] == ["Local", "FedAvg", "new_clients/Local", "new_clients/FedAvg"]
+    expected = results["FedAvg"].spread("global_test").mean
+    assert runs["FedAvg"].data.metrics["result/global_test"] == pytest.approx(expected)
+    files = {file.path for file in client.list_artifacts(logger.run_id)}
+    assert "table.txt" in files and "new_clients" in files
+
+
 def records_of_wandb(path):
     """The records of a run's file: a log of LevelDB, in blocks of 32 KiB, after 7 bytes of its own."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]

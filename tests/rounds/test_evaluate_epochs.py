@@ -8,7 +8,7 @@ import torch
 from helpers import OneWeight, TensorData, assert_same_bits, blobs, mixture
 from helpers.backends import local_training, train
 from helpers.runs import Kill, Notes, data, federation, model, phases
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchmetrics import MeanAbsoluteError
@@ -75,6 +75,17 @@ def test_only_the_training_that_counts_is_logged_by_the_clients(tmp_path):
         (text, *_) = [path.read_text() for path in (tmp_path / "clients").rglob(f"{phase}/client_000/*/metrics.csv")]
         rows = [*csv.DictReader(text.splitlines())]
         assert [row["epoch"] for row in rows if row["train_loss"]] == [str(epoch) for epoch in range(EPOCHS)]
+
+
+def test_only_the_training_that_counts_writes_checkpoints_and_profiles(tmp_path):
+    files = {"callbacks": [ModelCheckpoint(save_top_k=-1)], "enable_checkpointing": True, "profiler": "simple"}
+    trainer = {"accelerator": "cpu", **files, "default_root_dir": str(tmp_path / "clients")}
+    evaluate = Evaluate(every_n_epochs=1)
+    phase = Phase("Local", Local(), gate=LocalOnly(), train=Train(max_epochs=3), evaluate=evaluate)
+    federation(tmp_path, [phase], trainer=trainer).fit(mixture(), blobs((4,)))  # one batch
+    (folder,) = (tmp_path / "clients").rglob("round_0001")
+    assert {path.name for path in folder.rglob("*.ckpt")} == {f"epoch={n}-step={n + 1}.ckpt" for n in range(3)}
+    assert (folder / "fit-profile.txt").read_text().count("Profiler Report") == 1
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
 """What is refused before any training, by the argument that is wrong; what Lightning and torch say is passed on."""
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 from helpers import OneWeight, TensorData, blobs, mixture, run
+from helpers.backends import WithBatchNorm
 from helpers.data import refused_argument
 from helpers.ingredients import Own
 from helpers.runs import WithDropout, data, federation, model, phases
@@ -14,9 +16,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     Callback,
+    DeviceStatsMonitor,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.cli import ReduceLROnPlateau as MonitoredPlateau
@@ -81,6 +87,11 @@ REFUSED = [
     ("EarlyStopping.monitor", {"train": Train(callbacks=[EarlyStopping("val_loss")])}),
     ("EarlyStopping.monitor", {"train": Train(callbacks=[EarlyStopping("train_loss")])}),
     ("BestEpoch.monitor", {"train": Train(callbacks=[BestEpoch("validation_accuracy")])}),
+    ("train.callbacks", {"train": Train(callbacks=[EarlyStopping("train_loss"), EarlyStopping("train_loss")])}),
+    ("callbacks", {"train": Train(callbacks=[LearningRateMonitor()])}),  # without a logger
+    ("callbacks", {"train": Train(callbacks=[DeviceStatsMonitor()])}),
+    ("callbacks", {"train": Train(callbacks=[BestEpoch(), EMAWeightAveraging()])}),
+    ("callbacks", {"train": Train(callbacks=[StochasticWeightAveraging(0.1), BestEpoch()])}),
     ("train.lr_scheduler", {"train": Train(lr_scheduler=ReduceLROnPlateau)}),
     ("train.lr_scheduler", {"train": Train(lr_scheduler=partial(MonitoredPlateau, monitor="train_loss"))}),
     ("trainer.limit_val_batches", {"train": Train(lr_scheduler=BY_VALIDATION)}),
@@ -122,6 +133,7 @@ TRIED = [
     (f"{BY_EPOCH}: integer ", {"train": Train(lr_scheduler=partial(StepLR, step_size=0), max_epochs=1)}),
     (f"{BY_EPOCH}: Tried to step 3 times", {"train": Train(lr_scheduler=TWO_STEPS, max_epochs=3)}),
     (r"train.trainer.limit_val_batches is 1.5, ", {"train": Train(trainer={"limit_val_batches": 1.5})}),
+    ("train.callbacks: .*`enable_checkpointing=False`", {"train": Train(callbacks=[ModelCheckpoint()])}),
     (r"reads inputs of shape \(3, 5\), because it fails with: .*3x5 and 4x1", {"gate": NetworkGate(nn.Linear(4, 1))}),
 ]
 
@@ -422,6 +434,29 @@ def test_early_stopping_may_wait_for_whatever_is_logged(name, tmp_path, monkeypa
     phase = Phase("p", FedAvg(), train=Train(callbacks=callbacks, trainer=trainer))
     module, samples = kind(WithDropout(), optimizer=sgd), data(validation_fraction=0.3)
     federation(tmp_path, [phase], failures=ClientFailures("raise")).fit(module, samples)
+
+
+class InTrainMode(FedAvg):
+    frozen_train_mode = True
+
+
+HEAD = "*.classifier.*"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_refused"),
+    [(FedAvg(trainable=HEAD), True), (InTrainMode(trainable=HEAD), False), (FedAvg(), False)],
+    ids=["frozen", "frozen in train mode", "trained"],
+)
+def test_averaging_that_resets_the_statistics_of_frozen_batch_normalization_is_refused(algorithm, is_refused, tmp_path):
+    """Frozen parts are in eval mode, in which nothing is estimated: they would keep a mean of 0 and a variance of 1."""
+    phase = Phase("p", algorithm, train=Train(callbacks=[StochasticWeightAveraging(0.1)]))
+    module = PersonalizedMoE(WithBatchNorm(), optimizer=sgd).double()
+    sentence = (
+        r"'StochasticWeightAveraging', but must be left out, .* of 'global_expert\.extractor\.1', which is frozen"
+    )
+    with pytest.raises(InvalidArgumentError, match=sentence) if is_refused else nullcontext():
+        federation(tmp_path, [phase]).check(module, blobs())
 
 
 SIZES = (13, 2, 30)  # without validation samples, 3, 1 and 6 batches of them; these have one
