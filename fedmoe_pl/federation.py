@@ -452,7 +452,7 @@ class Federation:
         checkpoint: Path | None = None,
         below: str = "",
     ) -> dict[str, Evaluation]:
-        """Runs all phases, in a folder in ``runs`` if it is new; other arguments of ``interruptible``, ``open_run``."""
+        """Runs all phases, in a folder in ``runs`` if it is new; see ``interruptible`` and ``open_run``."""
         with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, self.logger, below):
             fit(run)
         return run.results

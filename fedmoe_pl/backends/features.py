@@ -23,7 +23,7 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, SampleBatches
 from fedmoe_pl.models.layers import computes_more, has_own_train, replaced_forward
 from fedmoe_pl.seeds import seed_all, seeded
-from fedmoe_pl.trees import Tree, changed, copy_module, is_borrowed, of_parts, same_bits
+from fedmoe_pl.trees import Tree, changed, copy_module, is_borrowed, of_parts, same_bits, version_of
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
@@ -141,7 +141,8 @@ class _Tracing:
         calls: each call, in order, of a frozen part that reads nothing but samples and outputs of such parts: its name
             and its arguments, 0 for the samples and 1, 2, ... for the outputs of earlier calls.
         names: the parts that are called exactly once, so that their outputs can be looked up.
-        branches: whether layers of a user's may not compute all batches in the same way; the same for all clients.
+        branches: whether layers of a user's may not compute all batches in the same way, or change parameters; the same
+            for all clients.
         are_too_large: whether these outputs have many more bytes than the samples; the same for all clients.
     """
 
@@ -163,22 +164,25 @@ class _Tracing:
                 self.branches = True
                 return None
             try:
-                found.add(self._find(x, y))
+                found.add(self._find(x, y, is_first))
             except Exception:  # of the user's code
                 return None
             freezing.unfreeze()
             freezing.reset()
         return found.pop() if len(found) == 1 and not trainer.asked else None
 
-    def _find(self, x: Tensor, y: Tensor) -> FrozenParts | None:
+    def _find(self, x: Tensor, y: Tensor, is_first: bool) -> FrozenParts | None:
         """Finds the frozen parts for the parameters that are trainable now."""
-        before = {name: buffer.clone() for name, buffer in self._frozen_buffers().items()}
+        frozen = self._frozen_tensors(is_first)
+        before = {name: (tensor.detach().clone(), version_of(tensor)) for name, tensor in frozen.items()}
         # each step gets a new copy of the samples, because it may change them in place
         self._find_calls(x.clone(), y)
         if not (names := self.names) or self.are_too_large:
             return None
-        if not all(same_bits(before[name], buffer) for name, buffer in of_parts(self._frozen_buffers(), names).items()):
-            return None  # a part that is looked up would not update its buffers
+        for name, tensor in of_parts(frozen, names).items():
+            if version_of(tensor) != before[name][1] or not same_bits(before[name][0], tensor):
+                self.branches |= isinstance(tensor, nn.Parameter)
+                return None  # a step changes it, which a part that is looked up would not do
         expected, state = self._loss_and_gradients(x.clone(), y)
         # one sample at a time: an output that depends on other samples of the batch cannot be looked up
         of_each = [self._of_parts(one) for one in x.clone().split(1)]
@@ -192,10 +196,12 @@ class _Tracing:
                     return FrozenParts(names, reads_input)
         return None
 
-    def _frozen_buffers(self) -> Tree:
-        """What the frozen parts save besides parameters."""
+    def _frozen_tensors(self, with_parameters: bool) -> Tree:
+        """What the frozen parts save; parameters, which may be large, only for one client."""
         saved = of_parts(self.module.state_dict(keep_vars=True), self.training.frozen_in_use)
-        return {name: tensor for name, tensor in saved.items() if not isinstance(tensor, nn.Parameter)}
+        return {
+            name: tensor for name, tensor in saved.items() if with_parameters or not isinstance(tensor, nn.Parameter)
+        }
 
     def rows(self, samples: Tensor) -> Tree:
         """Outputs of the frozen parts for some samples, in the order of the samples."""
@@ -229,11 +235,13 @@ class _Tracing:
 
     def _find_calls(self, x: Tensor, y: Tensor) -> None:
         """Finds ``calls`` and ``names``, and whether their outputs are too large."""
-        known, inside, start = [x], list[str](), states_of_generators(x.device)
+        known, inside, start = [(x, version_of(x))], list[str](), states_of_generators(x.device)
         self.calls = calls = []
 
         def place(argument: Any) -> int | None:
-            return next((index for index, tensor in enumerate(known) if argument is tensor), None)
+            """The number of a tensor that is known, unless it was changed in place since."""
+            found = (index for index, (tensor, _) in enumerate(known) if argument is tensor)
+            return next((index for index in found if version_of(argument) == known[index][1]), None)
 
         def before(name: str, part: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             is_known = arguments and not options and None not in map(place, arguments)
@@ -244,9 +252,10 @@ class _Tracing:
         def after(name: str, part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if inside == [name]:
                 inside.clear()
-                if isinstance(output, Tensor) and len(output) == len(x):
-                    calls.append((name, [place(argument) for argument in arguments]))
-                    known.append(output)
+                places = [index for argument in arguments if (index := place(argument)) is not None]
+                if isinstance(output, Tensor) and len(output) == len(x) and len(places) == len(arguments):
+                    calls.append((name, places))
+                    known.append((output, version_of(output)))
 
         frozen = {name: self.module.get_submodule(name) for name in self.training.frozen_in_use}
         # a base whose layers have adapters computes more; checked before this method adds hooks of its own
@@ -258,7 +267,7 @@ class _Tracing:
             self._loss(x, y)
         called = [name for name, _ in calls]
         self.names = tuple(name for name in called if called.count(name) == 1)
-        of_names = (output.nbytes for name, output in zip(called, known[1:], strict=True) if name in self.names)
+        of_names = (output.nbytes for name, (output, _) in zip(called, known[1:], strict=True) if name in self.names)
         self.are_too_large |= sum(of_names) > _MOST_TIMES_SAMPLES * x.nbytes
 
 

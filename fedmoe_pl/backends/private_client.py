@@ -26,7 +26,7 @@ from fedmoe_pl.data import PoissonBatches
 from fedmoe_pl.models.copies import has_hooks
 from fedmoe_pl.models.layers import trying
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree, copy_module, same_values
+from fedmoe_pl.trees import Tree, copy_module, same_bits
 
 _TRIED_SAMPLES = 4
 _REFUSED = WeakSet[LightningModule]()  # modules that vmap refused
@@ -162,6 +162,9 @@ def check_private(training: LocalTraining) -> None:
         because = _AGAIN
     if not because and any(map(has_hooks, training.module.parameters())):
         because = "configure_optimizers registers hooks of parameters"
+    limited = (name for name, part in training.module.named_modules() if getattr(part, "max_norm", None) is not None)
+    if not because and (name := next(limited, None)) is not None:
+        because = f"'{name}' shortens the rows of a batch to its max_norm, without noise"
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         because = because or _problem(training.of(clients[0]), clients)
     if because:
@@ -186,7 +189,7 @@ def _problem(training: LocalTraining, clients: Sequence[int]) -> str:
         samples = samples[:_TRIED_SAMPLES]
         (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
         names = trainable_names(training, module, round, epoch)
-        before = {name: buffer.clone() for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+        before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         try:
             whole = _gradients(training, module, constants, batch, names)
             sums = clipped_gradients(training, module, constants, [*whole], batch, {}, math.inf)
@@ -196,9 +199,9 @@ def _problem(training: LocalTraining, clients: Sequence[int]) -> str:
             return (
                 f"a trial step with a gradient for each sample failed with {type(error).__name__}: {reason_of(error)}"
             )
-        for name, buffer in module.named_buffers():
-            if name in before and not same_values(buffer, before[name]):
-                return f"a step changes the buffer '{name}', which gets no noise"
+        for name, tensor in module.state_dict().items():
+            if not same_bits(tensor, before[name]):
+                return f"a step itself changes '{name}', which gets no noise"
         largest = largest_value(whole.values())
         for name, gradient in whole.items():
             if not is_close(sums[name] / len(samples), gradient, largest):

@@ -408,9 +408,9 @@ class Participant:
         is_scheduled = round > 0 and is_evaluated_after(self.run, phase, round)
         model = f"{self._initial} {digest_of(message.tensors, kept)}"
         asked = phase.name, round, point, model, is_scheduled
-        self._reported.check(*asked)
         said = without_values(self._plan.training, self.client)
         if names := self.federation.reports.names(self.run.phases, self.run.metrics):
+            self._reported.check(*asked)
             evaluation = self._evaluation(message, kept, round, point)
             said = self.federation.reports.reported(evaluation, names, self._numbers_of_samples())
         self._reported.add(*asked, said)

@@ -133,7 +133,9 @@ def new_secret(path: Path, run_name: str) -> bytes:
 def read_secret(path: Path) -> tuple[bytes, str]:
     """The secret in such a file, and the name of its run."""
     if (content := without_checksum(path.read_bytes())) is None:
-        raise MisconfigurationException(f"'{path}', from which noise follows, is damaged; it must be as it was written")
+        raise MisconfigurationException(
+            f"'{path}', the secret from which noise follows, is damaged; put it back as it was."
+        )
     return content[:_BYTES], content[_BYTES:].decode()
 
 

@@ -114,8 +114,9 @@ def is_private(phase: Phase) -> bool:
 class Reported:
     """What a client has reported: in a run, in its file there; and since this process has begun, in any run.
 
-    A run that begins anew asks about the same models as the one before, if nothing has changed. A client that was
-    started again may be asked about other ones in another run.
+    A run that begins anew asks about the same models as the one before, if nothing has changed; with
+    ``DifferentialPrivacy``, its noise is other noise, so that clients that report metrics must be started again. A
+    client that was started again may be asked about other models in another run.
     """
 
     def __init__(self) -> None:

@@ -70,11 +70,11 @@ def make_cells(grid: Grid, configured: Configured) -> list[Cell]:
 def _cells_of(grid: Grid, where: dict[str, Any], configured: Configured) -> list[Cell]:
     """The cells with these values, one for each seed."""
     configuration = configuration_of(grid, where, configured)
-    check_used("benchmark", "values", grid.values, configuration)
     shown = _shown(grid, configuration["federation"]["phases"])
     cells = [_cell(grid, where, seed, configuration, shown) for seed in grid.values.get(SEED, [configuration[SEED]])]
     if all(finished_run(cell) or cut_run(cell) for cell in cells):
         return cells  # they were checked when they began
+    check_used("benchmark", "values", grid.values, configuration)
     configuration = configured(["--config", json.dumps(cells[0].configuration)], True)[0].hparams
     return [_cell(grid, where, cell.seed, configuration, shown) for cell in cells]
 

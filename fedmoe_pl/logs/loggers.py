@@ -182,7 +182,7 @@ class RunLoggers:
 
     def flush(self) -> None:
         """Writes what the loggers still hold in memory, so that a kill leaves no gap in their curves."""
-        for writer in (*self.writers(), *self._writers.values()):
+        for writer in (*([] if self._below else self.writers()), *self._writers.values()):
             writer.flush()
         for logger in self._others:
             logger.save()  # CSVLogger would wait for a hundred steps

@@ -326,7 +326,7 @@ class AdaptedBase:
     def _patch(self) -> None:
         """Lets layers and blocks of the base ask for the experts."""
         for path in self._paths:
-            adapted = _AdaptedLayer(self, path, not self._blocks)
+            adapted = _AdaptedLayer(self, path, not self._blocks, path in self.outside)
             self.base.get_submodule(path).register_forward_hook(adapted, with_kwargs=True)
         for path in self._blocks:
             self.base.get_submodule(path).forward = _MixedBlock(self, path)
@@ -345,13 +345,14 @@ class _AdaptedLayer:
     adapted: AdaptedBase
     path: str
     mixes: bool
+    is_outside: bool  # of the blocks, where all experts are the first one
 
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> Tensor:
         current = self.adapted._pass
         if current is None:
             return output
         current.called.add(self.path)
-        experts = [0] if self.path in self.adapted.outside else current.experts
+        experts = [0] if self.is_outside else current.experts
         adapters: list[Any] = [self.adapted.experts[index].get_submodule(self.path) for index in experts]
         x = _first(inputs, options)
         if len(adapters) == 1 or not self.mixes:

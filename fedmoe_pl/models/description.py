@@ -155,7 +155,7 @@ def _hooks(module: nn.Module) -> int:
 
 
 def _comparable(value: Any) -> Any:
-    """By what attributes are compared: plain values as they are, functions by their code, other objects by class."""
+    """What attributes are compared by: plain values as they are, functions by their code, other objects by class."""
     if isinstance(value, _COMPARED):
         return value
     if isinstance(value, (list, tuple)):

@@ -85,7 +85,8 @@ def _treats_samples_apart(part: nn.Module) -> bool:
         return part.track_running_stats is isinstance(part, _BatchNorm)
     dims = [getattr(part, name, 1) for name in ("dim", "start_dim")]
     is_apart = all(dim in (-1, 1, 2, 3) for dim in dims) and getattr(part, "batch_first", True)
-    return is_apart and getattr(part, "max_norm", None) is None
+    of_batch = getattr(part, "max_norm", None) is not None or getattr(part, "scale_grad_by_freq", False)
+    return is_apart and not of_batch
 
 
 def _is_own(code: Any) -> bool:

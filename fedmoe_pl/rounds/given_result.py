@@ -135,7 +135,7 @@ def _read(phase: Phase, module: LightningModule, identity: Mapping[str, Any] | N
     if identity is None:
         return saved
     check_states(saved.clients)
-    if content["seed"] != identity["seed"] and getattr(phase.algorithm, "gate_fraction", 0):
+    if saved.clients and content["seed"] != identity["seed"] and getattr(phase.algorithm, "gate_fraction", 0):
         allowed = f"a checkpoint of a run with seed {identity['seed']}"
         because = f"samples for the gate are set aside by the seed, which is {content['seed']} in this one"
         raise InvalidArgumentError(*refused, allowed, because)

@@ -422,7 +422,8 @@ def _parts(module: LightningModule) -> Sequence[str]:
 
 def _weighed(module: LightningModule) -> list[str]:
     """The parts of a mixture to which its gate may give weight."""
-    return [part for part in _parts(module) if part not in getattr(module, "idle_parts", ())]
+    parts, gate = _parts(module), getattr(module, "gate", None)
+    return [part for index, part in enumerate(parts) if not isinstance(gate, FixedGate) or index in gate.active]
 
 
 def check_aggregation(

@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
@@ -187,11 +187,15 @@ def epochs_of_all(trainer: Mapping[str, Any]) -> int:
 
 
 def check_loggers(of_run: Logger | Sequence[Logger] | bool, trainers: Iterable[Mapping[str, Any]]) -> None:
-    """Refuses a logger that is the run's and the clients', whose copies would log into what the run's has opened."""
+    """Refuses a logger that is the run's and the clients', whose copies would log into what the run's has opened.
+
+    Copies of TensorBoard's and of Weights & Biases' log beside it.
+    """
     given = [of_run, *(trainer.get("logger") for trainer in trainers)]
-    of_all, *of_clients = [[*each] if isinstance(each, list | tuple) else [each] for each in given]
-    for logger in (each for each in of_all if isinstance(each, Logger)):
-        if any(logger is each for loggers in of_clients for each in loggers):
+    own, *of_clients = [[*each] if isinstance(each, list | tuple) else [each] for each in given]
+    given_to_clients = {id(each) for loggers in of_clients for each in loggers}
+    for logger in (each for each in own if isinstance(each, Logger)):
+        if id(logger) in given_to_clients and not isinstance(logger, TensorBoardLogger | WandbLogger):
             because = "clients would log into the files, or the run, that it opens"
             raise InvalidArgumentError("Federation", "logger", logger, "another object than trainer.logger", because)
 

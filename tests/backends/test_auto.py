@@ -172,6 +172,12 @@ def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_othe
         torch.testing.assert_close(kept, expected_kept, rtol=1e-10, atol=1e-10)
 
 
+def test_clients_that_validate_in_their_training_are_not_stacked():
+    data = blobs(SIZES, validation_fraction=0.3)
+    with pytest.raises(MisconfigurationException, match="clients validate in their training"):
+        StackedBackend().plan(local_training(mixture(), FedAvg(), data, limit_val_batches=1.0))
+
+
 def test_a_federation_refuses_an_explicit_choice_before_training_and_names_the_phase(tmp_path):
     phases = [Phase("first", FedAvg(), evaluate=False), Phase("second", FedAvg(), evaluate=False)]
     federation = Federation(phases, backend=StackedBackend(), logger=False, default_root_dir=str(tmp_path))
@@ -189,6 +195,8 @@ def test_what_rounding_leaves_of_zero_is_close_to_zero_and_a_difference_is_not(d
     assert not is_close(2 * rounding, zero, largest_of_all=1.0)
     assert not is_close(rounding, zero)
     assert not is_close(torch.ones(3, dtype=dtype), 1 + 2000 * rounding, largest_of_all=1.0)
+    half = torch.tensor([1.0, 0.9], dtype=torch.bfloat16)  # whose eps, 1/128, times a thousand would allow anything
+    assert not is_close(half, torch.ones_like(half), largest_of_all=1.0)
     assert largest_value([None, zero, torch.tensor([-3.0, float("nan")]), torch.empty(0)]) == 3
 
 

@@ -292,6 +292,36 @@ class RunningMean(nn.Module):
         return x
 
 
+class MeanInParameter(RunningMean):
+    def __init__(self):
+        super().__init__()
+        del self.mean
+        self.mean = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+
+class Counting(nn.Module):
+    """Counts the signs of all inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x):
+        self.counts += torch.stack([(x.detach() > 0).sum(), (x.detach() <= 0).sum()])
+        return x
+
+
+class Words(nn.Module):
+    """Reads numbers as words, whose rows of the table are shortened when they are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 3, max_norm=1.0)
+
+    def forward(self, x):
+        return self.table(x.detach().long().clamp(0, 8)).mean(1)
+
+
 class MeanOfBatch(nn.Module):
     def forward(self, x):
         return x - x.mean(0)
@@ -303,7 +333,10 @@ class MeanOfBatch(nn.Module):
         (MaximumLoss(nn.Linear(5, 3)), {}, "is not the mean of those of its samples"),
         (Classifier(nn.Sequential(MeanOfBatch(), nn.Linear(5, 3))), {}, "is not the mean of those of its samples"),
         (Classifier(nn.Sequential(Squeezing(), nn.Linear(5, 3))), {}, "a trial step .*each sample failed with"),
-        (Classifier(nn.Sequential(RunningMean(), nn.Linear(5, 3))), {}, "a step changes the buffer 'network.0.mean'"),
+        (Classifier(nn.Sequential(RunningMean(), nn.Linear(5, 3))), {}, "a step itself changes 'network.0.mean'"),
+        (Classifier(nn.Sequential(MeanInParameter(), nn.Linear(5, 3))), {}, "a step itself changes 'network.0.mean'"),
+        (Classifier(nn.Sequential(Counting(), nn.Linear(5, 3))), {}, "a step itself changes 'network.0.counts'"),
+        (Classifier(Words()), {}, "'network.table' shortens the rows of a batch to its max_norm"),
         (Classifier(nn.Linear(5, 3)), {"accumulate_grad_batches": 2}, "accumulate_grad_batches is set"),
         (Classifier(nn.Linear(5, 3)), {"logger": True}, "logger is set"),
         (WithHooks(nn.Linear(5, 3)), {}, "configure_optimizers registers hooks of parameters"),

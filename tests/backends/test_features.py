@@ -105,6 +105,20 @@ class KeepsMean(Expert):
         self.extractor = nn.Sequential(Averaging(), nn.Tanh())
 
 
+class KeepsMeanInParameter(KeepsMean):
+    def __init__(self):
+        super().__init__()
+        del self.extractor[0].mean
+        self.extractor[0].mean = nn.Parameter(torch.zeros(5), requires_grad=False)
+
+
+class Clamping(Expert):
+    """Changes samples in place before the frozen part reads them, but none of the three that are traced."""
+
+    def forward(self, x):
+        return super().forward(x.clamp_(-8, 8))
+
+
 class _NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -131,6 +145,13 @@ def points():
     return blobs(FEW)
 
 
+def outliers():
+    data = points()
+    for client in range(len(FEW)):
+        data.x[data.train_samples[client][3:]] *= 10
+    return data
+
+
 FEATURES = {
     "a gate of features": (lambda: mixture(FeatureGate(6)), PFLMoE(), points),
     "a gate of inputs": (lambda: mixture(LinearGate(5)), PFLMoE(), points),
@@ -143,6 +164,8 @@ FEATURES = {
     "a decision by values": (lambda: mixture(ConstantGate(0), Deciding()), FROZEN, points),
     "a decision by attributes": (lambda: mixture(ConstantGate(0), CountingBatches()), FROZEN, points),
     "a mean in every mode": (lambda: mixture(ConstantGate(0), KeepsMean()), FROZEN, points),
+    "a mean in a parameter": (lambda: mixture(ConstantGate(0), KeepsMeanInParameter()), FROZEN, points),
+    "samples changed in place": (lambda: mixture(ConstantGate(0), Clamping()), FROZEN, outliers),
     "augmentation": (convolutions, FROZEN, lambda: images([RandomCrop()])),
     "no gradients in eval mode": (lambda: mixture(LinearGate(5), LikeCudnn()), SpecialistMixture(), points),
 }
@@ -150,7 +173,7 @@ FEATURES = {
 
 @pytest.mark.few(
     *("a gate of features", "a part that computes more than its own", "a decision by values"),
-    *("a decision by attributes", "a mean in every mode"),
+    *("a decision by attributes", "a mean in every mode", "a mean in a parameter", "samples changed in place"),
 )
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_give_what_computing_them_in_every_step_gives(name):

@@ -145,7 +145,7 @@ def test_a_client_trains_no_round_twice_with_the_same_noise(tmp_path, caplog):
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
     reason = reason_of(deployed.started(1), begin)
-    assert "secret', from which noise follows, is damaged" in reason
+    assert "secret', the secret from which noise follows, is damaged" in reason
     damaged[3] ^= 1
     (tmp_path / "client 1" / "secret").write_bytes(damaged)
 

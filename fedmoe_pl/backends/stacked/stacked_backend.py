@@ -57,6 +57,7 @@ class StackedPlan(Plan):
         super().__init__(training, description)
         self.clients_per_stack = clients_per_stack
         self.features = FeatureCache()
+        self.alone: TrainerPlan | None = None  # of clients that cannot be stacked after all
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Groups of similar size, each with clients of one architecture and with similar numbers of samples."""
@@ -78,9 +79,9 @@ class StackedPlan(Plan):
                 of_group, stopped = self._train(server, clients, kept, round)
                 updates |= of_group
                 if stopped:  # train each alone, because the fault may be another client's or the stack's
-                    alone = TrainerPlan(self.training, self.description)
+                    self.alone = self.alone or TrainerPlan(self.training, self.description)
                     groups_of_one = [[client] for client in stopped]
-                    for group in alone.train_groups(server, groups_of_one, kept, round):
+                    for group in self.alone.train_groups(server, groups_of_one, kept, round):
                         answered = {} if group.update is None else dict.fromkeys(group.clients, group.update)
                         updates |= {**answered, **group.failed}
         return group_updates(self.training, groups, updates)

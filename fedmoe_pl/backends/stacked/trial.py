@@ -84,6 +84,8 @@ def check_without_trial(training: LocalTraining) -> None:
         raise NotStackable(f"{type(training.algorithm).__name__} trains on other batches than those of its samples")
     if reason := needs_every_batch(training):
         raise NotStackable(reason)
+    if training.validates:
+        raise NotStackable("clients validate in their training")
     if training.keep_optimizer:
         raise NotStackable("each client keeps the state of its optimizer")
     optimizer, scheduler = optimizer_and_scheduler(training.module.configure_optimizers())

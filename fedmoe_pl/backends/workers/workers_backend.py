@@ -40,7 +40,8 @@ WORKER_ENVIRONMENT = {
 
 _BACKENDS = (
     *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "mkldnn.enabled"),
-    *(f"cuda.matmul.allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+    *(f"cuda.matmul.allow_{name}" for name in ("fp16_accumulation", "fp16_reduced_precision_reduction")),
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
 )
 
 

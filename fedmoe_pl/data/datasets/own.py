@@ -217,17 +217,17 @@ class FromDataModule(FederatedDataModule):
 def _num_common_samples(one: Any, other: Any) -> int:
     """How many different samples two datasets share, if they are tensors in memory or parts of a dataset.
 
-    The dataset may be one that is read again. Of other datasets, nobody knows: 0.
+    Each of two parts may have read the dataset anew. Of other datasets, nobody knows: 0.
     """
-    if (tensors := _tensors(one)) is not None and (others := _tensors(other)) is not None:
-        rows = (x.detach().unsqueeze(1).flatten(1).contiguous() for x, _ in (tensors, others))
-        mine, theirs = (x.view(torch.uint8).numpy() for x in rows)  # NumPy has no bfloat16
-        return len({sample.tobytes() for sample in theirs}.intersection(sample.tobytes() for sample in mine))
-    if not (isinstance(one, Subset) and isinstance(other, Subset)):
+    if isinstance(one, Subset) and isinstance(other, Subset):
+        wholes: list[Any] = [one.dataset, other.dataset]
+        is_same = type(wholes[0]) is type(wholes[1]) and len(wholes[0]) == len(wholes[1])
+        return len({*one.indices} & {*other.indices}) if is_same else 0
+    if (tensors := _tensors(one)) is None or (others := _tensors(other)) is None:
         return 0
-    wholes: list[Any] = [one.dataset, other.dataset]
-    is_same = type(wholes[0]) is type(wholes[1]) and len(wholes[0]) == len(wholes[1])
-    return len({*one.indices} & {*other.indices}) if is_same else 0
+    rows = (x.detach().unsqueeze(1).flatten(1).contiguous() for x, _ in (tensors, others))
+    mine, theirs = (x.view(torch.uint8).numpy() for x in rows)  # NumPy has no bfloat16
+    return len({sample.tobytes() for sample in theirs}.intersection(sample.tobytes() for sample in mine))
 
 
 def _keeps_all_samples(loader: DataLoader) -> bool:
