@@ -314,8 +314,9 @@ def _check_causal(phase: Phase, module: MixtureOfExperts, datamodule: FederatedD
 def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:
     """Refuses a mixture's task if its loss cannot compare the outputs with the targets."""
     known = datamodule.y if datamodule.y.numel() else targets  # from a reader, only a few are known
-    if module.task == "regression" and datamodule.num_classes and (hint := hint_of_values(datamodule.classes or ())):
-        because = f"these are the numbers of classes, 0 for '{(datamodule.classes or [''])[0]}'{hint}"
+    if module.task == "regression" and datamodule.num_classes and datamodule.classes:
+        hint = hint_of_values(datamodule.classes) or "; floating-point targets are values"
+        because = f"these are the numbers of classes, 0 for '{datamodule.classes[0]}'{hint}"
     elif module.task == "multiclass" and targets.is_floating_point():
         because = f"its targets are {targets.dtype}, but classes must be integers, as from y.argmax(1) or y.astype(int)"
     elif not fits(module.task, outputs, targets):

@@ -340,7 +340,7 @@ def test_a_server_that_goes_on_draws_the_same_noise_and_cohorts_and_only_with_it
         path.write_bytes(wrong)
         if not wrong:
             path.unlink()
-        with pytest.raises(MisconfigurationException, match=r"secret', from which (the )?noise"):
+        with pytest.raises(MisconfigurationException, match=r"secret', (the secret )?from which (the )?noise"):
             deployed.run("last")
     path.write_bytes(content)
     deployed.run("last")

@@ -362,7 +362,7 @@ def test_what_does_not_fit_is_refused_before_any_training(argument, refused):
     ("targets", "hint"),
     [
         ("20 30 25 30", r"0 for '20'; in a table, .* such as 20\.0\."),
-        ("b a c a", r"0 for 'a'\."),
+        ("b a c a", r"0 for 'a'; floating-point targets are values\."),
         ("20.0 30.0 25.0 3.0", None),
     ],
 )
