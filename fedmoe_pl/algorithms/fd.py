@@ -38,7 +38,7 @@ from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss, pair_o
 from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.trees import Tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, precise, subtree, with_prefix
 
 Outputs = Literal["probabilities", "logits"]
 _OUTPUTS = "outputs/"  # of every class, the mean output (C, C) and the number of clients that have the class, (C,)
@@ -93,7 +93,7 @@ class FD(Algorithm):
     def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """Cross-entropy and the weighted distance to the targets."""
         x, y = pair_of(module, batch)
-        logits = call(module.get_submodule(self.expert), x)
+        logits = precise(call(module.get_submodule(self.expert), x))
         targets = rows_of_labels(constants["targets"], y)
         if self.outputs == "probabilities":
             distances = -(targets * logits.log_softmax(1)).sum(1)
@@ -125,5 +125,5 @@ class FD(Algorithm):
         return combined.sent
 
     def _outputs(self, module: LightningModule, x: Tensor) -> Tensor:
-        logits = call(module.get_submodule(self.expert), x)
+        logits = precise(call(module.get_submodule(self.expert), x))
         return logits.softmax(1) if self.outputs == "probabilities" else logits

@@ -32,7 +32,7 @@ from fedmoe_pl.algorithms.shared.parts import (
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import evaluating
-from fedmoe_pl.trees import Tree, load_tree
+from fedmoe_pl.trees import Tree, load_tree, precise
 
 _PI = "gate.weights"
 
@@ -95,7 +95,8 @@ class FedEM(Algorithm):
 
 def _losses(module: SparseMoE, z: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy of every sample and expert, shape (B, M); 0 for samples with the label -100."""
-    return torch.stack([F.cross_entropy(expert(z), y, reduction="none") for expert in module.experts], dim=1)
+    losses = [F.cross_entropy(precise(expert(z)), y, reduction="none") for expert in module.experts]
+    return torch.stack(losses, dim=1)
 
 
 def _losses_of_inputs(module: SparseMoE, x: Inputs, y: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, mixture_lo
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models import SparseMoE
 from fedmoe_pl.models.inputs import call
+from fedmoe_pl.trees import precise
 
 
 class FedMix(SharedExperts):
@@ -68,8 +69,8 @@ class FedMix(SharedExperts):
         total = torch.full((len(experts),), torch.finfo(torch.float64).tiny, dtype=torch.float64)
         for x, y in pairs_of(module, batches):
             z = call(module.embedding, x)
-            losses = torch.stack([F.cross_entropy(module.experts[k](z), y, reduction="none") for k in experts], 1)
-            gate = module.gate(z)[:, experts]
+            losses = [F.cross_entropy(precise(module.experts[k](z)), y, reduction="none") for k in experts]
+            gate = precise(module.gate(z))[:, experts]
             logarithms = gate.clamp_min(torch.finfo(gate.dtype).tiny).log()  # all of them may underflow
-            total += (logarithms - losses).softmax(1).double().sum(0).cpu()
+            total += (logarithms - torch.stack(losses, 1)).softmax(1).double().sum(0).cpu()
         return total

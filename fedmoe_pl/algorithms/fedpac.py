@@ -44,7 +44,7 @@ from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
+from fedmoe_pl.trees import Tree, mean_of_two, of_module, precise, subtree, with_prefix
 
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
 _CLASSIFIERS = "classifiers/"  # prefix of "<client>.<name>": a client's classifier
@@ -163,7 +163,7 @@ class FedPAC(Algorithm):
 
     def _features_and_square(self, module: LightningModule, x: Tensor) -> Tensor:
         """Features and their squared norm, (B, F + 1), so that one pass gives the means of both."""
-        features = call(split_expert(module, self.expert)[0], x).flatten(1)
+        features = precise(call(split_expert(module, self.expert)[0], x)).flatten(1)
         return torch.cat([features, features.square().sum(1, keepdim=True)], dim=1)
 
     def _by_client(self, sent: Tree) -> Tree:

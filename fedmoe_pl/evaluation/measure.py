@@ -22,6 +22,7 @@ from fedmoe_pl.evaluation.results import LOSS, SPLITS, ClientEvaluation
 from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.inputs import Inputs, batch_size_of, inputs_of, rows_of
+from fedmoe_pl.trees import precise
 
 _MOST_VALUES = 2**26  # outputs computed at once when a language model is evaluated: 256 MiB of float32
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
@@ -205,7 +206,7 @@ def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
     NaN if a user has given the mixture a loss, because it returns the mean over several samples.
     """
     if not isinstance(module, MixtureOfExperts):
-        return F.cross_entropy(scores, labels, reduction="none").double()
+        return F.cross_entropy(precise(scores), labels, reduction="none").double()
     if _has_own_loss(module):
         return torch.full((len(labels),), math.nan, dtype=torch.float64)
     return module.loss_of(scores, labels, reduction="none").double()

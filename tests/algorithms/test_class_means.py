@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers import Expert, assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.bare import round_batches
 from helpers.prototypes import OWN_CLASSES, without_a_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -194,6 +194,15 @@ def test_dropout_is_not_active_and_the_client_s_module_stays_in_train_mode():
     here = client(data.train_samples[0], data, module)
     assert_same_bits(class_means(here, features, "p/"), class_means(here, features, "p/"))
     assert module.training and module.global_expert.extractor[0].training
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_a_model_in_half_precision_count_each_of_3000_samples(dtype):
+    """In bfloat16, a count would stop at 256."""
+    arrays, samples = blobs((3000,)), torch.arange(3000)
+    means = class_means(client(samples, arrays), lambda module, x: torch.full((len(x), 1), 100.0, dtype=dtype), "p/")
+    assert means["p/count"].tolist() == arrays.y[samples].bincount().tolist()
+    assert means["p/mean"].flatten().tolist() == [100.0] * 3
 
 
 def tree(mean, count):

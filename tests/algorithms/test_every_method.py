@@ -17,13 +17,15 @@ from helpers.mixtures_of_learners import learners
 from helpers.prototypes import without_a_class
 from helpers.runs import Kill, Notes, assert_same, federation
 from helpers.workers import TwoInThisProcess
+from lightning.pytorch import LightningModule
 
 from fedmoe_pl import Phase, algorithms
 from fedmoe_pl.aggregation import CoordinateMedian, MultiKrum, NearestNeighborMixing
 from fedmoe_pl.algorithms import fedmoe_da
+from fedmoe_pl.algorithms.shared.parts import distillation_loss, logits_loss, summed_loss
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold, updated_server
-from fedmoe_pl.models import GlobalOnly, MixtureWeights
+from fedmoe_pl.models import GlobalOnly, MixtureWeights, PersonalizedMoE
 
 
 def fitted(path, name, ckpt_path=None, **kwargs):
@@ -125,6 +127,42 @@ def test_masks_stay_as_they_are_and_nothing_else_depends_on_them(algorithm):
 
 
 # Models in bfloat16: what torch cannot compute in it is computed in float32, and the server stays in it
+
+
+def test_the_loss_of_logits_in_half_precision_is_that_of_float32_for_any_module():
+    generator, y = torch.Generator().manual_seed(0), torch.arange(999) % 3
+    logits, teacher = (torch.randn(999, 3, generator=generator).bfloat16() for _ in range(2))
+    for module in (LightningModule(), mixture().bfloat16()):
+        assert torch.equal(logits_loss(module, logits, y), logits_loss(module, logits.float(), y))
+        assert torch.equal(summed_loss(module, logits, y), summed_loss(module, logits.float(), y))
+    assert torch.equal(distillation_loss(logits, teacher, y), distillation_loss(logits.float(), teacher.float(), y))
+
+
+def of_logits(make):
+    """A mixture whose experts return their inputs."""
+    module = make()
+    module.embedding = torch.nn.Identity()
+    module.experts = torch.nn.ModuleList(torch.nn.Identity() for _ in module.experts)
+    return module
+
+
+OF_LOGITS = {
+    "FD": lambda x, y: algorithms.FD().client_loss(
+        PersonalizedMoE(torch.nn.Identity()),
+        (x, y),
+        {"targets": torch.eye(3), "known": torch.ones(3, dtype=torch.bool)},
+    ),
+    "FedEM": lambda x, y: algorithms.FedEM().client_loss(
+        of_logits(learners), (x, y), {"received": {}, "log_pi": torch.tensor([0.5, 0.3, 0.2]).log()}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_the_loss_of_logits_in_half_precision_is_that_of_float32(name):
+    x, y = torch.randn(99, 3, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.arange(99) % 3
+    assert torch.equal(OF_LOGITS[name](x, y), OF_LOGITS[name](x.float(), y))
+
 
 PHASES = {
     "FedAvg": lambda: [Phase("it", algorithms.FedAvg(), rounds=2)],

@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms.shared.parts import (
     split_expert,
 )
 from fedmoe_pl.models.inputs import call
-from fedmoe_pl.trees import Tree, problem_of_shapes
+from fedmoe_pl.trees import Tree, precise, problem_of_shapes
 
 
 @torch.no_grad()
@@ -36,20 +36,20 @@ def class_means(
 ) -> Tree:
     """Means (C, F) over a client's training samples of each class, and counts (C,), in eval mode; on the CPU.
 
-    ``vectors`` maps its module and samples (B, ...) to vectors (B, ...). With ``per_client``, counts are 1 for every
-    class that the client has.
+    ``vectors`` maps its module and samples (B, ...) to vectors (B, ...), whose means are in float32 if they are in half
+    precision: its sums stop growing. With ``per_client``, counts are 1 for every class that the client has.
     """
     batches = client.batches(client.samples)
     module = evaluation_copy(client, batches)
     num_classes = client.datamodule.num_classes
     data = client.datamodule
     ((x, _),) = pairs_of(module, data.batches(data.train_samples.indices[:1]))
-    first = vectors(module, x).flatten(1)  # a client without samples has means of this width, too
+    first = precise(vectors(module, x)).flatten(1)  # a client without samples has means of this width, too
     sums = first.new_zeros(num_classes, first.shape[1])
     counts = first.new_zeros(num_classes)
     for x, y in pairs_of(module, batches):
         one_hot = F.one_hot(y, num_classes).to(sums)
-        sums += one_hot.T @ vectors(module, x).flatten(1)
+        sums += one_hot.T @ precise(vectors(module, x)).flatten(1)
         counts += one_hot.sum(0)
     means = sums / counts.clamp(min=1)[:, None]
     counts = counts.clamp(max=1) if per_client else counts

@@ -28,7 +28,7 @@ from fedmoe_pl.models import (
 )
 from fedmoe_pl.models.experts import check_split
 from fedmoe_pl.models.inputs import Inputs, call, inputs_and_targets, inputs_of
-from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree, with_prefix
+from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree, precise, with_prefix
 
 _REFERENCES = 10  # separates the draw of a client's references from its other random numbers
 
@@ -67,7 +67,7 @@ def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
     """
     if isinstance(module, MixtureOfExperts):
         return module.loss_of(module.scores_of(logits), y)
-    return F.cross_entropy(logits, y)
+    return F.cross_entropy(precise(logits), y)
 
 
 def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     says. In ``causal_lm``, it is the sum over tokens.
     """
     if not isinstance(module, MixtureOfExperts):
-        return F.cross_entropy(scores, y, reduction="none").double().sum()
+        return F.cross_entropy(precise(scores), y, reduction="none").double().sum()
     if module.criterion is not None or module.task == "causal_lm":
         loss, number = module.loss_of(scores, y).double(), module.counted(y)
         return loss * number if number else torch.zeros_like(loss)  # the mean over nothing is nan
@@ -97,8 +97,8 @@ def both_logits(module: LightningModule, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def distillation_loss(logits: Tensor, teacher: Tensor, y: Tensor) -> Tensor:
     """The mean of KL(softmax(teacher) || softmax(logits)) over labelled samples, which trains ``logits`` only."""
-    constant = teacher.detach().log_softmax(1)
-    divergence = constant.exp() * (constant - logits.log_softmax(1))  # vmap is slow with F.kl_div
+    constant = precise(teacher).detach().log_softmax(1)
+    divergence = constant.exp() * (constant - precise(logits).log_softmax(1))  # vmap is slow with F.kl_div
     return mean_of_labelled(divergence.sum(1), y)
 
 
