@@ -211,7 +211,9 @@ class FederationCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Makes everything that the configuration names: the modules first, each from a seed of its own."""
         configuration, command = self.config, str(self.subcommand)
-        self._dump_config()  # while the configuration has no modules
+        # while it has no modules; Lightning would validate it again first, which takes a fifth of all parsing
+        text = self.parser.dump(configuration, skip_unset=False, skip_validation=True, skip_link_targets=False)
+        self.config_dump = yaml.safe_load(text)[command]
         seed = self._get(configuration, "seed_everything")
         try:
             modules = with_modules(configuration[command], self.config_dump, seed, self._part_parser, self._constructor)
@@ -231,12 +233,6 @@ class FederationCLI(LightningCLI):
             raise  # a user's own class, whose author needs the traceback
         finally:
             self.config = configuration
-
-    def _dump_config(self) -> None:
-        """Serializes what was parsed; Lightning would validate it again first, which takes a fifth of all parsing."""
-        if not hasattr(self, "config_dump"):
-            text = self.parser.dump(self.config, skip_unset=False, skip_validation=True, skip_link_targets=False)
-            self.config_dump = yaml.safe_load(text)[str(self.subcommand)]
 
     def _configuration(self) -> dict[str, Any]:
         """The parsed configuration of the command."""
