@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import are_classes
+from fedmoe_pl.data.map_style import is_pair
 from fedmoe_pl.seeds import seeded
 
 Values = str | Callable[[Any], Sequence[Any]]
@@ -95,7 +96,8 @@ def classes_of(samples: Samples, targets: Values | None) -> Tensor | None:
         values = values_of(samples, "targets", targets)
     else:  # an attribute has them before the transform
         values = None if _transforms_targets(dataset) else labels_of(dataset)
-        values = _second_items(samples) if values is None else values
+        if values is None and is_pair(first := samples.first()) and _is_class(first[1]):
+            values = samples.column(1)
     if values is None:
         return None
     array = _to_array(values)
@@ -164,13 +166,6 @@ def _transforms_targets(dataset: Any) -> bool:
     if isinstance(dataset, ConcatDataset):
         return any(map(_transforms_targets, dataset.datasets))
     return getattr(dataset, "target_transform", None) is not None
-
-
-def _second_items(samples: Samples) -> list[Any] | None:
-    """The targets of all samples; None if these are not pairs with an integer each."""
-    first = samples.first()
-    is_class = isinstance(first, (tuple, list)) and len(first) == 2 and _is_class(first[1])
-    return samples.column(1) if is_class else None
 
 
 def _are_classes(array: np.ndarray) -> bool:
