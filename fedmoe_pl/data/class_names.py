@@ -23,6 +23,7 @@ from fedmoe_pl.data.map_style import MapStyleData, difference_of_numbers, is_pai
 from fedmoe_pl.data.targets import labels_of, read_sample
 
 _CLOSE = 0.75  # how similar two names are of which one may be misspelt
+_Table = tuple[np.ndarray, str | None]  # the new number of each class, and the key of the class in a dict
 
 
 def numbered_classes(owner: FederatedDataModule, names: Sequence[str], clients: Sequence[str]) -> Tensor:
@@ -202,14 +203,15 @@ def join_by_name(owner: object, data: MapStyleData) -> None:
     for argument, part, names in parts:
         if difference := difference_of_numbers(names.numbers, joined):
             differences[argument] = difference
-            if not _has_target(read_sample(getattr(data, argument), int(part.positions[0])), names.key):
+            sample = read_sample(getattr(data, argument), int(part.positions[0]))
+            if not (names.key in sample if isinstance(sample, Mapping) else is_pair(sample)):
                 allowed, kind = "one whose samples are pairs, or dicts with the class", type(part.dataset).__name__
                 raise InvalidArgumentError(owner, argument, kind, allowed, f"classes are joined by name: {difference}")
         of_part = wholes[argument][part.positions]
         numbers = np.arange(1 + max(0, *of_part.tolist(), *names.numbers.values()))
         _join(names.numbers, joined, unnamed, numbers)
         table_of[argument][part.positions] = len(tables.setdefault(argument, []))
-        tables[argument].append(_Table(numbers, names.key))
+        tables[argument].append((numbers, names.key))
         wholes[argument][part.positions] = numbers[of_part]
     for argument in differences:
         setattr(data, argument, JoinedByName(getattr(data, argument), tables[argument], table_of[argument]))
@@ -232,17 +234,6 @@ def _join(named: Mapping[str, int], joined: dict[str, int], unnamed: set[int], n
         numbers[number] = known[0] if known else next(free) if number in taken else number
         taken.add(int(numbers[number]))
         joined.update((name, int(numbers[number])) for name in names if name not in joined)
-
-
-def _has_target(sample: Any, key: str | None) -> bool:
-    return key in sample if isinstance(sample, Mapping) else is_pair(sample)
-
-
-class _Table(NamedTuple):
-    """The new number of each class, and the key of the class in samples that are dicts."""
-
-    numbers: np.ndarray
-    key: str | None
 
 
 class JoinedByName(Dataset):
