@@ -7,11 +7,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.files import exclusive
 from fedmoe_pl.checks import InvalidArgumentError
@@ -101,14 +99,12 @@ def say_how_to_continue(end: Interruption, arguments: Sequence[str]) -> int:
     return 128 + end.signum
 
 
-@contextmanager
-def locked(folder: Path, command: str) -> Iterator[None]:
+def locked(folder: Path, command: str) -> AbstractContextManager[None]:
     """Keeps other processes from running cells in the same folder."""
     taken = f"folder is '{folder}', but another process runs a grid there now; wait until it ends, or end it."
 
-    def unusable(error: OSError) -> MisconfigurationException:
+    def unusable(error: OSError) -> InvalidArgumentError:
         allowed = f"a folder in which files can be written ({error.strerror})"
         return InvalidArgumentError(command, "folder", str(folder), allowed)
 
-    with exclusive(folder / "lock", taken, unusable):
-        yield
+    return exclusive(folder / "lock", taken, unusable)
