@@ -76,7 +76,6 @@ class ProgressBar(FederationCallback):
         self._bar.close()
 
     def _write(self, run: Run, text: str, accuracies: str) -> None:
-        """Writes a line."""
         self._line_time = time.monotonic()
         print(f"{self._time(run)} {text}{', ' if accuracies else ''}{accuracies}", file=sys.stderr, flush=True)
 
@@ -111,6 +110,5 @@ def _text(metric: str, mean: float) -> str:
 
 
 def _in_notebook() -> bool:
-    """Whether this process runs the cells of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")

@@ -327,12 +327,10 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 def _benchmark(arguments: list[str]) -> None:
-    """Runs ``fedmoe benchmark``, and exits with its code."""
     sys.exit(benchmark(read_grid(arguments), configured, arguments))
 
 
 def _tune(arguments: list[str]) -> None:
-    """Runs ``fedmoe tune``, and exits with its code."""
     try:
         importlib.import_module("optuna")
     except ImportError as error:
@@ -356,7 +354,6 @@ class _Checked(_Configured):
     """Also makes all checks, for which the data are read."""
 
     def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
-        """Takes the place of ``Federation.fit``."""
         self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
 
 

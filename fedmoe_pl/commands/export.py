@@ -249,7 +249,6 @@ def _onnx(module: ScoresAndWeights, x: Tensor, about: str) -> tuple[bytes, Funct
 
 
 def _difference(module: ScoresAndWeights, exported: Function, x: Tensor) -> float:
-    """The largest difference of scores and weights."""
     with torch.no_grad():
         return max(_relative_difference(ours, theirs) for ours, theirs in zip(module(x), exported(x), strict=True))
 

@@ -191,7 +191,6 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
 
 
 def _lacking(metric: str, evaluations: Sequence[Evaluation]) -> str:
-    """How many clients have a metric, if some do not."""
     evaluated = (max(len(e.values(each)) for each in e.metrics) for e in evaluations)
     return having([(e.method, len(e.values(metric)), of_all) for e, of_all in zip(evaluations, evaluated, strict=True)])
 
