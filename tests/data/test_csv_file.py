@@ -77,7 +77,7 @@ def test_images_of_a_table_are_read(tmp_path):
 
 REFUSED = {
     "a number": (["site,x,y", "a,old,0"], "line 2 of 'FILE' has 'old' in the column 'x'"),
-    "a cell": (["site,x,y", "a,,0"], "in line 2 of 'FILE', the column 'x' is empty"),
+    "a cell": (["site,x,y", "a,,0"], "line 2 of 'FILE' has '' in the column 'x'"),
     "a name": ([",site,x,y", "0,a,5,0"], "has a column without a name, as pandas writes row"),
     "one name": (["site,x,x,y", "a,5,6,0"], "has several columns 'x'"),
     "a column": (["site,x,y", "a,7,5,0"], "line 2 of 'FILE' has more cells than there are columns"),

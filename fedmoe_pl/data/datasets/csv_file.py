@@ -187,20 +187,15 @@ class _Row:
 
     def cell(self, owner: CsvFile, column: str) -> str:
         """The text in a column; refuses none."""
-        if not (text := (self.cells.get(column) or "").strip()):
-            allowed, because = (
-                f"a table with a column '{column}'",
-                f"those of '{self.path}' are {', '.join(self.cells)}",
-            )
-            if column in self.cells:
-                allowed = "a table with a value in every cell"
-                because = f"in line {self.line} of '{self.path}', the column '{column}' is empty"
-            raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
-        if text.casefold() in _MISSING and text not in (owner.classes or ()):
-            allowed = "a table with a value in every cell"
-            because = f"line {self.line} of '{self.path}' has '{text}' in the column '{column}'"
-            raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
-        return text
+        text = (self.cells.get(column) or "").strip()
+        if text and (text.casefold() not in _MISSING or text in (owner.classes or ())):
+            return text
+        allowed = "a table with a value in every cell"
+        because = f"line {self.line} of '{self.path}' has '{text}' in the column '{column}'"
+        if column not in self.cells:
+            allowed = f"a table with a column '{column}'"
+            because = f"those of '{self.path}' are {', '.join(self.cells)}"
+        raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
 
     def number(self, owner: CsvFile, column: str) -> float:
         """The number in a column; refuses others."""
