@@ -77,7 +77,11 @@ def test_images_of_a_table_are_read(tmp_path):
 
 REFUSED = {
     "a number": (["site,x,y", "a,old,0"], "line 2 of 'FILE' has 'old' in the column 'x'"),
-    "a cell": (["site,x,y", "a,,0"], "line 2 of 'FILE' has '' in the column 'x'"),
+    "a cell": (["site,x,y", "a,,0"], "line 2 of 'FILE' has nothing in the column 'x'"),
+    "a column of targets": (
+        ["site,x,z", "a,5,0,"],
+        "a table with a column 'y', because those of 'FILE' are site, x, z",
+    ),
     "a name": ([",site,x,y", "0,a,5,0"], "has a column without a name, as pandas writes row"),
     "one name": (["site,x,x,y", "a,5,6,0"], "has several columns 'x'"),
     "a column": (["site,x,y", "a,7,5,0"], "line 2 of 'FILE' has more cells than there are columns"),

@@ -190,11 +190,11 @@ class _Row:
         text = (self.cells.get(column) or "").strip()
         if text and (text.casefold() not in _MISSING or text in (owner.classes or ())):
             return text
-        allowed = "a table with a value in every cell"
-        because = f"line {self.line} of '{self.path}' has '{text}' in the column '{column}'"
+        allowed, found = "a table with a value in every cell", f"'{text}'" if text else "nothing"
+        because = f"line {self.line} of '{self.path}' has {found} in the column '{column}'"
         if column not in self.cells:
             allowed = f"a table with a column '{column}'"
-            because = f"those of '{self.path}' are {', '.join(self.cells)}"
+            because = f"those of '{self.path}' are {', '.join(filter(None, self.cells))}"
         raise InvalidArgumentError(owner, "path", owner.path, allowed, because)
 
     def number(self, owner: CsvFile, column: str) -> float:
