@@ -68,11 +68,8 @@ def try_to_stack(training: LocalTraining, most_operations: float = math.inf) -> 
             raise
         except Exception as error:  # from the model, the algorithm or PyTorch; training without stacking may still work
             reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-            if "randomness" in reason:
-                reason = _DRAWS
-            else:
-                reason = f"a trial step of two stacked clients failed with {reason}"
-            raise NotStackable(reason) from error
+            failed = f"a trial step of two stacked clients failed with {reason}"
+            raise NotStackable(_DRAWS if "randomness" in reason else failed) from error
     return trial
 
 
