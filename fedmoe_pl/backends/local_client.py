@@ -86,7 +86,10 @@ def end_client(
         kept_as_trained = () if algorithm.messages.exchanged else update.state
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
-        kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
+        if not trained:  # some tensor, as a mark that it was trained although nothing changed
+            name, tensor = next(iter(client.module.state_dict().items()))
+            trained[name] = tensor.detach().cpu().clone()
+        kept |= with_prefix(trained, TRAINED)
     new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
     _check_shapes(training, client, {**new, **sent})
     check_finite((sent, new), update.weight, training.initial)
@@ -106,12 +109,6 @@ def _check_shapes(training: LocalTraining, client: Client, tree: Tree) -> None:
                 f"{found} after its training, but what clients send or keep must be in the model from the start, "
                 "with its shape; register it as a buffer with persistent=False."
             )
-
-
-def _one_tensor(module: LightningModule) -> Tree:
-    """Some tensor of the client, kept as a mark that it was trained although nothing changed."""
-    name, tensor = next(iter(module.state_dict().items()))
-    return {name: tensor.detach().cpu().clone()}
 
 
 def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], round: int) -> Tree:
