@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from statistics import fmean
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -29,7 +30,7 @@ def set_noise(run: Run) -> None:
     The noise follows from the configuration alone, so that a resumed run has the same noise.
     """
     planned: dict[tuple[str, int], list[float]] = {}  # the steps of a round
-    known: dict[tuple[object, ...], float] = {}
+    noise_of = cache(noise_for)
     for phase in run.phases:
         privacy, before = phase.sample_privacy, run.phases_before(phase)
         if privacy is None:
@@ -40,13 +41,10 @@ def set_noise(run: Run) -> None:
             probability, steps = _sampling(training, client)
             number, z = steps * training.max_epochs, privacy.noise_multiplier
             if z is None:
-                spent = [in_rounds(planned[other.name, client], other.rounds) for other in before]
-                key = probability, number * phase.rounds, str(spent), privacy.target_epsilon, privacy.delta
-                if key not in known:
-                    assert privacy.target_epsilon is not None, "DPSGD has checked it"
-                    target, delta = privacy.target_epsilon, privacy.delta
-                    known[key] = noise_for(target, delta, probability, number * phase.rounds, spent)
-                z = noise[client] = known[key]
+                assert privacy.target_epsilon is not None, "DPSGD has checked it"
+                spent = tuple(tuple(in_rounds(planned[other.name, client], other.rounds)) for other in before)
+                arguments = privacy.target_epsilon, privacy.delta, probability, number * phase.rounds, spent
+                z = noise[client] = noise_of(*arguments)
             if math.isinf(z):
                 because = f"client {client} spends more in the phases that this one starts from"
                 value = privacy.target_epsilon
@@ -154,14 +152,9 @@ def epsilon_of_clients(phase: Phase, state: PhaseState) -> dict[str, float]:
     assert phase.sample_privacy is not None
     of_phases = [*state.counted_steps.values()]
     clients = {client for of_phase in of_phases for client in of_phase if client != EVERYONE}
-    known: dict[str, float] = {}
-    epsilons = {}
-    for client in sorted(clients, key=lambda client: (len(client), client)):  # 2 is before 10
-        steps = _steps_of(of_phases, client)
-        if str(steps) not in known:
-            known[str(steps)] = phase.sample_privacy.epsilon(steps)
-        epsilons[client] = known[str(steps)]
-    return epsilons
+    epsilon_of = cache(phase.sample_privacy.epsilon)
+    ordered = sorted(clients, key=lambda client: (len(client), client))  # 2 is before 10
+    return {client: epsilon_of(tuple(map(tuple, _steps_of(of_phases, client)))) for client in ordered}
 
 
 def _steps_of(of_phases: Iterable[Mapping[str, Steps]], client: str) -> Steps:
