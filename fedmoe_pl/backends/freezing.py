@@ -40,12 +40,9 @@ class Freezing(Callback):
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
         trained = self._trained_in(epoch)
+        self.reset()
         for name, parameter in self.parameters.items():
-            if name in trained:
-                if name in self._frozen_here:
-                    parameter.requires_grad_(True)
-                    self._frozen_here.remove(name)
-            elif parameter.requires_grad:
+            if parameter.requires_grad and name not in trained:
                 parameter.requires_grad_(False)
                 self._frozen_here.add(name)
         for name in () if self.training.algorithm.frozen_train_mode else self.training.parts_without(trained):
