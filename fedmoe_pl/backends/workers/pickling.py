@@ -72,7 +72,7 @@ class _Pickler(cloudpickle.Pickler):
         if obj.dtype in _NUMPY_DTYPES:
             if any(obj.is_contiguous(memory_format=of) for of in (torch.channels_last, torch.channels_last_3d)):
                 # with strides, which NumPy changes for dimensions of size 1: PyTorch infers the memory format from them
-                return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
+                return Tensor.as_strided, (obj.as_strided((obj.numel(),), (1,)), tuple(obj.shape), obj.stride())
             return torch.from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
 
@@ -85,10 +85,6 @@ _NUMPY_DTYPES = {
 # NumPy lacks these data types, and PyTorch cannot unpickle 8-bit floats
 _AS_INTEGERS = {dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")}
 _AS_INTEGERS[torch.bfloat16] = torch.int16
-
-
-def _strided(values: Any, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    return torch.from_numpy(values).as_strided(shape, strides)
 
 
 class _Unpickler(pickle.Unpickler):
