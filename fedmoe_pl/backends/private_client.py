@@ -60,8 +60,11 @@ class PrivateClient(Learner):
         self.noise_multiplier = training.noise_multiplier(client.id)
         self.generator = noise_of_client(training, client)
         self.expected = min(drawn.batch_size, len(drawn.samples))
-        names = trainable_names(training, client.module, client.round)
-        self.used = names_in_loss(training, client.module, constants, drawn.samples, names)
+        names, samples = trainable_names(training, client.module, client.round), drawn.samples[:_TRIED_SAMPLES]
+        (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
+        with trying(client.module):  # in train mode, because a part may compute something else in eval mode
+            # those that the loss depends on, whatever the data; all others get neither steps nor noise
+            self.used = [*_gradients(training, client.module, constants, batch, names)]
         self.names: list[str] = []
         self.last: Any = None
 
@@ -126,17 +129,6 @@ def clipped_gradients(
                 raise
             _REFUSED.add(module)
             return clipped_sum(loss, parameters, samples, max_norm, one_by_one=True)
-
-
-def names_in_loss(
-    training: LocalTraining, module: LightningModule, constants: dict[str, Any], samples: Tensor, names: Sequence[str]
-) -> list[str]:
-    """The named parameters that the loss depends on, whatever the data; all others get neither steps nor noise."""
-    samples = samples[:_TRIED_SAMPLES]
-    (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
-    with trying(module):  # in train mode, because a part may compute something else in eval mode
-        gradients = _gradients(training, module, constants, batch, names)
-    return [*gradients]
 
 
 def _gradients(
