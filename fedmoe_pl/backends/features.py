@@ -173,7 +173,9 @@ class _Tracing:
 
     def _find(self, x: Tensor, y: Tensor, is_first: bool) -> FrozenParts | None:
         """Finds the frozen parts for the parameters that are trainable now."""
-        frozen = self._frozen_tensors(is_first)
+        saved = of_parts(self.module.state_dict(keep_vars=True), self.training.frozen_in_use)
+        # parameters, which may be large, only for one client
+        frozen = {name: each for name, each in saved.items() if is_first or not isinstance(each, nn.Parameter)}
         before = {name: (tensor.detach().clone(), version_of(tensor)) for name, tensor in frozen.items()}
         # each step gets a new copy of the samples, because it may change them in place
         self._find_calls(x.clone(), y)
@@ -195,13 +197,6 @@ class _Tracing:
                 if state == new_state and len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
         return None
-
-    def _frozen_tensors(self, with_parameters: bool) -> Tree:
-        """What the frozen parts save; parameters, which may be large, only for one client."""
-        saved = of_parts(self.module.state_dict(keep_vars=True), self.training.frozen_in_use)
-        return {
-            name: tensor for name, tensor in saved.items() if with_parameters or not isinstance(tensor, nn.Parameter)
-        }
 
     def rows(self, samples: Tensor) -> Tree:
         """Outputs of the frozen parts for some samples, in the order of the samples."""
