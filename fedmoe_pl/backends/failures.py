@@ -115,13 +115,9 @@ def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tenso
     if not math.isfinite(weight):
         raise NotFiniteError(f"its weight is {weight}")
     for name, tensor in floating:
-        if _is_wrong(tensor, known.get(name.rpartition("/")[2])):  # an algorithm may keep a copy with a prefix
+        before = known.get(name.rpartition("/")[2])  # an algorithm may keep a copy with a prefix
+        wrong = ~tensor.isfinite()
+        if before is not None and before.shape == tensor.shape:
+            wrong &= tensor != before
+        if wrong.any():
             raise NotFiniteError(f"its {name} is not finite")
-
-
-def _is_wrong(tensor: Tensor, known: Tensor | None) -> bool:
-    """Whether a tensor contains NaN, or an infinite value that ``known`` does not have in the same place."""
-    wrong = ~tensor.isfinite()
-    if known is not None and known.shape == tensor.shape:
-        wrong &= tensor != known
-    return bool(wrong.any())
