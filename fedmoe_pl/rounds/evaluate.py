@@ -26,27 +26,25 @@ def evaluate_phase(
     run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None, state: PhaseState | None = None
 ) -> list[Evaluation]:
     """Evaluates the model that each client would use now, once for each of ``Phase.evaluation_points``."""
-    state, evaluations = run.states[phase.name] if state is None else state, []
-    lower = lower_is_better(run.metrics)
+    state = run.states[phase.name] if state is None else state
     arguments = training, state.server, state.clients, state.round_of_models
     round, selection = _round_and_selection(phase, state)
     with one_thread():
         of_points = run.evaluate(*arguments, phase.evaluation_points, run.evaluated, plan)
-    for evaluation_point, clients in zip(phase.evaluation_points, of_points, strict=True):
-        evaluations.append(
-            Evaluation(
-                method=phase.method(evaluation_point),
-                round=round,
-                model=evaluated_model(training.module, phase.algorithm),
-                evaluation_point=f"after {evaluation_point.replace('_', ' ')}",
-                selection=selection,
-                clients=clients,
-                drawn_from=None if run.evaluation_cohort_size is None else run.datamodule.num_clients,
-                lower_is_better=lower,
-                epochs=None if phase.evaluation.every_n_epochs is None else phase.epochs(run.trainer),
-            )
+    return [
+        Evaluation(
+            method=phase.method(evaluation_point),
+            round=round,
+            model=evaluated_model(training.module, phase.algorithm),
+            evaluation_point=f"after {evaluation_point.replace('_', ' ')}",
+            selection=selection,
+            clients=clients,
+            drawn_from=None if run.evaluation_cohort_size is None else run.datamodule.num_clients,
+            lower_is_better=lower_is_better(run.metrics),
+            epochs=None if phase.evaluation.every_n_epochs is None else phase.epochs(run.trainer),
         )
-    return evaluations
+        for evaluation_point, clients in zip(phase.evaluation_points, of_points, strict=True)
+    ]
 
 
 def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
