@@ -165,12 +165,7 @@ def _fresh(metric: Metric) -> Metric:
 _TASKS = ("Binary", "Multiclass", "Multilabel")
 # the oldest supported torchmetrics lacks EER and LogAUC
 _OF_BOTH, _OF_POSITIVES, _CORRELATIONS = (
-    tuple(
-        kind
-        for name in names
-        for task in _TASKS
-        if (kind := getattr(classification, f"{task}{name}", None)) is not None
-    )
+    tuple(filter(None, (getattr(classification, f"{task}{name}", None) for name in names for task in _TASKS)))
     for names in (("AUROC", "EER", "LogAUC"), ("AveragePrecision",), ("MatthewsCorrCoef",))
 )
 
