@@ -55,7 +55,6 @@ class DPSGD:
     target_epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
         check_number(self, "max_grad_norm", self.max_grad_norm, above=0)
         check_number(self, "delta", self.delta, above=0, below=1)
         check_number(self, "noise_multiplier", self.noise_multiplier, least=0)

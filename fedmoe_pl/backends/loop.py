@@ -112,7 +112,6 @@ class NeedsTrainerError(Exception):
     """A loss or ``client_final`` reads or sets an attribute of its Trainer, the argument, that a bare loop lacks."""
 
     def __str__(self) -> str:
-        """The sentence."""
         return f"the training reads or sets {self.args[0]} of its Trainer, which only a Trainer for each client has"
 
 

@@ -37,7 +37,6 @@ class Traffic(NamedTuple):
         return cls(parameters, sum(tensor.nbytes for tensor in tree.values()))
 
     def __add__(self, other: object) -> Traffic:
-        """The sum of two amounts."""
         if not isinstance(other, Traffic):
             return NotImplemented
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)

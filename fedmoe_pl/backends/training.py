@@ -208,7 +208,6 @@ class LocalTraining:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes it again from what ``__getstate__`` gave."""
         self.__init__(**state)
 
     def trainable_in(self, round: int, epoch: int) -> frozenset[str]:
