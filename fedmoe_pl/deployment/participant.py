@@ -50,7 +50,7 @@ from fedmoe_pl.phases.starts import sources
 from fedmoe_pl.rounds.begin import begin_phase
 from fedmoe_pl.rounds.evaluate import is_evaluated_after
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.data import OwnClient
+from fedmoe_pl.setup.data import write_own_client
 from fedmoe_pl.trees import Tree, digest_of
 
 _ROUNDS = 4  # the one of the newest file, the one before, and those of the server's last two checkpoints
@@ -306,7 +306,7 @@ class Participant:
         self._run_name = self._phase = ""  # until all that follows has succeeded
         self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
         self.run.folder = files = self.folder / message.values["run"]
-        OwnClient(self.client, datamodule.num_clients, datamodule.num_classes).write(files)
+        write_own_client(files, self.client, datamodule)
         checkpoint = files / FILE
         self.run.writer = CheckpointWriter(checkpoint)
         self.run.states = load_federation(checkpoint, self.run.writer)["phases"] if checkpoint.is_file() else {}

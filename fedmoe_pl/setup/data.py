@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,45 +86,32 @@ def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase
     return None if all_opt_in else samples
 
 
-@dataclass(frozen=True)
-class OwnClient:
-    """The client of a deployed federation that runs on this machine, and what it knows about the federation."""
-
-    id: int
-    num_clients: int
-    num_classes: int
-
-    def write(self, folder: Path) -> None:
-        """Writes the object into the folder of the client's run."""
-        with replacing(folder / _OWN_CLIENT) as temporary:
-            write_json(temporary, asdict(self))
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> OwnClient | None:
-        """Reads the object from the run that a checkpoint belongs to; None if that is not a client's run."""
-        path = checkpoint.parent.parent / _OWN_CLIENT
-        if not (is_of_run(checkpoint) and path.is_file()):
-            return None
-        try:
-            return cls(**read_json(path))
-        except DamagedFileError as error:
-            raise MisconfigurationException(
-                f"ckpt_path is '{checkpoint}', a client's, but '{path}' is damaged; it must be as the run wrote it."
-            ) from error
+def write_own_client(folder: Path, client: int, datamodule: FederatedDataModule) -> None:
+    """Writes into the run of a deployed federation's client which one it is, and what it knows of the federation."""
+    known = {"num_clients": datamodule.num_clients, "num_classes": datamodule.num_classes}
+    with replacing(folder / _OWN_CLIENT) as temporary:
+        write_json(temporary, {"id": client, **known})
 
 
 def set_up_as_saved(
     datamodule: FederatedDataModule, checkpoint: Path, phases: Sequence[Phase], seed: int
 ) -> int | None:
     """Sets up the data for a checkpoint's run; returns the client's id if the run was a single client's, else None."""
-    own = OwnClient.read(checkpoint)
+    path, own = checkpoint.parent.parent / _OWN_CLIENT, None
+    if is_of_run(checkpoint) and path.is_file():
+        try:
+            own = read_json(path)
+        except DamagedFileError as error:
+            raise MisconfigurationException(
+                f"ckpt_path is '{checkpoint}', a client's, but '{path}' is damaged; it must be as the run wrote it."
+            ) from error
     if own is not None and not datamodule.is_set_up:
-        datamodule.partitioner = AllToOne(own.id)
+        datamodule.partitioner = AllToOne(own["id"])
     set_up(datamodule, phases, seed)
     if own is None:
         return None
-    add_clients(datamodule, own.num_clients, own.num_classes)
-    return own.id
+    add_clients(datamodule, own["num_clients"], own["num_classes"])
+    return own["id"]
 
 
 _TRIED_SAMPLES = 8
