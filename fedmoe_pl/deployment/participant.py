@@ -350,13 +350,8 @@ class Participant:
     @property
     def checkpoint(self) -> Path | None:
         """The checkpoint of the finished phases; None if there is none."""
-        path = self._files / FILE
+        path = self.folder / self._run_name / FILE
         return path if self._run_name and path.is_file() else None
-
-    @property
-    def _files(self) -> Path:
-        """The folder of this run."""
-        return self.folder / self._run_name
 
     def _server(self, message: Message) -> Tree:
         """The server's state, as far as the client needs it."""
