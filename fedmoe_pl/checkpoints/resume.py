@@ -86,7 +86,14 @@ def check_configuration(
     """Compares a run's configuration with its checkpoint's; refuses changes not in ``allowed``, or warns if None."""
     if content["versions"] != versions():
         rank_zero_info(f"'{path}' was written with {_listed(content['versions'])}; now they are {_listed(versions())}.")
-    found = changes(content["configuration"], configuration, [*content["phases"]], _extensible(content, phases))
+    fixed = {phase.name for phase in phases if "fixed_rounds" in phase.algorithm.needs}
+    # of these phases, no round so far depends on the total number
+    extensible = {
+        name: state.round
+        for name, state in content["phases"].items()
+        if name not in fixed and not state.finished and not state.stopped
+    }
+    found = changes(content["configuration"], configuration, [*content["phases"]], extensible)
     if not found:
         return
     differences = "; ".join(str(change) for change in found)
@@ -103,16 +110,6 @@ def check_configuration(
     rank_zero_info(f"'{path}' is continued with another configuration: {differences}.")
     for state in content["phases"].values():
         state.trained, state.curve = {}, None  # a round is trained with one configuration
-
-
-def _extensible(content: dict[str, Any], phases: Sequence[Phase]) -> dict[str, int]:
-    """The phases that may get more rounds, with their rounds so far, none of which depends on the total number."""
-    states: dict[str, PhaseState] = {
-        phase.name: content["phases"][phase.name]
-        for phase in phases
-        if phase.name in content["phases"] and "fixed_rounds" not in phase.algorithm.needs
-    }
-    return {name: state.round for name, state in states.items() if not state.finished and not state.stopped}
 
 
 def _listed(versions: dict[str, str]) -> str:
