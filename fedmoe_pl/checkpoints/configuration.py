@@ -116,7 +116,14 @@ def changes(
 
     Phases that had not begun may change, and the number of rounds of an ``extensible`` phase that had rounds left.
     """
-    (before, were), (after, are), prefix = _trees(old, new)
+    kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
+    prefix = "federation.phases" if kind == "hparams" else "phases"
+    trees = []
+    for texts in (old, new):
+        tree = json.loads(texts[kind])
+        phases = (tree["federation"] if kind == "hparams" else tree).pop("phases", [])
+        trees.append((tree, {phase["name"]: phase for phase in phases}))
+    (before, were), (after, are) = trees
     found: list[Change] = []
     if [*are][: len(begun)] != [*begun]:
         found.append(Change(prefix, _text([*begun]), _text([*are])))
@@ -127,18 +134,6 @@ def changes(
                 was, now = ({**phase, "rounds": None} for phase in (was, now))
             found += _differences(was, now, f"{prefix}.{name}")
     return [*found, *_differences(before, after)]
-
-
-def _trees(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Any, Any, str]:
-    """Each configuration as a pair of the tree without phases, and its phases by name; then the phases' key."""
-    kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
-    prefix = "federation.phases" if kind == "hparams" else "phases"
-    trees = []
-    for texts in (old, new):
-        tree = json.loads(texts[kind])
-        phases = (tree["federation"] if kind == "hparams" else tree).pop("phases", [])
-        trees.append((tree, {phase["name"]: phase for phase in phases}))
-    return trees[0], trees[1], prefix
 
 
 def is_listed(key: str, listed: Collection[str]) -> bool:
