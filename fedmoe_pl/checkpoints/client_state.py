@@ -132,11 +132,6 @@ class StatesOnDisk(Mapping[int, Tree]):
         rounds = zip(self.phases, self.versions[client].tolist(), strict=True)
         return [self.files.path(phase, client, round) for (phase, _), round in rounds if round >= 0]
 
-    def only(self, names: Names) -> StatesOnDisk:
-        """The same files, restricted to these tensors."""
-        phases = [(phase, _composed(names, shown)) for phase, shown in self.phases]
-        return StatesOnDisk(self.files, phases, self.versions)
-
 
 File = tuple[str, int, Names | None]
 """A client's file: its phase, the number that the client gave it, and the tensors to use; None for all tensors."""
@@ -164,14 +159,6 @@ class RemoteStates(Mapping[int, Tree]):
 
     def __len__(self) -> int:
         return len(self.files)
-
-    def only(self, names: Names) -> RemoteStates:
-        """The same files, restricted to these tensors."""
-        restricted = {
-            client: [(phase, round, _composed(names, shown)) for phase, round, shown in of_client]
-            for client, of_client in self.files.items()
-        }
-        return RemoteStates(restricted)
 
 
 class Renumbered(Mapping[int, Tree]):
@@ -209,8 +196,15 @@ def check_states(*mappings: Mapping[int, Tree]) -> None:
 
 def only(kept: Mapping[int, Tree], names: Names) -> Mapping[int, Tree]:
     """What clients keep, restricted to the tensors in ``names`` and renamed accordingly."""
-    if isinstance(kept, StatesOnDisk | RemoteStates):
-        return kept.only(names)
+    if isinstance(kept, StatesOnDisk):
+        phases = [(phase, _composed(names, shown)) for phase, shown in kept.phases]
+        return StatesOnDisk(kept.files, phases, kept.versions)
+    if isinstance(kept, RemoteStates):
+        files = {
+            client: [(phase, round, _composed(names, shown)) for phase, round, shown in of_client]
+            for client, of_client in kept.files.items()
+        }
+        return RemoteStates(files)
     return {client: selected(tree, names) for client, tree in kept.items()}
 
 
