@@ -92,22 +92,22 @@ class CheckpointWriter:
         phases = {name: self.finished.get(name) or _content(state) for name, state in states.items()}
         content, files = self.tensors.write({"models": models, "phases": phases}, staying)
         content |= {"fedmoe_pl": _FORMAT, "versions": versions(), **of_run, "rows": asdict(self.saved_rows)}
-        with replacing(self.path) as temporary:
-            write_json(temporary, {**content, "files": [*(files | staying)]})
-            if time.monotonic() - self._flushed >= _SECONDS_BETWEEN_FLUSHES:
-                if hasattr(os, "sync"):  # not on Windows
-                    os.sync()  # one call for all files, of which there are many if clients keep tensors
-                self._flushed = time.monotonic()
-            if self.path.is_file():
-                copy_checkpoint(self.path, self.path.with_name(PREVIOUS))
+        write_json(self.path, {**content, "files": [*(files | staying)]}, self._before_replacing)
         self.tensors.keep(files | staying, self.files)
         self.files = files | staying
+
+    def _before_replacing(self) -> None:
+        if time.monotonic() - self._flushed >= _SECONDS_BETWEEN_FLUSHES:
+            if hasattr(os, "sync"):  # not on Windows
+                os.sync()  # one call for all files, of which there are many if clients keep tensors
+            self._flushed = time.monotonic()
+        if self.path.is_file():
+            copy_checkpoint(self.path, self.path.with_name(PREVIOUS))
 
     def write_finished(self, name: str, state: PhaseState) -> None:
         """Writes a finished phase to its own file, before the first checkpoint that only refers to it."""
         content, files = self.tensors.write({"phases": {name: _content(state)}}, self.files)
-        with replacing(finished_path(self.path, name)) as temporary:
-            write_json(temporary, {"phase": name, "state": content["phases"][name]})
+        write_json(finished_path(self.path, name), {"phase": name, "state": content["phases"][name]})
         self.finished[name] = [*files]
 
 

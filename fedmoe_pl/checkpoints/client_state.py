@@ -12,14 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.checkpoints.files import (
-    DamagedFileError,
-    header_of,
-    in_own_memory,
-    read_tensors,
-    replacing,
-    write_tensors,
-)
+from fedmoe_pl.checkpoints.files import DamagedFileError, header_of, in_own_memory, read_tensors, write_tensors
 from fedmoe_pl.trees import Tree, same_bits
 
 EXCHANGED = 10**9
@@ -247,8 +240,7 @@ def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
 def write_tree(path: Path, tree: Tree, **owner: object) -> Tree:
     """Writes a file of tensors that names their owner, so that files cannot be confused; returns what was written."""
     tree = {name: in_own_memory(tensor) for name, tensor in tree.items()}
-    with replacing(path) as temporary:
-        write_tensors(temporary, tree, **owner)
+    write_tensors(path, tree, **owner)
     return tree
 
 

@@ -133,9 +133,9 @@ def write_file(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], before_replacing: Callable[[], object] = lambda: None) -> None:
     """Writes plain values as JSON, with a checksum of the whole file; floats keep all digits; NaN is allowed."""
-    _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode())
+    _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode(), (), before_replacing)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -219,20 +219,24 @@ def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _write(path: Path, head: bytes, arrays: Iterable[np.ndarray] = ()) -> None:
+def _write(
+    path: Path, head: bytes, arrays: Iterable[np.ndarray] = (), before_replacing: Callable[[], object] = lambda: None
+) -> None:
     """Writes bytes and arrays of bytes, and their checksum over the zeros that the head has in its place."""
     seal = _SEAL.search(head)
     assert seal is not None, "the first key of both formats"
     checksum = zlib.crc32(head)
-    with path.open("wb") as file:
-        file.write(head)
-        for array in arrays:
-            for start in range(0, len(array), _AT_ONCE):
-                part = array[start : start + _AT_ONCE].data
-                checksum = zlib.crc32(part, checksum)
-                file.write(part)
-        file.seek(seal.start(1))
-        file.write(b"%08x" % checksum)
+    with replacing(path) as temporary:
+        with temporary.open("wb") as file:
+            file.write(head)
+            for array in arrays:
+                for start in range(0, len(array), _AT_ONCE):
+                    part = array[start : start + _AT_ONCE].data
+                    checksum = zlib.crc32(part, checksum)
+                    file.write(part)
+            file.seek(seal.start(1))
+            file.write(b"%08x" % checksum)
+        before_replacing()
 
 
 _AT_ONCE = 2**20  # bytes; larger writes can take ten times as long, because Linux looks for contiguous memory
@@ -285,8 +289,7 @@ class TensorFiles:
                 self._known[_alike(tensor)].append((tensor, version_of(tensor), place))
             places[key] = place
         if new:
-            with replacing(self._path(number)) as temporary:
-                write_tensors(temporary, new, number=number)
+            write_tensors(self._path(number), new, number=number)
         return replaced(content, lambda key, _: places[key]._asdict()), {place.file for place in places.values()}
 
     def keep(self, used: Collection[int], others: Collection[int]) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from fedmoe_pl.checkpoints.configuration import Change, changes, configuration
-from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, write_json
 from fedmoe_pl.checks import shown
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.class_names import hint_of_values
@@ -154,8 +154,7 @@ def _problem_of(answer: Message, settings: dict[str, str], phases: Sequence[str]
 
 def write_descriptions(folder: Path, descriptions: Mapping[int, Description]) -> None:
     """Writes what clients say of themselves into a run's folder, for a server that continues the run."""
-    with replacing(folder / _FILE) as temporary:
-        write_json(temporary, {str(client): each for client, each in descriptions.items()})
+    write_json(folder / _FILE, {str(client): each for client, each in descriptions.items()})
 
 
 def read_descriptions(folder: Path) -> dict[int, Description]:

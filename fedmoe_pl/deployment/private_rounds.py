@@ -111,8 +111,7 @@ class PrivateRounds:
 
     def _write(self, phases: dict[str, dict[str, list]]) -> None:
         """Writes the rounds, which count only then: a full disk, for instance, must not make a round forgotten."""
-        with replacing(self._path) as temporary:
-            write_json(temporary, {"phases": phases})
+        write_json(self._path, {"phases": phases})
         self._phases = phases
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
-from fedmoe_pl.checkpoints.files import read_json, replacing, write_json
+from fedmoe_pl.checkpoints.files import read_json, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.deployment.messages import BadMessageError
 from fedmoe_pl.evaluation.metrics import names_of
@@ -158,8 +158,7 @@ class Reported:
             values[_GATE] = said.gate_weights.flatten().tolist()
         where = {"phase": phase, "round": round, "evaluation_point": point, "model": model}
         rows = [*self._rows, {**where, "ends_early": not is_scheduled, "reported": values}]
-        with replacing(self._path) as temporary:
-            write_json(temporary, {"evaluations": rows})
+        write_json(self._path, {"evaluations": rows})
         self._rows, self._models[phase, round, point] = rows, model
         if not is_scheduled:
             self._last[phase] = round

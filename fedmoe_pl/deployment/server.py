@@ -19,7 +19,7 @@ from fedmoe_pl.algorithms.algorithm import EvaluationPoint, asks_clients
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.callbacks import ClusterMonitor, ResultFiles
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
-from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, write_json
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
@@ -101,8 +101,7 @@ class HandOver(FederationCallback):
         held = self._send(run, phase, clients)
         if phase is run.phases[-1]:
             self._have_last |= {*held}
-            with replacing(run.folder / _FILE) as temporary:
-                write_json(temporary, {"clients": sorted(self._had_last | self._have_last)})
+            write_json(run.folder / _FILE, {"clients": sorted(self._had_last | self._have_last)})
         for earlier in run.phases:
             if earlier.name in run.states and run.states[earlier.name].finished and earlier is not phase:
                 self._send(run, earlier, [client for client, phases in held.items() if earlier.name not in phases])
@@ -282,8 +281,7 @@ def _make_store(clients: Clients, run: Run) -> ClientsStore:
     path = run.folder / "deployment.json"
     clients.is_continued = path.is_file()
     if not clients.is_continued:
-        with replacing(path) as temporary:
-            write_json(temporary, {"run": uuid.uuid4().hex})
+        write_json(path, {"run": uuid.uuid4().hex})
     try:
         clients.name, clients.states = read_json(path)["run"], run.states
     except DamagedFileError as error:

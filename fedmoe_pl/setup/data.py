@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedmoe_pl.checkpoints.checkpoint import is_of_run
-from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, replacing, write_json
+from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, write_json
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming, shown, tried, with_article
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.class_names import hint_of_values
@@ -89,8 +89,7 @@ def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase
 def write_own_client(folder: Path, client: int, datamodule: FederatedDataModule) -> None:
     """Writes into the run of a deployed federation's client which one it is, and what it knows of the federation."""
     known = {"num_clients": datamodule.num_clients, "num_classes": datamodule.num_classes}
-    with replacing(folder / _OWN_CLIENT) as temporary:
-        write_json(temporary, {"id": client, **known})
+    write_json(folder / _OWN_CLIENT, {"id": client, **known})
 
 
 def set_up_as_saved(

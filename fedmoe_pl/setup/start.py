@@ -31,7 +31,7 @@ from fedmoe_pl.backends import (
 from fedmoe_pl.backends.workers.fork_server import end_fork
 from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, copy_checkpoint, locked, run_versions
 from fedmoe_pl.checkpoints.configuration import RECORD
-from fedmoe_pl.checkpoints.files import cannot_be_made, replacing
+from fedmoe_pl.checkpoints.files import cannot_be_made, replacing, write_file
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checks import InvalidArgumentError, naming, reason_of, tried
@@ -259,8 +259,7 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
 
 def _open_files(run: Run, ckpt_path: Path | None, logger: bool | Logger | list[Logger], below: str) -> None:
     """Writes the run's record, configuration and first checkpoint, and makes its store and loggers."""
-    with replacing(run.folder / RECORD) as temporary:
-        temporary.write_text(json.dumps(run.record, default=str), encoding="utf-8")
+    write_file(run.folder / RECORD, json.dumps(run.record, default=str))
     if run.hparams:
         _write_configuration(run)
     if ckpt_path is None:

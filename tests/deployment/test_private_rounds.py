@@ -219,7 +219,7 @@ def test_a_round_that_could_not_be_counted_is_counted_at_the_next_try(tmp_path, 
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedmoe_pl.deployment.private_rounds.write_json", full)
+        patch.setattr("os.replace", full)
         with pytest.raises(MisconfigurationException, match="No space left"):
             own.add(of_client, training, message)
     own.add(of_client, training, message)

@@ -194,7 +194,7 @@ def test_what_could_not_be_recorded_is_recorded_before_it_is_reported(tmp_path, 
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fedmoe_pl.deployment.reports.write_json", full)
+        patch.setattr("os.replace", full)
         with pytest.raises(MisconfigurationException, match="No space left"):
             reported.add(*arguments)
     reported.add(*arguments)
