@@ -54,6 +54,12 @@ def rows_of(message: Message, name: str, number: int, length: int) -> list[bytes
     return [row.numpy().tobytes() for row in tensor]
 
 
+def rows_of_others(name: str, length: int, clients: Sequence[int], own: int, message: Message) -> dict[int, bytes]:
+    """The rows, by client, of a tensor of a message that has one for each of these clients but ``own``."""
+    others = [client for client in clients if client != own]
+    return dict(zip(others, rows_of(message, name, len(others), length), strict=True))
+
+
 class MaskedUpdate:
     """What a client has trained in a round, as a message says: it answers the server's messages about it, each once.
 
@@ -91,19 +97,16 @@ class MaskedUpdate:
         return Message("shared", tensors={SHARES: shares, COMMITMENT: as_rows([commitment], KEY)})
 
     def _mask(self, message: Message, clients: list[int]) -> Message:
-        others = [client for client in clients if client != self._half.client]
-        rows = rows_of(message, SHARES, len(others), ENCRYPTED)
+        encrypted = rows_of_others(SHARES, ENCRYPTED, clients, self._half.client, message)
         sent, self._sent, self._clients = self._sent, {}, clients
-        return Message("masked", tensors=self._half.mask(dict(zip(others, rows, strict=True)), sent))
+        return Message("masked", tensors=self._half.mask(encrypted, sent))
 
     def _confirm(self, message: Message, clients: list[int]) -> Message:
         codes = self._half.confirm(clients)
         return Message("confirmed", tensors={CODES: as_rows([*codes.values()], CODE)})
 
     def _unmask(self, message: Message, clients: list[int]) -> Message:
-        others = [client for client in clients if client != self._half.client]
-        codes = rows_of(message, CODES, len(others), CODE)
-        shares: Mapping[int, bytes] = self._half.unmask(dict(zip(others, codes, strict=True)))
+        shares = self._half.unmask(rows_of_others(CODES, CODE, clients, self._half.client, message))
         return Message("unmasked", tensors={SHARES: as_rows([shares[each] for each in self._clients], SHARE)})
 
 
@@ -164,7 +167,7 @@ class MaskedPlan(ClientsPlan):
         late = dict[int, Failure]()
         try:  # the updates of those that are gone now count, too, unless too few are left
             answers = self._step("confirm", {client: {} for client in survivors}, survivors, round)
-            codes = half.codes(_found(answers, partial(_codes, survivors), late))
+            codes = half.codes(_found(answers, partial(rows_of_others, CODES, CODE, survivors), late))
             of_others = {client: {CODES: as_rows([*each.values()], CODE)} for client, each in codes.items()}
             answers = self._step("unmask", of_others, [*codes], round)
             sent = half.unmasked(_found(answers, partial(_given, [*shares]), late))
@@ -223,15 +226,8 @@ def _found(
 
 def _shares(clients: Sequence[int], client: int, answer: Message) -> tuple[dict[int, bytes], bytes]:
     """A client's encrypted shares for the others, and its commitment."""
-    others = [other for other in clients if other != client]
-    rows = rows_of(answer, SHARES, len(others), ENCRYPTED)
-    return dict(zip(others, rows, strict=True)), rows_of(answer, COMMITMENT, 1, KEY)[0]
-
-
-def _codes(survivors: Sequence[int], client: int, answer: Message) -> dict[int, bytes]:
-    """A client's codes for the other survivors."""
-    others = [other for other in survivors if other != client]
-    return dict(zip(others, rows_of(answer, CODES, len(others), CODE), strict=True))
+    encrypted = rows_of_others(SHARES, ENCRYPTED, clients, client, answer)
+    return encrypted, rows_of(answer, COMMITMENT, 1, KEY)[0]
 
 
 def _given(clients: Sequence[int], client: int, answer: Message) -> dict[int, bytes]:
