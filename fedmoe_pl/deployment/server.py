@@ -20,6 +20,7 @@ from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.callbacks import ClusterMonitor, ResultFiles
 from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.files import DamagedFileError, read_json, write_json
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.client_names import ClientNames
 from fedmoe_pl.data.client_samples import ClientSamples
@@ -150,17 +151,13 @@ def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:
 
 def check_deployable(phases: Sequence[Phase]) -> None:
     """Refuses phases that need what no client sends."""
+    allowed = "left out in a deployed federation"
     for phase in phases:
         if phase.ckpt_path is not None:
-            raise MisconfigurationException(
-                f"{phase}: ckpt_path is '{phase.ckpt_path}', but must be left out in a deployed federation, because "
-                "its clients keep their part of a result on their own machines."
-            )
-        if phase.evaluation.every_n_epochs is not None:
-            raise MisconfigurationException(
-                f"{phase}: evaluate.every_n_epochs is {phase.evaluation.every_n_epochs}, but must be left out in a "
-                "deployed federation."
-            )
+            because = "its clients keep their part of a result on their own machines"
+            raise InvalidArgumentError(str(phase), "ckpt_path", phase.ckpt_path, allowed, because)
+        if (every := phase.evaluation.every_n_epochs) is not None:
+            raise InvalidArgumentError(str(phase), "evaluate.every_n_epochs", every, allowed)
         if asks_clients(phase.algorithm, {}):
             raise MisconfigurationException(
                 f"{phase}: {type(phase.algorithm).__name__} cannot be deployed, because its server computes with the "
