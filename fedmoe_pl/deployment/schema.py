@@ -55,16 +55,12 @@ def _name(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= 1000 and _PRINTABLE_TOO.sub(" ", value).isprintable()
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _dict(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 def _nothing(value: Any) -> bool:
     return value is None or value == ""
+
+
+def _a(kind: type) -> Check:
+    return lambda value: isinstance(value, kind)
 
 
 def _count(most: int) -> Check:
@@ -155,7 +151,7 @@ _EVALUATION_OF_CLIENT = {
     # a tensor, and what stays on the clients' machines
     **dict.fromkeys(("gate_weights", "gate_labels", "name"), _nothing),
     "validation_loss": _number,
-    "has_global_expert": _flag,
+    "has_global_expert": _a(bool),
     "metrics": _by_name(_number),
 }
 _EVALUATION = {
@@ -203,7 +199,7 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     "finish": (
         {
             **_OF_PHASE,
-            "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),
+            "state": _record({"round": _ROUND, "stopped": _a(bool), "best_round": _ROUND}),
             "evaluations": _list(_record(_EVALUATION), 2),
         },
         "finished",
@@ -211,9 +207,9 @@ _MESSAGES: dict[str, tuple[dict[str, Check], str, dict[str, Check]]] = {
     ),
     # stand for several messages, or the answers to them; the values of these are checked, too
     "several": (
-        {"parts": _list(_row(_one_of("evaluate", "train", "train masked"), _dict, _or_nothing(_list(_name))), 3)},
+        {"parts": _list(_row(_one_of("evaluate", "train", "train masked"), _a(dict), _or_nothing(_list(_name))), 3)},
         "answers",
-        {"parts": _list(_row(_one_of("evaluation", "update", "trained", "failed"), _dict), 3)},
+        {"parts": _list(_row(_one_of("evaluation", "update", "trained", "failed"), _a(dict)), 3)},
     ),
     "note": ({"text": _text}, "noted", {}),
     "end": ({}, "ended", {}),
@@ -273,7 +269,7 @@ def carried() -> dict[str, list[str]]:
 HEADER = _record(
     {
         "kind": _name,
-        "values": _dict,
+        "values": _a(dict),
         "tensors": _list(_row(_name, _one_of(*DTYPES), _shape_of_tensor)),
     }
 )
