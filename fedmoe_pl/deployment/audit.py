@@ -141,7 +141,6 @@ class _Recorder(FederationCallback):
         self.transfers: list[list[Transfer]] = []
 
     def on_transfers(self, run: Run, phase: Phase, round: int, transfers: list[Transfer]) -> None:
-        """Adds the transfers of a round."""
         self.transfers.append(transfers)
 
 
@@ -468,7 +467,6 @@ def _of_messages() -> list[str]:
 
 
 def _row(title: str, text: str) -> str:
-    """A title and a text, which is wrapped."""
     first, others = f"  {title:<{_WIDTH}}", " " * (_WIDTH + 2)
     return fill(
         text, 120, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False

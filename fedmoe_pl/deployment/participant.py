@@ -143,7 +143,6 @@ class _OwnFile(NamedTuple):
 
 
 def _files(folder: Path) -> dict[int, _OwnFile]:
-    """The files of a phase, by number."""
     files = (_OwnFile(*map(int, path.stem.split("_"))) for path in folder.glob("*_*_*.safetensors"))
     return {file.number: file for file in files}
 

@@ -212,7 +212,6 @@ class ClientsPlan(Plan):
         }
 
     def _update(self, client: int, answer: Message, round: int) -> Update | Failure:
-        """A client's update; a failure if it is none."""
         try:
             return update_of(answer, self.training, client, round)
         except Exception as error:  # whatever a client has sent
