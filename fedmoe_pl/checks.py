@@ -52,11 +52,11 @@ class InvalidArgumentError(MisconfigurationException):
     def __init__(self, owner: object, argument: str, value: Any, allowed: str, because: str = "") -> None:
         self.owner = owner if isinstance(owner, str) else type(owner).__name__
         self.argument = argument
-        self.value = value if isinstance(value, _Shown) else shown(value)
+        self.value = value if isinstance(value, Shown) else shown(value)
         self.allowed = allowed
         self.because = because
         # all of them texts, so that a worker process can send the exception
-        super().__init__(self.owner, argument, _Shown(self.value), allowed, because)
+        super().__init__(self.owner, argument, Shown(self.value), allowed, because)
 
     def __str__(self) -> str:
         """The sentence."""
@@ -68,8 +68,8 @@ class InvalidArgumentError(MisconfigurationException):
         return f"{subject} is {self.value}, but must be {self.allowed}{reason}."
 
 
-class _Shown(str):
-    """A value as a text shows it."""
+class Shown(str):
+    """A value as a text shows it, or words in place of one, such as ``missing``."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ def naming(owner: object) -> Iterator[None]:
     except InvalidArgumentError as error:
         if error.owner == str(owner):
             raise
-        owners, value = f"{owner}: {error.owner}", _Shown(error.value)
+        owners, value = f"{owner}: {error.owner}", Shown(error.value)
         raise type(error)(owners, error.argument, value, error.allowed, error.because) from error
     except MisconfigurationException as error:
         raise MisconfigurationException(f"{owner}: {error}") from error

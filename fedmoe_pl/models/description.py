@@ -21,7 +21,7 @@ from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedmoe_pl.checks import InvalidArgumentError, with_article
+from fedmoe_pl.checks import InvalidArgumentError, Shown, with_article
 from fedmoe_pl.data.map_style import tensors_of
 from fedmoe_pl.models.gates import FixedGate
 from fedmoe_pl.seeds import seeded
@@ -32,6 +32,7 @@ _PLAIN = (*_NUMBERS, Tensor)
 _COMPARED = (*_NUMBERS, Enum, PurePath, torch.dtype, torch.device)
 _NOT_KEPT = ("device", "dtype", "size_average", "reduce", "min_value", "max_value")  # by torch's modules
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # nor what Identity takes and ignores
+_MISSING = Shown("missing")  # in place of a value
 
 
 class UndescribedError(Exception):
@@ -178,10 +179,10 @@ def stand_in(owner: str, argument: str, value: nn.Module) -> Any:
 
 def refuse(owner: str, argument: str, kind: str) -> nn.Module:
     """Refuses to make an argument that a checkpoint cannot describe, in place of which one must be given."""
-    raise not_described(owner, argument, None, kind)
+    raise not_described(owner, argument, kind)
 
 
-def not_described(owner: object, argument: str, value: Any, kind: str) -> InvalidArgumentError:
+def not_described(owner: object, argument: str, kind: str, value: Any = _MISSING) -> InvalidArgumentError:
     """The refusal of a value in place of one, of a class of that name, that a checkpoint cannot describe."""
     reason = f"the checkpoint cannot describe it; pass it to load_from_checkpoint(path, {argument}=...)"
     return InvalidArgumentError(owner, argument, value, with_article(kind), reason)

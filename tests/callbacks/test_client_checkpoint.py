@@ -314,7 +314,7 @@ def test_a_gate_of_the_same_class_as_the_default_must_be_given(tmp_path):
     default, other = OfOwnGate(), OfOwnGate(OwnGate(0.75))
     assert_computes_the_same(OfOwnGate.load_from_checkpoint(written(default, tmp_path / "own.ckpt")), default)
     path = written(other, tmp_path / "own.ckpt")
-    with pytest.raises(InvalidArgumentError, match="gate is None, but must be an OwnGate, because the checkpoint"):
+    with pytest.raises(InvalidArgumentError, match="gate is missing, but must be an OwnGate, because the checkpoint"):
         OfOwnGate.load_from_checkpoint(path)
     assert_computes_the_same(OfOwnGate.load_from_checkpoint(path, gate=OwnGate(0.75)), other)
 

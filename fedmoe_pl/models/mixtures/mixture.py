@@ -483,9 +483,10 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def _described_arguments(self) -> tuple[dict[str, Any], dict[str, str]]:
         """The constructor's arguments in the words of a configuration, and the classes of those that have none."""
-        configured, kept = configured_arguments(self), _kept_arguments(type(self))
+        configured, saved = configured_arguments(self), self._saved_arguments()
         taken = {*ArgumentParser().add_class_arguments(type(self), fail_untyped=False)}  # also those in **kwargs
-        names, saved, words = kept if _is_own(type(self)) else kept & taken, self._saved_arguments(), self._words()
+        names = _kept_arguments(type(self)) & taken
+        words = {name: value for name, value in saved.items() if self._is_word(name, value)}
         arguments, undescribed = dict[str, Any](), dict[str, str]()
         for name in sorted((names | saved.keys()) - {*_OF_TRAINING} | words.keys()):
             made = self._argument(name)
@@ -553,11 +554,11 @@ class MixtureOfExperts(LightningModule, ABC):
         arguments = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # also those that were passed
         for name, kind in checkpoint.get(_UNDESCRIBED, {}).items():
             value = self._argument(name)
-            if type(value).__name__ != kind:
-                raise not_described(self, name, value, kind)
             # a local expert may be a copy of a global one that was passed; a training that goes on has its own module
             if not (name in arguments or name == "local_expert" or self._trainer is not None):
-                raise not_described(self, name, None, kind)
+                raise not_described(self, name, kind)
+            if type(value).__name__ != kind:
+                raise not_described(self, name, kind, value)
         if _FROZEN in checkpoint and self._trainer is None:  # a training that goes on has its own frozen parameters
             for name, parameter in self.named_parameters():
                 parameter.requires_grad = name not in checkpoint[_FROZEN]  # a method is refused by a lazy layer's
@@ -567,24 +568,15 @@ class MixtureOfExperts(LightningModule, ABC):
         saved = dict(self.hparams) if getattr(self, "_hparams_name", None) == "kwargs" else {}
         return configured_arguments(self) | saved
 
-    def _words(self) -> dict[str, Any]:
-        """What a subclass of your own got in place of an argument of this package, such as the name of a gate."""
-        words, kept = dict[str, Any](), _kept_arguments(type(self))
-        if _is_own(type(self)):
-            return words
-        for name, value in self._saved_arguments().items():
-            if name not in kept or _is_part(value):
-                continue
-            if name in _OF_TRAINING:
-                is_word = not callable(value)
-            else:
-                made = self._argument(name)
-                # a phase may have replaced a number or text of a configuration, but notes this in hparams
-                is_first = callable(made) or name in self.hparams
-                is_word = value is not None and value is not made and is_first
-            if is_word:
-                words[name] = value
-        return words
+    def _is_word(self, name: str, value: Any) -> bool:
+        """Whether a subclass of your own got a value in place of an argument of this package, such as a gate's name."""
+        if _is_own(type(self)) or name not in _kept_arguments(type(self)) or _is_part(value):
+            return False
+        if name in _OF_TRAINING:
+            return not callable(value)
+        made = self._argument(name)
+        # a phase may have replaced a number or text of a configuration, but notes this in hparams
+        return value is not None and value is not made and (callable(made) or name in self.hparams)
 
     def _argument(self, name: str) -> Any:
         """An argument of the constructor; those of this package's classes are attributes."""
