@@ -61,9 +61,10 @@ class Gate(nn.Module, ABC):
         return next(filter(None, parts), None)
 
 
-def check_is_gate(owner: object, gate: Any) -> None:
-    """Refuses what is no gate, such as a bare network; None passes."""
+def checked_gate(owner: object, gate: Gate | None) -> Gate:
+    """The gate, or ``EqualWeights`` for None; refuses what is no gate, such as a bare network."""
     check_kind(owner, "gate", gate, Gate, ", such as ConstantGate(0.5), or NetworkGate(network) of a network")
+    return EqualWeights() if gate is None else gate
 
 
 class FixedGate(Gate):

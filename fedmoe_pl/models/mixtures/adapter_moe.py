@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_choice
 from fedmoe_pl.models.adapters import AdaptedBase, Look, LoRA, Pass, Weigh
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate, check_is_gate
+from fedmoe_pl.models.gates import FixedGate, Gate, checked_gate
 from fedmoe_pl.models.inputs import batch_size_of, rows_of
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -95,8 +95,7 @@ class AdapterMoE(MixtureOfExperts):
         number = len(self.weighed_parts)
         self._adapted = AdaptedBase(base, lora, number, self.prepared, self.blocks, self.has_one_head)
         self.name_experts(self._adapted.experts)
-        check_is_gate(self, gate)
-        self.gate = EqualWeights() if gate is None else gate
+        self.gate = checked_gate(self, gate)
         self.check_parts()
 
     def plain_base(self) -> nn.Module:

@@ -9,7 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
 from fedmoe_pl.models.copies import check_copies
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate, check_is_gate
+from fedmoe_pl.models.gates import FixedGate, Gate, checked_gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
@@ -83,8 +83,7 @@ class ClusteredMoE(MixtureOfExperts):
             draw_anew(local_expert := copy_module(global_expert))
         self.local_expert = local_expert
         self.gate_width = num_clusters + 1  # the clusters' models and the local expert
-        check_is_gate(self, gate)
-        self.gate = EqualWeights() if gate is None else gate
+        self.gate = checked_gate(self, gate)
         self.check_parts()
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedmoe_pl.checks import check_kind, with_article
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.experts import check_split
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate, check_is_gate
+from fedmoe_pl.models.gates import FixedGate, Gate, checked_gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import Architectures, MixtureOfExperts
 from fedmoe_pl.trees import copy_module
@@ -57,14 +57,13 @@ class PersonalizedMoE(MixtureOfExperts):
         check_kind(self, "global_expert", global_expert, nn.Module)
         is_list = isinstance(local_expert, list) and local_expert != []
         check_kind(self, "local_expert", None if is_list else local_expert, nn.Module, ", or a list of such")
-        check_is_gate(self, gate)
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures([self._apart(expert) for expert in local_expert])
         else:
             local_expert = self._apart(local_expert)
         self.local_expert = local_expert
-        self.gate = EqualWeights() if gate is None else gate
+        self.gate = checked_gate(self, gate)
         self.check_parts()
 
     def _apart(self, local_expert: nn.Module | None) -> nn.Module:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.copies import check_copies
 from fedmoe_pl.models.experts import check_split
-from fedmoe_pl.models.gates import EqualWeights, Gate, check_is_gate
+from fedmoe_pl.models.gates import Gate, checked_gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.trees import copy_module
@@ -58,8 +58,7 @@ class PooledMoE(MixtureOfExperts):
         classifier: nn.Module = local_expert.classifier  # pyright: ignore[reportAssignmentType]
         check_copies(classifier)
         self.pool = nn.ModuleList(copy_module(classifier) for _ in range(num_experts))
-        check_is_gate(self, gate)
-        self.gate = EqualWeights() if gate is None else gate
+        self.gate = checked_gate(self, gate)
         self.check_parts()
 
     def mix(self, x: Inputs) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.copies import check_copies
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate, check_is_gate
+from fedmoe_pl.models.gates import FixedGate, Gate, checked_gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import Architectures, MixtureOfExperts
@@ -79,8 +79,7 @@ class RepresentationMoE(MixtureOfExperts):
         self.local_experts = Architectures(_without_classifier(expert) for expert in local_experts)
         check_copies(header)
         self.header = copy_module(header)
-        check_is_gate(self, gate)
-        self.gate = EqualWeights() if gate is None else gate
+        self.gate = checked_gate(self, gate)
         self.architectures = architectures
         self.check_parts()
 

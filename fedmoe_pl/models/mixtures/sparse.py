@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number, with_article
 from fedmoe_pl.models.copies import check_copies
-from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate, check_is_gate
+from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate, ProxyGate, checked_gate
 from fedmoe_pl.models.inputs import Inputs, call
 from fedmoe_pl.models.layers import draw_anew, has_batch_norm, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
@@ -98,8 +98,7 @@ class SparseMoE(MixtureOfExperts):
         self.experts = nn.ModuleList([expert, *(copy_module(expert) for _ in range(max(numbers) - 1))])
         draw_anew(self.experts[1:])
         self.gate_width = max(numbers)
-        check_is_gate(self, gate)
-        self.gate = ProxyGate(self.gate_width) if gate is None else gate
+        self.gate = checked_gate(self, ProxyGate(self.gate_width) if gate is None else gate)
         self.check_parts()
 
     @property
