@@ -169,10 +169,10 @@ class SparseMoE(MixtureOfExperts):
         samples = [(chosen == index).nonzero().flatten() for index in range(len(self.experts))]
         outputs = [expert(z[sent]) for expert, sent in zip(self.experts, samples, strict=True) if len(sent)]
         logits = torch.cat(outputs)[torch.cat(samples).argsort()]
-        if torch.is_grad_enabled():
-            for expert, sent in zip(self.experts, samples, strict=True):
-                if not len(sent):
-                    logits = logits + _zero(expert)
+        for expert, sent in zip(self.experts, samples, strict=True):
+            if torch.is_grad_enabled() and not len(sent):  # gradients are to be zero, not None
+                trained = (parameter for parameter in expert.parameters() if parameter.requires_grad)
+                logits = logits + sum((parameter.flatten()[0] * 0 for parameter in trained), 0.0)
         return logits
 
     def _all_experts(self, z: Tensor, chosen: Tensor) -> Tensor:
@@ -181,8 +181,3 @@ class SparseMoE(MixtureOfExperts):
         is_chosen = chosen == torch.arange(len(self.experts), device=chosen.device)  # (B, experts)
         is_chosen = is_chosen.reshape(*is_chosen.shape, *[1] * (outputs.dim() - 2))  # (B, experts, 1, ...)
         return torch.where(is_chosen, outputs, 0).sum(dim=1)
-
-
-def _zero(expert: nn.Module) -> Tensor | float:
-    """Zero, computed from all trained parameters, so that their gradients are zero and not None."""
-    return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
