@@ -35,7 +35,7 @@ from fedmoe_pl.algorithms.shared.parts import (
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.inputs import call, rows_of
 from fedmoe_pl.models.layers import has_batch_norm
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, with_prefix
 
 
 class PerFedAvg(Algorithm):
@@ -81,22 +81,16 @@ class PerFedAvg(Algorithm):
         half = len(y) // 2
         if half < (2 if has_batch_norm(part) else 1):
             return expert_loss(module, self.expert, batch)
-        w = dict(part.named_parameters())
-        gradient = expert_gradient(
-            module, self.expert, {name: w[name] for name in constants["names"]}, (rows_of(x, slice(half)), y[:half])
-        )
-        stepped = {
-            name: w[name] - self.inner_lr * (tensor if self.second_order else tensor.detach())
-            for name, tensor in gradient.items()
-        }
+        named = dict(part.named_parameters())
+        w = {name: named[name] for name in constants["names"]}
+        gradient = expert_gradient(module, self.expert, w, (rows_of(x, slice(half)), y[:half]))
+        if not self.second_order:
+            gradient = {name: tensor.detach() for name, tensor in gradient.items()}
+        stepped = {name: tensor - self.inner_lr * gradient[name] for name, tensor in w.items()}
         return logits_loss(module, call(part, rows_of(x, slice(half, None)), stepped), y[half:])
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The server's model after one step on the client's training samples."""
         tensors = super().personal_tensors(client, server)
-        gradient = training_gradient(client, self.expert, tensors)
-        stepped = {
-            self.prefix + name: tensors[self.prefix + name] - self.inner_lr * tensor
-            for name, tensor in gradient.items()
-        }
-        return {**tensors, **stepped}
+        gradient = with_prefix(training_gradient(client, self.expert, tensors), self.prefix)
+        return tensors | {name: tensors[name] - self.inner_lr * tensor for name, tensor in gradient.items()}
