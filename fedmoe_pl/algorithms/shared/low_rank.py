@@ -42,18 +42,14 @@ def mean_of_products(
     """
     share, result = other_weight / (weight + other_weight), Tree()
     for name_of_a, name_of_b in factor_names(one).values():
-        (a, other_a), (b, other_b) = ([_matrix(tree[name]) for tree in (one, other)] for name in (name_of_a, name_of_b))
+        factors = (tree[name].flatten(1) for name in (name_of_a, name_of_b) for tree in (one, other))
+        a, other_a, b, other_b = map(precise, factors)  # half precision would round sums
         a, b = torch.cat([(1 - share) * a, share * other_a]), torch.cat([b, other_b], dim=1)
         if len(a) > min(len(b), a.shape[1]):
             whole, identity = b @ a, torch.eye(min(len(b), a.shape[1]), dtype=a.dtype)
             a, b = (whole, identity) if len(b) <= a.shape[1] else (identity, whole)
         result |= {name_of_a: a, name_of_b: b}
     return result
-
-
-def _matrix(factor: Tensor) -> Tensor:
-    """A factor as a matrix, of which sums are not computed in half precision."""
-    return precise(factor.flatten(1))
 
 
 def set_corner(target: Tensor, values: Tensor) -> Tensor:
