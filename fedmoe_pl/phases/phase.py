@@ -243,11 +243,8 @@ class Phase:
 
     def method(self, evaluation_point: EvaluationPoint) -> str:
         """The name in tables, logs and files of the phase's evaluation after one of its ``evaluation_points``."""
-        return (
-            self.name
-            if evaluation_point == self.evaluation_points[0]
-            else f"{self.name} after {evaluation_point.replace('_', ' ')}"
-        )
+        is_first = evaluation_point == self.evaluation_points[0]
+        return self.name if is_first else f"{self.name} after {evaluation_point.replace('_', ' ')}"
 
     def epochs(self, trainer: dict[str, Any]) -> int:
         """Local epochs of a client in a round; the argument are all clients' Trainers' arguments."""
