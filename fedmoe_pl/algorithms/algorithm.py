@@ -86,11 +86,8 @@ class Patterns:
 
     def __contains__(self, name: str) -> bool:
         """Whether the patterns choose the name."""
-        return (
-            _matches(name, *self.patterns)
-            and name not in self.excluded
-            and (self.within is None or name in self.within)
-        )
+        is_left_out = name in self.excluded or (self.within is not None and name not in self.within)
+        return not is_left_out and _matches(name, *self.patterns)
 
     def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
         """Refuses a pattern that matches nothing, because it is probably misspelt; messages name argument and owner."""
