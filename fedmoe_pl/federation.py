@@ -391,7 +391,6 @@ class Federation:
         allowed: list[str],
         settings: Settings | None = None,
     ) -> dict[str, Evaluation]:
-        """Runs all phases, from a checkpoint if there is one."""
         if not ckpt_path:
             run = self._make_run(model, datamodule, settings)
             return self._run_phases(run, self.runs, self.command)
@@ -434,7 +433,6 @@ class Federation:
         initial: Mapping[str, Tree] | None = None,
         read_result: ReadResult = read_result,
     ) -> Run:
-        """Makes a run and all its checks."""
         self._run = None  # frees what it holds on a GPU
         settings = settings or self.settings
         check_made(self, "model", model)

@@ -281,7 +281,6 @@ def is_interchangeable(one: Tensor, other: Tensor) -> bool:
 
 
 def _equal_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of bytes are equal."""
     if len(one) == len(other) and not (len(one) | one.data_ptr() | other.data_ptr()) % 8:
         one, other = one.view(torch.int64), other.view(torch.int64)  # six times as fast
     return torch.equal(one, other)

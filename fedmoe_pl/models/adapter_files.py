@@ -180,7 +180,6 @@ def _check_config(folder: Path, given: Any, lora: LoRA) -> None:
 
 
 def _read_config(folder: Path) -> Any:
-    """The configuration of an adapter in a folder."""
     if not (path := folder / "adapter_config.json").is_file():
         raise MisconfigurationException(f"'{folder}' has no {path.name}, as folders of peft have.")
     from peft import PeftConfig

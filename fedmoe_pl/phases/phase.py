@@ -258,7 +258,6 @@ class Phase:
         return arguments
 
     def _check_numbers(self) -> None:
-        """Refuses numbers that are out of range."""
         for name, value, lowest in (
             ("rounds", self.rounds, 1),
             ("train.max_epochs", self.train.max_epochs, 0),
