@@ -295,11 +295,9 @@ class Algorithm:
         self.trainable.check([*state, *fixed_gate], f"{type(self).__name__}: trainable")
         self.shared.check(state, f"{type(self).__name__}: shared")
         shared = {name: tensor for name, tensor in state.items() if self.is_shared(name)}
+        shared |= copies_of_parts(state, self.parts.copied)
         frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        return {
-            name: tensor if name in frozen else tensor.clone()
-            for name, tensor in (shared | copies_of_parts(state, self.parts.copied)).items()
-        }
+        return {name: tensor if name in frozen else tensor.clone() for name, tensor in shared.items()}
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """The server's state before the first round, now that clients can be asked; by default unchanged.

@@ -112,9 +112,8 @@ class FedKD(Algorithm):
         """The sum of both models' losses; their gradients do not interact."""
         x, y = pair_of(module, batch)
         if self.hidden_states:
-            (extractor, classifier), (small_extractor, small_classifier) = (
-                split_expert(module, expert) for expert in ("local_expert", "global_expert")
-            )
+            extractor, classifier = split_expert(module, "local_expert")
+            small_extractor, small_classifier = split_expert(module, "global_expert")
             features, small_features = call(extractor, x), call(small_extractor, x)
             teacher, student = classifier(features), small_classifier(small_features)
             distances = self._distance(features, small_features.detach(), y)

@@ -126,9 +126,8 @@ class FedMoEDA(Algorithm):
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
         constants = super().client_init(client, sent)
         if self.similarity == "updates" and client.round % self.interval == 0:
-            constants["last_layers"] = {
-                name: layer.cpu().clone() for name, layer in _last_layers(client.module).items()
-            }
+            layers = _last_layers(client.module)
+            constants["last_layers"] = {name: layer.cpu().clone() for name, layer in layers.items()}
         return constants
 
     def client_final(self, client: Client, constants: Constants) -> Update:

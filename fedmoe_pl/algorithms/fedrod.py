@@ -91,9 +91,8 @@ class FedRoD(Algorithm):
         features = call(extractor, x)
         logits = generic_head(features)
         personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
-        counts = F.pad(
-            constants["counts"], (0, logits.shape[1] - len(constants["counts"]))
-        )  # the model may know more classes
+        counts = constants["counts"]
+        counts = F.pad(counts, (0, logits.shape[1] - len(counts)))  # the model may know more classes
         log_prior = counts.pow(self.prior_exponent).log()
         return logits_loss(module, logits + log_prior, y) + logits_loss(module, personal, y)
 

@@ -59,13 +59,11 @@ class PMMoE(Algorithm):
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """The pool: the classifier of each client; refused if no client has one of its own."""
-        pool: Tree = {}
-        is_trained = False
+        pool, is_trained = Tree(), False
         for client in clients:
             classifier = subtree({**client.module.state_dict(), **client.state}, _CLASSIFIER)
-            pool |= {
-                name: tensor.detach().clone() for name, tensor in with_prefix(classifier, f"pool.{client.id}.").items()
-            }
+            copied = {name: tensor.detach().clone() for name, tensor in classifier.items()}
+            pool |= with_prefix(copied, f"pool.{client.id}.")
             is_trained = is_trained or bool(subtree(client.state, _CLASSIFIER))
         if not is_trained:
             raise MisconfigurationException(

@@ -90,9 +90,8 @@ class ClientFailures:
         """
         if not self.dropout or not cohort:
             return []
-        draws = np.random.default_rng(derive_seed(seed, Purpose.DROPOUT, round, attempt)).random(max(cohort) + 1)[
-            [*cohort]
-        ]
+        rng = np.random.default_rng(derive_seed(seed, Purpose.DROPOUT, round, attempt))
+        draws = rng.random(max(cohort) + 1)[[*cohort]]
         if one_stays:
             draws[draws.argmax()] = 1
         return [client for client, draw in zip(cohort, draws, strict=True) if draw < self.dropout]
