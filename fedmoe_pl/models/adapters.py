@@ -335,7 +335,12 @@ class AdaptedBase:
             # in eval mode, torch's encoder layers take weights past a part's forward, unless it has a hook
             self.base.get_submodule(path).register_forward_hook(_pass_on)
         if not self._saved and self._read:
-            self.base.get_submodule(self._read).register_forward_pre_hook(_NotedInput(self), with_kwargs=True)
+            self.base.get_submodule(self._read).register_forward_pre_hook(self._note_input, with_kwargs=True)
+
+    def _note_input(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A hook that notes what the output layer of a language model reads."""
+        if self._pass is not None:
+            self._pass.features = _first(inputs, options)
 
 
 @dataclass
@@ -413,17 +418,6 @@ class _Saved:
 def _first(inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The first tensor that a layer is called with, by its place or by its name."""
     return next((value for value in (*inputs, *options.values()) if isinstance(value, Tensor)), None)
-
-
-@dataclass
-class _NotedInput:
-    """A hook that notes what the output layer of a language model reads."""
-
-    adapted: AdaptedBase
-
-    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if self.adapted._pass is not None:
-            self.adapted._pass.features = _first(inputs, options)
 
 
 def _pass_on(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
