@@ -119,7 +119,10 @@ class CoMiGS(Algorithm):
         loss = module.loss_of(scores, y)
         if not self.balance:
             return loss
-        of_layers = [balance_loss(*each, module.gate.top_k, self.importance) for each in module.tokens_of(weights, x)]
+        of_layers = [
+            balance_loss(tokens, mask, module.gate.top_k, self.importance)
+            for tokens, mask in module.tokens_of(weights, x)
+        ]
         return loss + self.balance * torch.stack(of_layers).mean()
 
     def client_final(self, client: Client, constants: Constants) -> Update:

@@ -81,7 +81,7 @@ class PerFedAvg(Algorithm):
         half = len(y) // 2
         if half < (2 if has_batch_norm(part) else 1):
             return expert_loss(module, self.expert, batch)
-        named = dict(part.named_parameters())
+        named: Tree = dict(part.named_parameters())
         w = {name: named[name] for name in constants["names"]}
         gradient = expert_gradient(module, self.expert, w, (rows_of(x, slice(half)), y[:half]))
         if not self.second_order:

@@ -100,12 +100,12 @@ def test_a_run_stopped_in_a_round_goes_on_to_the_same_bits(whole, tmp_path):
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     ("call", "n"),
-    [*(("os.replace", n) for n in (4, 5, 6, 8, 9, 10, 19, 33)), *(("pathlib.Path.unlink", n) for n in (1, 4, 6, 8))],
+    [*(("os.replace", n) for n in (4, 5, 6, 8, 9, 10, 19, 33)), *(("pathlib.Path.unlink", n) for n in (2, 5, 7, 9))],
 )
 def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
     whole, tmp_path, monkeypatch, call, moment, n
 ):
-    # tried once with n from 1 to 60
+    # tried once with n from 1 to 60; the first removal is of a note of an earlier run, before there is a checkpoint
     done = os.replace if call == "os.replace" else os.unlink
     calls = iter(range(1, n))
 
