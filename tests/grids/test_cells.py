@@ -128,7 +128,7 @@ def test_a_condition_that_has_begun_is_not_checked_again(tmp_path, monkeypatch):
         ("every cell: ", {"methods": ["FedProx"]}),
         ("A: ", {"variants": {"A": {"overrides": {"trainer.max_epoch": 1}}}}),
         (
-            "every cell: benchmark: values is 'federation.phases.Local.rounds', but must be a key of a phase that",
+            "rounds=1: benchmark: values is 'federation.phases.Local.rounds', but must be a key of a phase that is run",
             {"methods": ["FedAvg"], "values": {"federation.phases.Local.rounds": [1, 2]}},
         ),
         ("root=a/b: ", {"values": {"data.init_args.root": ["a/b"]}}),  # no folder can have this name
