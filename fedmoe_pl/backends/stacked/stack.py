@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -59,11 +60,10 @@ class Stack(Learner):
         self._find_trained(trainable_names(training, module, round))
         self._stack_tensors()
         self.names = self.trained
-        self.views: list[tuple[slice, Tree]] = []
-        steps = self.data.steps
-        for number in dict.fromkeys(steps):  # those with equal numbers are neighbours
-            run = slice(steps.index(number), steps.index(number) + steps.count(number))
-            self.views.append((run, {name: nn.Parameter(self.stacked[name][run]) for name in self.trained}))
+        self.views = [
+            (run, {name: nn.Parameter(self.stacked[name][run]) for name in self.trained})
+            for run in _runs_of_equal_steps(self.data.steps)
+        ]
         self._leaves: list[tuple[StackedShare, Tree]] = []
 
     def train(self, step: OneStep) -> None:
@@ -253,6 +253,13 @@ def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
         for name, gradient in gradients.items():
             whole[name][clients] = gradient
     return whole
+
+
+def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
+    """Slices of neighbours with equal numbers of steps per epoch."""
+    for _, run in groupby(range(len(steps)), steps.__getitem__):
+        clients = [*run]
+        yield slice(clients[0], clients[-1] + 1)
 
 
 def plain_gradients(
