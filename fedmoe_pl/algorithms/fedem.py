@@ -73,7 +73,7 @@ class FedEM(Algorithm):
         """Loads the tensors, and takes the E step on all training samples."""
         super().client_init(client, sent)
         module = client.module
-        constants = {"received": sent, "log_pi": module.state_dict()[_PI].log()}
+        constants = {"received": sent, "log_pi": precise(module.state_dict()[_PI]).log()}
         if len(client.samples):
             load_tree(module, {_PI: _mean_responsibilities(client, constants["log_pi"])})
         return constants

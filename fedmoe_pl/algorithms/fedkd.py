@@ -179,7 +179,7 @@ class FedKD(Algorithm):
         if features.shape != other.shape:
             shapes = " and ".join(str(tuple(tensor.shape[1:])) for tensor in (features, other))
             raise InvalidArgumentError(self, "hidden_states", True, f"False for features of shapes {shapes}")
-        return mean_of_labelled((features - other).square().flatten(1).mean(1), y)
+        return mean_of_labelled((precise(features) - precise(other)).square().flatten(1).mean(1), y)
 
 
 def _changes(tree: Mapping[str, Tensor]) -> Tree:

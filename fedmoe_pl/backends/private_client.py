@@ -63,7 +63,7 @@ class PrivateClient(Learner):
         names, samples = trainable_names(training, client.module, client.round), drawn.samples[:_TRIED_SAMPLES]
         (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
         with trying(client.module):  # in train mode, because a part may compute something else in eval mode
-            # those that the loss depends on, whatever the data; all others get neither steps nor noise
+            # parameters that the loss depends on, whatever the data; all others get neither steps nor noise
             self.used = [*_gradients(training, client.module, constants, batch, names)]
         self.names: list[str] = []
         self.last: Any = None

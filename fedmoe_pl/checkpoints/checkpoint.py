@@ -92,11 +92,11 @@ class CheckpointWriter:
         phases = {name: self.finished.get(name) or _content(state) for name, state in states.items()}
         content, files = self.tensors.write({"models": models, "phases": phases}, staying)
         content |= {"fedmoe_pl": _FORMAT, "versions": versions(), **of_run, "rows": asdict(self.saved_rows)}
-        write_json(self.path, {**content, "files": [*(files | staying)]}, self._before_replacing)
+        write_json(self.path, {**content, "files": [*(files | staying)]}, self._flush_and_keep_previous)
         self.tensors.keep(files | staying, self.files)
         self.files = files | staying
 
-    def _before_replacing(self) -> None:
+    def _flush_and_keep_previous(self) -> None:
         if time.monotonic() - self._flushed >= _SECONDS_BETWEEN_FLUSHES:
             if hasattr(os, "sync"):  # not on Windows
                 os.sync()  # one call for all files, of which there are many if clients keep tensors

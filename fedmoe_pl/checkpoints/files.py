@@ -135,7 +135,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def write_json(path: Path, content: dict[str, Any], before_replacing: Callable[[], object] = lambda: None) -> None:
     """Writes plain values as JSON, with a checksum of the whole file; floats keep all digits; NaN is allowed."""
-    _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode(), (), before_replacing)
+    _write(path, json.dumps({**_BLANK, **content}, separators=(",", ":")).encode(), before_replacing=before_replacing)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -138,9 +138,17 @@ def test_the_loss_of_logits_in_half_precision_is_that_of_float32_for_any_module(
     assert torch.equal(distillation_loss(logits, teacher, y), distillation_loss(logits.float(), teacher.float(), y))
 
 
-def of_logits(make):
+class Halving(torch.nn.Module):
+    """A gate whose weights have no rounding in half precision, but their shares would."""
+
+    def forward(self, x):
+        return x.new_tensor([0.5, 0.25, 0.125, 0.125]).expand(len(x), 4)
+
+
+def of_logits(make, gate=None):
     """A mixture whose experts return their inputs."""
     module = make()
+    module.gate = module.gate if gate is None else gate
     module.embedding = torch.nn.Identity()
     module.experts = torch.nn.ModuleList(torch.nn.Identity() for _ in module.experts)
     return module
@@ -151,6 +159,9 @@ OF_LOGITS = {
         PersonalizedMoE(torch.nn.Identity()),
         (x, y),
         {"targets": torch.eye(3), "known": torch.ones(3, dtype=torch.bool)},
+    ),
+    "FedMix": lambda x, y: algorithms.FedMix().client_loss(
+        of_logits(partial(sparse_mixture, 4), Halving()), (x, y), {"experts": [0, 2]}
     ),
     "FedEM": lambda x, y: algorithms.FedEM().client_loss(
         of_logits(learners), (x, y), {"received": {}, "log_pi": torch.tensor([0.5, 0.3, 0.2]).log()}

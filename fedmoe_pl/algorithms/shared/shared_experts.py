@@ -18,7 +18,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE
 from fedmoe_pl.models.inputs import call
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
-from fedmoe_pl.trees import Tree, mean_of_two, of_module, problem_of_shapes, subtree, with_prefix
+from fedmoe_pl.trees import Tree, mean_of_two, of_module, precise, problem_of_shapes, subtree, with_prefix
 
 _ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)
 _WEIGHT = "experts/weight/"  # prefix of an expert's number: its weight in the mean, float64 ()
@@ -131,7 +131,7 @@ def mixture_loss(module: LightningModule, batch: Any, experts: list[int]) -> tup
     assert isinstance(module, SparseMoE)
     x, y = pair_of(module, batch)
     z = call(module.embedding, x)
-    weights = module.gate(z)
+    weights = precise(module.gate(z))
     chosen = weights[:, experts]
     renormalized = chosen / chosen.sum(1, keepdim=True).clamp_min(torch.finfo(chosen.dtype).tiny)
     scores = mix_outputs([module.experts[expert](z) for expert in experts], renormalized, "probabilities")

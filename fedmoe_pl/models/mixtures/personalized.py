@@ -57,13 +57,14 @@ class PersonalizedMoE(MixtureOfExperts):
         check_kind(self, "global_expert", global_expert, nn.Module)
         is_list = isinstance(local_expert, list) and local_expert != []
         check_kind(self, "local_expert", None if is_list else local_expert, nn.Module, ", or a list of such")
+        gate = checked_gate(self, gate)
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures([self._apart(expert) for expert in local_expert])
         else:
             local_expert = self._apart(local_expert)
         self.local_expert = local_expert
-        self.gate = checked_gate(self, gate)
+        self.gate = gate
         self.check_parts()
 
     def _apart(self, local_expert: nn.Module | None) -> nn.Module:
